@@ -1,0 +1,91 @@
+"""How does a running job look in a terminal, and in a pipe?"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from evener.core.progress import Progress
+from evener.core.resolve import Resolved
+from evener.core.rundir import Manifest
+from evener.core.spec import RunSpec
+from evener.core.step import StepRecord
+from evener.core.units import count, seconds, size
+
+PLAIN_EVERY_S = 5.0
+
+
+@contextlib.contextmanager
+def screen(spec: RunSpec, resolved: Resolved, *, quiet: bool = False) -> Iterator[Callable[[Any], None]]:
+    """What `launch.local.run` calls with every record and event: a bar on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    progress = Progress(spec.train.steps, spec.train.batch * resolved.shape.block_size)
+    groups = [f"{group} {count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
+    console.print(f"{count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
+    console.print(
+        f"{spec.machine.ranks} {'process' if spec.machine.ranks == 1 else 'processes'}, "
+        f"{spec.train.batch} × {resolved.shape.block_size} tokens a step from {resolved.corpus.path}; run directory {spec.out}"
+    )
+    with contextlib.ExitStack() as stack:
+        bar = None
+        if console.is_terminal and not quiet:
+            bar = stack.enter_context(
+                Bar(SpinnerColumn(), BarColumn(20), TextColumn("{task.description}"), console=console, transient=True)
+            )
+            task = bar.add_task("starting", total=spec.train.steps)
+        told = time.monotonic()
+
+        def observe(news: StepRecord | dict[str, Any]) -> None:
+            nonlocal told
+            if isinstance(news, StepRecord):
+                progress.add(news)
+                if bar is not None:
+                    bar.update(task, completed=progress.done, description=progress.line())
+                elif time.monotonic() - told > PLAIN_EVERY_S or progress.done == spec.train.steps:
+                    told = time.monotonic()
+                    console.print(progress.line())
+            elif news["event"] == "evaluation":
+                console.print(f"step {news['step']}: validation loss {news['val_loss']:.4f}")
+            elif news["event"] == "run.diverged":
+                console.print(f"step {news['step']}: the replicas differ")
+
+        yield observe
+
+
+def tell_end(summary: Any) -> None:
+    """The last lines of a run."""
+    result, manifest = summary.manifest.result, summary.manifest
+    if result is None:
+        return
+    lines = [f"{manifest.verdict} after step {result.steps}"]
+    if summary.tokens_per_s:
+        lines[0] += f": {count(summary.tokens_per_s)} tokens/s, step {seconds(summary.step_p50_s)}"
+    if result.val_loss is not None:
+        lines.append(f"loss {result.loss:.4f}, validation loss {result.val_loss:.4f}")
+    if result.replicas_agree:
+        lines.append(f"{manifest.world_size} replicas agree to the bit")
+    lines.append(f"peak memory {' + '.join(size(peak) for peak in result.peak_memory_bytes)}")
+    if manifest.verdict == "stopped":
+        lines.append(f"goes on with: evener train --resume {summary.run_dir}")
+    else:
+        lines.append(f"look at it:   evener report {summary.run_dir}")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def exit_status(manifest: Manifest) -> int:
+    """0, or 130 for a run that was stopped by hand before it was done."""
+    stopped_by_hand = manifest.verdict == "stopped" and manifest.spec.train.max_s is None
+    return 130 if stopped_by_hand else 0
+
+
+def shell_line(env: dict[str, str], argv: list[str]) -> str:
+    """What to type to do the same by hand."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(argv)])

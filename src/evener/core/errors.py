@@ -1,0 +1,56 @@
+"""What can go wrong that a person can mend?
+
+    EvenerError            one line for a person: what, where, the evidence; `hint` is the next step
+    ├── UsageError         a flag, a file or a value that the user wrote is wrong      (exit status 2)
+    ├── DataError          a corpus that cannot be read or made                        (exit status 2)
+    ├── CheckpointError    a checkpoint or a run directory that cannot be trusted      (exit status 2)
+    └── RunError           a run that started and failed                               (exit status 1)
+
+The command line catches EvenerError alone; any other traceback is a bug in evener.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EvenerError(Exception):
+    """An error that its reader can mend. `str(error)` is one line; `hint` says what to do next."""
+
+    exit_status = 2
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(EvenerError):
+    """A flag, a key or a value that the user wrote is wrong."""
+
+
+class DataError(EvenerError):
+    """A corpus cannot be read or made."""
+
+
+class CheckpointError(EvenerError):
+    """A checkpoint or a run directory cannot be trusted."""
+
+
+class RunError(EvenerError):
+    """A run started and failed."""
+
+    exit_status = 1
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """'did you mean "steps"?' for a near miss, else the list of what is known.
+
+    >>> did_you_mean("stesp", ["steps", "seed"])
+    'did you mean "steps"?'
+    >>> did_you_mean("zzz", ["steps", "seed"])
+    'known: seed, steps'
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(names)

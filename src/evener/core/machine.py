@@ -1,0 +1,69 @@
+"""What machine is this? Facts for the manifest and for choosing threads; standard library only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from pathlib import Path
+
+import msgspec
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as a run found it."""
+
+    host: str
+    system: str
+    cpu: str
+    cores: int  # that this process may use: affinity and cgroup quota count
+    memory_bytes: int | None
+    python: str
+
+
+def this_machine() -> Machine:
+    """The machine that calls this."""
+    return Machine(
+        host=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()}",
+        cpu=_cpu_model(),
+        cores=usable_cores(),
+        memory_bytes=_memory_bytes(),
+        python=platform.python_version(),
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: the affinity mask, cut by a cgroup quota (v2 or v1), at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def _cgroup_quota() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text()
+            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return None
+    return float(quota) / float(period) if quota.strip() not in ("max", "-1") else None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,46 @@
+"""How far is a run, in one line?"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from evener.core.step import StepRecord
+from evener.core.units import count, median, seconds
+
+WINDOW = 20  # steps over which the rates are taken
+
+
+class Progress:
+    """Feed it rank 0's records; it says loss, rate, share of communication and the time left."""
+
+    def __init__(self, num_steps: int, tokens_per_step: int) -> None:
+        self._num_steps, self._tokens_per_step = num_steps, tokens_per_step
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
+
+    def add(self, record: StepRecord) -> None:
+        """One more step is done."""
+        self._recent.append(record)
+
+    @property
+    def done(self) -> int:
+        """Steps taken."""
+        return self._recent[-1].step + 1 if self._recent else 0
+
+    def line(self) -> str:
+        """`step 40/200  loss 2.345  12.3k tokens/s  communication 4 %  left 1 min 20 s`."""
+        if not self._recent:
+            return "starting"
+        last = self._recent[-1]
+        step_s = median([record.wall_s for record in self._recent]) or 0.0
+        busy_s = sum(record.wall_s for record in self._recent)
+        communication_s = sum((r.cost.exposed_sync_s or 0) + (r.cost.wait_s or 0) for r in self._recent)
+        loss = "not measured" if last.loss is None else f"{last.loss:.4f}"
+        parts = [
+            f"step {self.done}/{self._num_steps}",
+            f"loss {loss}",
+            f"{count(self._tokens_per_step / step_s)} tokens/s",
+        ]
+        if last.members > 1:
+            parts.append(f"communication {communication_s / busy_s:.0%}")
+        parts.append(f"left {seconds(step_s * (self._num_steps - self.done))}")
+        return "  ".join(parts)

@@ -1,0 +1,97 @@
+"""Can this run start? The checks that need no torch, so that a mistake costs a second and leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from evener.core.corpus import Corpus, check_block, load_corpus
+from evener.core.errors import CheckpointError, UsageError
+from evener.core.rundir import Checkpoint, Manifest, RunDir, read_checkpoint
+from evener.core.shape import GPTShape, preset_shape
+from evener.core.spec import RunSpec
+
+MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
+BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """A spec and what it names."""
+
+    spec: RunSpec
+    corpus: Corpus
+    shape: GPTShape
+    resume: Checkpoint | None  # the checkpoint to go on from
+    resumed: Manifest | None  # of the run that it belongs to
+
+    @property
+    def micro_batch(self) -> int:
+        """Largest number of sequences in one backward."""
+        return self.spec.train.micro_batch or max(1, MICRO_BATCH_TOKENS // self.shape.block_size)
+
+
+def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
+    """Look up what a spec names and check that it can run; EvenerError where it cannot."""
+    spec.check()
+    corpus = load_corpus(Path(spec.data.data))
+    model = spec.model
+    overrides = {
+        field: getattr(model, field)
+        for field in ("num_layers", "num_heads", "width", "dropout")
+        if getattr(model, field) is not None
+    }
+    shape = preset_shape(model.model, corpus.vocab_size, model.block_size, **overrides)
+    check_block(corpus, shape.block_size)
+    if model.init_from is not None and not Path(model.init_from).is_file():
+        raise UsageError(f"--init-from {model.init_from}: no such file")
+    rundir = RunDir(spec.out or "runs")
+    checkpoint = manifest = None
+    if resume:
+        manifest = rundir.manifest()
+        checkpoint = _latest(rundir, manifest, shape, corpus, spec)
+    elif spec.out is not None and rundir.is_run():
+        raise UsageError(f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out")
+    elif rundir.path.exists() and not rundir.path.is_dir():
+        raise UsageError(f"--out {rundir}: a file is in the way")
+    _check_disk(rundir, shape, spec)
+    return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint, resumed=manifest)
+
+
+def new_run_path(spec: RunSpec) -> str:
+    """A run directory for a run that was given none."""
+    return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
+
+
+def _latest(rundir: RunDir, manifest: Manifest, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> Checkpoint:
+    steps = rundir.checkpoint_steps()
+    if not steps:
+        raise CheckpointError(f"{rundir}: it has no complete checkpoint to resume from", hint="start it again")
+    if manifest.shape != shape:
+        raise CheckpointError(f"{rundir}: its model has another shape than {spec.model.model} with these flags")
+    if manifest.corpus is not None and manifest.corpus.tokenizer_hash != corpus.tokenizer_hash:
+        raise CheckpointError(
+            f"{rundir}: it was trained on {manifest.corpus.path}; the tokenizer of {corpus.path} is another",
+            hint=f"--data {manifest.corpus.path}",
+        )
+    checkpoint = read_checkpoint(rundir.checkpoint_path(steps[-1]))
+    if checkpoint.step >= spec.train.steps:
+        raise UsageError(
+            f"{rundir}: it has taken all its {checkpoint.step} steps", hint=f"--steps {2 * checkpoint.step} goes on"
+        )
+    return checkpoint
+
+
+def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:
+    place = rundir.path.absolute()
+    while not place.exists():
+        place = place.parent
+    needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * (spec.checkpoint.keep + 2)  # the best, and one in the making
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UsageError(
+            f"{place}: {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
+            hint="another --out, or a smaller --keep",
+        )

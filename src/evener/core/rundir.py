@@ -1,0 +1,297 @@
+"""What is in a run directory, and how is it read and written so that no crash leaves half a file?
+
+Whoever can read the directory can watch, report, verify, compare and resume the run, on any machine, without torch.
+
+    RUN/manifest.json          versions, hosts, devices, spec, hashes, start, end, verdict
+    RUN/steps/rank-R.jsonl     one StepRecord a line
+    RUN/events.jsonl           evaluations, checkpoints, findings, failures: in the order in which they happened
+    RUN/logs/HOST.R.log        what rank R printed
+    RUN/checkpoints/step-N/    atomic; see `read_checkpoint`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.corpus import Corpus
+from evener.core.errors import CheckpointError, UsageError
+from evener.core.machine import Machine
+from evener.core.shape import GPTShape
+from evener.core.spec import RunSpec
+from evener.core.step import StepRecord
+
+FORMAT = 1
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a run."""
+
+    rank: int
+    host: str
+    device: str  # "cpu" or the GPU's name
+    threads: int
+    pid: int
+
+
+class Contention(msgspec.Struct, frozen=True, kw_only=True):
+    """The same work timed alone and then by all ranks at once, nothing exchanged: what sharing a machine costs."""
+
+    alone_s: list[float]  # per rank: a forward and backward of its micro-batch while the others sleep
+    together_s: list[float]  # the same while the others do it too
+    alone_cpus: list[float]  # per rank: processors that it was really running on meanwhile
+    together_cpus: list[float]
+    copy_alone_Bps: list[float]  # per rank: memory bandwidth of a large copy, bytes read and written
+    copy_together_Bps: list[float]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run that ended came to."""
+
+    steps: int  # optimizer steps of which the weights are made, over all its starts
+    loss: float | None  # of the last step
+    val_loss: float | None
+    replicas_agree: bool | None  # to the bit, at the end; None of one rank
+    peak_memory_bytes: list[int]  # per rank
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a run that is not a step."""
+
+    format: int = FORMAT
+    verdict: str  # running, finished, stopped, failed
+    started: float  # Unix time
+    ended: float | None = None
+    argv: list[str]
+    versions: dict[str, str]  # evener, torch, python
+    spec: RunSpec
+    shape: GPTShape | None  # None of a model that is not ours
+    corpus: Corpus | None
+    code_hash: str
+    params_by_group: dict[str, int]
+    num_params: int
+    backend: str  # gloo, nccl; "none" of one rank
+    sync: str  # ddp; "none" of one rank
+    dtype: str
+    compiled: bool
+    hosts: list[Machine]
+    ranks: list[Rank]
+    contention: Contention | None = None
+    result: Result | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+class RunDir:
+    """The files of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    def steps_path(self, rank: int) -> Path:
+        return self.path / "steps" / f"rank-{rank}.jsonl"
+
+    def log_path(self, host: str, rank: int) -> Path:
+        return self.path / "logs" / f"{host}.{rank}.log"
+
+    def is_run(self) -> bool:
+        """Does this directory hold a run?"""
+        return self.manifest_path.is_file()
+
+    def manifest(self) -> Manifest:
+        """The manifest; CheckpointError where this is no run directory or the file is damaged."""
+        try:
+            text = self.manifest_path.read_bytes()
+        except OSError:
+            raise UsageError(
+                f"{self.path}: not a run directory: it has no manifest.json", hint="ls runs/ shows the runs made here"
+            ) from None
+        try:
+            manifest = msgspec.json.decode(text, type=Manifest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.manifest_path}: damaged: {error}") from None
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"{self.manifest_path}: format {manifest.format}, this evener reads {FORMAT}")
+        return manifest
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest in one step."""
+        write_atomic(self.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+
+    def records(self, rank: int) -> list[StepRecord]:
+        """Rank's records in order. A half-written last line, which a kill leaves, is passed over."""
+        try:
+            lines = self.steps_path(rank).read_bytes().split(b"\n")
+        except OSError:
+            return []
+        decoder = msgspec.json.Decoder(StepRecord)
+        try:
+            return [decoder.decode(line) for line in lines[:-1]]
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"{self.steps_path(rank)}: damaged: {error}") from None
+
+    def recorded_ranks(self) -> list[int]:
+        """Ranks that ever wrote a record, ascending."""
+        names = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in self.steps_path(0).parent.glob("*.jsonl"))
+        return sorted(int(name[1]) for name in names if name)
+
+    def keep_records_before(self, rank: int, step: int) -> None:
+        """Drop the records of `step` and later, which a resumed run is about to make again."""
+        kept = [record for record in self.records(rank) if record.step < step]
+        write_atomic(self.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order."""
+        try:
+            lines = self.events_path.read_bytes().split(b"\n")
+        except OSError:
+            return []
+        try:
+            return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines[:-1]]
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"{self.events_path}: damaged: {error}") from None
+
+    def add_event(self, event: str, **facts: Any) -> None:
+        """Append one line; safe from several processes, each line being one write."""
+        line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
+        with self.events_path.open("ab", buffering=0) as file:
+            file.write(line)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        if not self.checkpoints_path.is_dir():
+            return []
+        names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints_path.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints_path / f"step-{step:06d}"
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """`state.json` of a checkpoint: all that is not a tensor, and the digests of the files that are."""
+
+    format: int = FORMAT
+    step: int  # optimizer steps taken: training goes on with this one
+    world_size: int
+    val_loss: float | None
+    param_names: list[str]
+    param_groups: list[dict[str, Any]]
+    scaler: dict[str, float] | None
+    replica_hashes: list[list[str]]  # [rank][tensor]: what every rank held
+    files: dict[str, str]  # name: blake2b
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The description of a checkpoint whose files are all there and unchanged; else CheckpointError."""
+    try:
+        checkpoint = msgspec.json.decode((folder / "state.json").read_bytes(), type=Checkpoint)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: not a checkpoint: {error.strerror}: state.json") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / 'state.json'}: damaged: {error}") from None
+    for name, digest in checkpoint.files.items():
+        try:
+            found = digest_of(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: {error.strerror}") from None
+        if found != digest:
+            raise CheckpointError(
+                f"{folder / name}: damaged: its digest is not the one that was written",
+                hint=f"remove {folder}; an earlier checkpoint will be used",
+            )
+    return checkpoint
+
+
+def write_folder_atomic(folder: Path, write: Any) -> None:
+    """Let `write(temporary)` fill a folder, make it durable, then give it its name in one step."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        for file in temporary.iterdir():
+            _sync(file)
+        _sync(temporary)
+        temporary.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file in one step: a reader sees the old content or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        _sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def digest_of(path: Path) -> str:
+    """blake2b of a file's content, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def code_hash() -> str:
+    """blake2b over evener's own source, so that two hosts can be compared."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def follow_lines(path: Path) -> Iterator[list[bytes]]:
+    """Each time it is asked, the complete lines that a growing file has gained."""
+    position = 0
+    while True:
+        try:
+            with path.open("rb") as file:
+                file.seek(position)
+                chunk = file.read()
+        except OSError:
+            chunk = b""
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        position += len(complete)
+        yield complete.split(b"\n")[:-1]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,186 @@
+"""Which GPT is trained, how many parameters has it, and what does a token cost?
+
+    shape = preset_shape("d8", vocab_size=32768)
+    shape.num_params(), shape.flops_per_token()
+
+A shape is plain data: it stands in the run's TOML and in its checkpoints, and the planner counts with it on machines that
+have no torch. `evener.worker.model.GPT` is built from it and has the parameters counted here, to the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from evener.core.errors import UsageError, did_you_mean
+
+MLP_EXPANSION = 4  # the MLP's hidden layer is four times as wide as the model, in GPT-2 and in nanochat
+
+
+class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides a GPT's parameters and arithmetic. Has no defaults: take a preset and change it."""
+
+    vocab_size: int
+    block_size: int  # the longest sequence, in tokens
+    num_layers: int
+    num_heads: int
+    width: int  # of the residual stream
+    positions: Literal["learned", "rotary"]
+    norm: Literal["layernorm", "rmsnorm"]  # rmsnorm has no parameters, and also follows the token embedding
+    activation: Literal["gelu", "gelu_tanh", "relu2"]  # gelu is exact; gelu_tanh is published GPT-2's approximation
+    tied_head: bool  # the token embedding is the head's matrix too
+    value_embeddings: bool  # in alternating layers, the last included, each token adds a learned vector to its value
+    qk_norm: bool  # RMSNorm of queries and keys, after the rotation
+    bias: bool  # in the linear layers and LayerNorms
+    dropout: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Does this layer, counted from 0, have one? Every second one has, ending with the last."""
+        return self.value_embeddings and (self.num_layers - 1 - layer) % 2 == 0
+
+    def params_by_group(self) -> dict[str, int]:
+        """Parameters by group, in closed form. What the shape does not have counts 0, so does a tied head.
+
+        >>> preset_shape("d8", vocab_size=32768).params_by_group()["value embeddings"]
+        67108864
+        """
+        width, layers, bias = self.width, self.num_layers, int(self.bias)
+        hidden = MLP_EXPANSION * width
+        table = self.vocab_size * width
+        return {
+            "token embeddings": table,
+            "position embeddings": self.block_size * width if self.positions == "learned" else 0,
+            "value embeddings": table * sum(map(self.has_value_embedding, range(layers))),
+            "attention": layers * (4 * width * width + bias * 4 * width),  # query, key, value, output
+            "MLP": layers * (2 * width * hidden + bias * (hidden + width)),  # up, down
+            "norms": (2 * layers + 1) * (1 + bias) * width if self.norm == "layernorm" else 0,
+            "head": 0 if self.tied_head else table,
+        }
+
+    def num_params(self) -> int:
+        """All parameters.
+
+        >>> preset_shape("gpt2", vocab_size=50257).num_params()
+        124439808
+        """
+        return sum(self.params_by_group().values())
+
+    def flops_per_token(self) -> int:
+        """Forward and backward of one training token at full block: 6·N + 12·L·W·T.   [PaLM, appendix B]
+
+        N counts the parameters of matrix products: the matrices of attention and MLP, and the head's, tied or not.
+        Embeddings are looked up, biases and norms are added and scaled: they do not count. T is the block size. As in
+        the paper, the half of the attention matrix that causality masks is counted.
+
+        >>> preset_shape("char", vocab_size=65).flops_per_token()  # 6·10,641,792 + 12·6·384·256
+        70928640
+        """
+        blocks = self.num_layers * (4 + 2 * MLP_EXPANSION) * self.width**2
+        matmul_params = blocks + self.vocab_size * self.width
+        return 6 * matmul_params + 12 * self.num_layers * self.width * self.block_size
+
+    def check(self) -> None:
+        """Raise UsageError for a shape that no model can have."""
+        for field in ("vocab_size", "block_size", "num_layers", "num_heads", "width"):
+            if getattr(self, field) < 1:
+                raise UsageError(f"{field} is {getattr(self, field)}", hint=f"{field} must be at least 1")
+        if self.width % self.num_heads:
+            fitting = [str(heads) for heads in range(1, min(self.width, 64) + 1) if self.width % heads == 0]
+            raise UsageError(
+                f"width {self.width} cannot be divided among {self.num_heads} heads",
+                hint=f"num_heads can be {', '.join(fitting)}",
+            )
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise UsageError(
+                f"rotary positions turn pairs of numbers, but a head has {self.head_dim} (width {self.width} / "
+                f"{self.num_heads} heads)",
+                hint='let width be a multiple of 2 * num_heads, or take positions = "learned"',
+            )
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout is {self.dropout}", hint="dropout is a probability: at least 0, less than 1")
+
+
+def _depth(num_layers: int) -> GPTShape:
+    """nanochat's one dial: 64 of width a layer, rounded up to whole heads of 128.
+
+    d8 has 125,829,120 parameters. nanochat itself counts 125,829,354: the other 234 are its scalars on the residual
+    stream and its gates (on value embeddings and on the previous token), which we do not have; nor do we have its
+    sliding windows, its soft cap on logits and its initialization.
+    """
+    head_dim = 128
+    num_heads = -(-64 * num_layers // head_dim)
+    return GPTShape(
+        vocab_size=32768,
+        block_size=2048,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        width=num_heads * head_dim,
+        positions="rotary",
+        norm="rmsnorm",
+        activation="relu2",
+        tied_head=False,
+        value_embeddings=True,
+        qk_norm=True,
+        bias=False,
+        dropout=0.0,
+    )
+
+
+GPT2 = GPTShape(  # the smallest of the four published
+    vocab_size=50257,
+    block_size=1024,
+    num_layers=12,
+    num_heads=12,
+    width=768,
+    positions="learned",
+    norm="layernorm",
+    activation="gelu_tanh",
+    tied_head=True,
+    value_embeddings=False,
+    qk_norm=False,
+    bias=True,
+    dropout=0.0,
+)
+CHAR = msgspec.structs.replace(  # nanoGPT's config/train_shakespeare_char.py
+    GPT2,
+    vocab_size=65,
+    block_size=256,
+    num_layers=6,
+    num_heads=6,
+    width=384,
+    activation="gelu",
+    bias=False,
+    dropout=0.2,
+)
+TINY = msgspec.structs.replace(  # for tests: a step takes milliseconds
+    CHAR, vocab_size=256, block_size=64, num_layers=2, num_heads=4, width=64, dropout=0.0
+)
+PRESETS: dict[str, GPTShape] = {"tiny": TINY, "char": CHAR, "gpt2": GPT2} | {f"d{n}": _depth(n) for n in range(4, 21)}
+
+
+def preset_shape(name: str, vocab_size: int, block_size: int | None = None, **overrides: Any) -> GPTShape:
+    """The preset for a vocabulary, changed where `overrides` name fields of GPTShape. Checked.
+
+    >>> preset_shape("char", vocab_size=65, dropout=0.1).dropout
+    0.1
+    """
+    if name not in PRESETS:
+        raise UsageError(f'unknown model preset "{name}"', hint=did_you_mean(name, PRESETS))
+    fields = msgspec.structs.asdict(PRESETS[name])
+    for key in overrides:
+        if key not in fields:
+            raise UsageError(f'a model shape has no "{key}"', hint=did_you_mean(key, fields))
+    fields |= overrides | {"vocab_size": vocab_size}
+    if block_size is not None:
+        fields["block_size"] = block_size
+    try:
+        shape = msgspec.convert(fields, GPTShape)
+    except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.width`"
+        raise UsageError(f"model shape: {error}", hint=f'start from preset "{name}" and change one field') from None
+    shape.check()
+    return shape

@@ -1,0 +1,61 @@
+"""Where does the time of one training step go? START HERE: every other file fills or reads these two types.
+
+The planner fills a StepCost from formulas, the recorder fills it from clocks; explaining a run is a subtraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+PARTS = ("data_s", "compute_s", "exposed_sync_s", "wait_s", "optimizer_s")
+
+
+class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one optimizer step of one rank goes, in seconds. None = not measured, never 0.
+
+    >>> StepCost(data_s=0.1, compute_s=2.0, exposed_sync_s=0.5, wait_s=0.0, optimizer_s=0.4).total_s
+    3.0
+    """
+
+    data_s: float | None = None  # waiting for input
+    compute_s: float | None = None  # forward, backward
+    exposed_sync_s: float | None = None  # communication that backward did not hide
+    wait_s: float | None = None  # idle for a slower rank
+    optimizer_s: float | None = None  # clip, update
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the parts that were measured."""
+        return sum(getattr(self, part) or 0.0 for part in PARTS)
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank saw of one optimizer step: a line of `steps/rank-R.jsonl`."""
+
+    step: int  # counted from 0
+    tokens: int  # this rank's share of the global batch
+    loss: float | None  # mean over the tokens of the *global* batch: the same on every rank
+    wall_s: float  # the step by one clock, end to end; `cost` sums to it within 1 %
+    cost: StepCost
+    sync_s: float | None  # all-reduces in flight, hidden or not; None where nothing is synchronized
+    cpu_s: float | None  # processor seconds of this process: less than wall × threads means it was not running
+    bytes: int  # payload this rank sends in its collectives, by the strategy's own formula
+    members: int  # ranks that took part
+    lr: float
+    grad_norm: float | None  # global norm before clipping; None = clipping is off
+    ended: float  # Unix time
+
+
+def split_blocked(blocked_s: Sequence[float]) -> list[tuple[float, float]]:
+    """(exposed_sync_s, wait_s) of every rank from the time that each was blocked at the end of backward.
+
+    All ranks leave a collective together, so of what each spent in it the least over ranks is transfer
+    and the rest is waiting for the last to arrive. No clocks need to agree.
+
+    >>> split_blocked([0.5, 0.125])
+    [(0.125, 0.375), (0.125, 0.0)]
+    """
+    transfer = min(blocked_s)
+    return [(transfer, blocked - transfer) for blocked in blocked_s]

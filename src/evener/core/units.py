@@ -1,0 +1,74 @@
+"""How is a quantity written for a person?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def seconds(value: float | None) -> str:
+    """A duration with three significant digits, or what it is when nobody measured it.
+
+    >>> seconds(0.01234), seconds(2.5), seconds(4020), seconds(None)
+    ('12.3 ms', '2.50 s', '1 h 07 min', 'not measured')
+    """
+    if value is None:
+        return "not measured"
+    if value < 0:
+        return "-" + seconds(-value)
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} µs"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 60:
+        return f"{value:.2f} s"
+    minutes, whole = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {whole:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def count(value: float | None) -> str:
+    """A count with its SI prefix.
+
+    >>> count(125_829_120), count(4096), count(57.04), count(None)
+    ('125.8M', '4.1k', '57', 'not measured')
+    """
+    if value is None:
+        return "not measured"
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.1f}{prefix}"
+    return f"{value:.3g}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes; GB is 1e9.
+
+    >>> size(503_316_480), size(12)
+    ('503.3 MB', '12 B')
+    """
+    return f"{num_bytes:.0f} B" if num_bytes < 1000 else count(num_bytes)[:-1] + " " + count(num_bytes)[-1] + "B"
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Linear interpolation between the closest ranks, as numpy's default.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5), percentile([5.0], 0.95)
+    (2.5, 5.0)
+    """
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * fraction
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The middle value; None of nothing.
+
+    >>> median([3.0, 1.0, 2.0]), median([])
+    (2.0, None)
+    """
+    return percentile(values, 0.5) if values else None

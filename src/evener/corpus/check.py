@@ -1,0 +1,36 @@
+"""Is every token id of a corpus inside its vocabulary?
+
+A wrong id would end as an index error deep in an embedding, or on a GPU as a kernel assertion that names nothing. The
+command line calls `check_token_ids` before a launch: one pass at the speed of the disk, far below a second for a corpus
+that is in the page cache. Where the vocabulary fills the type there is nothing to find, and nothing is read.
+
+A worker that reads tokens of its own accord (and may not import this layer) has the same check per batch: compare
+`ids.max()` with `corpus.vocab_size` and raise `evener.core.corpus.beyond_vocabulary`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evener.core.corpus import SPLITS, Corpus, beyond_vocabulary
+from evener.core.errors import DataError
+
+_CHUNK_TOKENS = 4 * 1024 * 1024
+
+
+def check_token_ids(corpus: Corpus) -> None:
+    """Raise a DataError that names file, position and id of the first token beyond the vocabulary."""
+    dtype = np.dtype(corpus.dtype).newbyteorder("<")
+    if corpus.vocab_size > np.iinfo(dtype).max:
+        return
+    for split in SPLITS:
+        position = 0
+        try:
+            with corpus.file(split).open("rb") as file:
+                while (ids := np.frombuffer(file.read(_CHUNK_TOKENS * dtype.itemsize), dtype)).size:
+                    if ids.max() >= corpus.vocab_size:
+                        first = int(np.argmax(ids >= corpus.vocab_size))
+                        raise beyond_vocabulary(corpus, split, position + first, int(ids[first]))
+                    position += ids.size
+        except OSError as error:
+            raise DataError(f"{corpus.file(split)}: {error.strerror}") from None

@@ -1,0 +1,254 @@
+"""How does English build a verb's forms, and a sentence around them?
+
+A verb phrase is a chain of helpers and one verb; each link demands a form of the next, and the first is finite:
+
+    will   →  have          →  be      →  be              →  verb
+    future    perfect          progressive passive
+              (participle)     (-ing)      (participle)
+
+Where a question or a "not" needs a helper and there is none, "do" becomes the first link; only "be" needs none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from evener.corpus.lexicon import DOUBLING, IRREGULAR, IRREGULAR_PLURALS, VERBS, Verb
+
+Number = Literal["singular", "plural"]
+Tense = Literal["present", "past", "future"]
+Aspect = Literal["simple", "progressive", "perfect", "perfect progressive"]
+Question = Literal["no", "yes/no", "why", "when", "where", "how long"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What is said of a verb. Person and number come from the subject."""
+
+    tense: Tense = "present"
+    aspect: Aspect = "simple"
+    voice: Literal["active", "passive"] = "active"
+    polarity: Literal["positive", "negative"] = "positive"
+    question: Question = "no"
+    contracted: bool = False
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A noun phrase: as subject, as object, and what a verb agrees with."""
+
+    subject: str
+    object: str
+    person: int
+    number: Number
+
+    @property
+    def is_pronoun(self) -> bool:
+        return self in PRONOUNS
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The principal parts of a verb."""
+
+    base: str
+    third: str
+    past: str
+    participle: str
+    ing: str
+
+
+PRONOUNS = (
+    Phrase("I", "me", 1, "singular"),
+    Phrase("you", "you", 2, "singular"),
+    Phrase("he", "him", 3, "singular"),
+    Phrase("she", "her", 3, "singular"),
+    Phrase("it", "it", 3, "singular"),
+    Phrase("we", "us", 1, "plural"),
+    Phrase("you", "you", 2, "plural"),
+    Phrase("they", "them", 3, "plural"),
+)
+_NOT = {"will": "won't"}
+_CLITICS = {"am": "'m", "is": "'s", "are": "'re", "have": "'ve", "has": "'s", "had": "'d", "will": "'ll"}
+
+
+def phrase(text: str, number: Number = "singular") -> Phrase:
+    """A pronoun by its subject form, or any other noun phrase in the third person.
+
+    >>> phrase("they").object, phrase("the letters", "plural").object
+    ('them', 'the letters')
+    """
+    for pronoun in PRONOUNS:
+        if pronoun.subject == text:
+            return pronoun
+    return Phrase(text, text, 3, number)
+
+
+@cache
+def principal_parts(lemma: str) -> Parts:
+    """Base, third person, past, past participle and present participle.
+
+    >>> principal_parts("panic")
+    Parts(base='panic', third='panics', past='panicked', participle='panicked', ing='panicking')
+    """
+    past, participle = IRREGULAR.get(lemma) or (_regular_past(lemma),) * 2
+    third = {"be": "is", "have": "has"}.get(lemma) or _with_s(lemma)
+    return Parts(lemma, third, past, participle, _with_ing(lemma))
+
+
+def plural(noun: str) -> str:
+    """The plural of a noun; of several words the last one changes.
+
+    >>> plural("knife"), plural("box"), plural("apple pie"), plural("party")
+    ('knives', 'boxes', 'apple pies', 'parties')
+    """
+    head, space, last = noun.rpartition(" ")
+    return head + space + (IRREGULAR_PLURALS.get(last) or _with_s(last))
+
+
+def indefinite(noun: str) -> str:
+    """The noun with "a" or "an", by sound: an hour, a university.
+
+    >>> indefinite("old hat"), indefinite("hour"), indefinite("uniform"), indefinite("umbrella")
+    ('an old hat', 'an hour', 'a uniform', 'an umbrella')
+    """
+    vowel = re.match(r"[aeiou]|hour|heir|hono|hones", noun, re.IGNORECASE)
+    consonant = re.match(r"uni(?![mn])|us[aeu]|eu|ewe|one\b|once\b", noun, re.IGNORECASE)
+    return f"an {noun}" if vowel and not consonant else f"a {noun}"
+
+
+def _with_s(word: str) -> str:
+    """Third person of a verb, plural of a noun."""
+    if re.search(r"[^aeiou]y$", word):
+        return word[:-1] + "ies"
+    if word.endswith("quiz"):
+        return word + "zes"
+    if re.search(r"(s|x|z|ch|sh|[^aeiou]o)$", word):
+        return word + "es"
+    return word + "s"
+
+
+def _regular_past(lemma: str) -> str:
+    if lemma.endswith("e"):
+        return lemma + "d"
+    if re.search(r"[^aeiou]y$", lemma):
+        return lemma[:-1] + "ied"
+    return _lengthened(lemma) + "ed"
+
+
+def _with_ing(lemma: str) -> str:
+    if lemma.endswith("ie"):
+        return lemma[:-2] + "ying"
+    if lemma.endswith("e") and not lemma.endswith(("ee", "oe", "ye")) and lemma != "be":
+        return lemma[:-1] + "ing"
+    return _lengthened(lemma) + "ing"
+
+
+def _lengthened(lemma: str) -> str:
+    """Ready for -ed or -ing: a final c becomes ck; the last letter doubles after one short, stressed vowel."""
+    if lemma.endswith("c"):
+        return lemma + "k"
+    one_syllable = re.fullmatch(r"(?:[^aeiou]*|[^aeiou]*qu)[aeiou][bdfgklmnprstvz]", lemma)
+    return lemma + lemma[-1] if one_syllable or lemma in DOUBLING else lemma
+
+
+def objection(verb: Verb, features: Features) -> str:
+    """Why English has no such sentence; empty where it has."""
+    if features.voice == "passive":
+        if not verb.has_passive:
+            return f'"{verb.lemma}" has no passive'
+        if features.aspect == "perfect progressive" or (features.tense, features.aspect) == ("future", "progressive"):
+            return 'nobody says "has been being written" or "will be being written"'
+    if verb.is_state and "progressive" in features.aspect:
+        return f'"{verb.lemma}" is a state: it has no progressive'
+    return ""
+
+
+def verb_phrase(lemma: str, features: Features, subject: Phrase) -> list[str]:
+    """The helpers and the verb, finite form first, without "not".
+
+    >>> verb_phrase("write", Features(aspect="perfect progressive"), phrase("she"))
+    ['has', 'been', 'writing']
+    """
+    links: list[tuple[str, str]] = []
+    if "perfect" in features.aspect:
+        links.append(("have", "participle"))
+    if "progressive" in features.aspect:
+        links.append(("be", "ing"))
+    if features.voice == "passive":
+        links.append(("be", "participle"))
+    needs_helper = features.polarity == "negative" or features.question != "no"
+
+    words, form = [], "finite"
+    if features.tense == "future":
+        words, form = ["will"], "base"
+    elif needs_helper and not links and lemma != "be":
+        words, form = [_finite("do", features.tense, subject)], "base"
+    for link, demands in [*links, (lemma, "")]:
+        words.append(
+            _finite(link, features.tense, subject) if form == "finite" else getattr(principal_parts(link), form)
+        )
+        form = demands
+    return words
+
+
+def _finite(lemma: str, tense: str, subject: Phrase) -> str:
+    third_singular = (subject.person, subject.number) == (3, "singular")
+    if lemma == "be":
+        first_singular = (subject.person, subject.number) == (1, "singular")
+        if tense == "past":
+            return "was" if first_singular or third_singular else "were"
+        return "am" if first_singular else "is" if third_singular else "are"
+    parts = principal_parts(lemma)
+    if tense == "past":
+        return parts.past
+    return parts.third if third_singular else parts.base
+
+
+def sentence(lemma: str, features: Features, subject: str | Phrase, rest: str = "", *, adverb: str = "") -> str:
+    """One sentence. `rest` follows the verb; `adverb` stands before it, behind the first helper.
+
+    Raises ValueError for what English does not say: the passive of "sleep", the progressive of "know".
+
+    >>> sentence("write", Features(aspect="perfect progressive", polarity="negative"), "she", "the letter")
+    'She has not been writing the letter.'
+    >>> sentence("write", Features(tense="past", voice="passive", question="yes/no"), "the letter", "by them")
+    'Was the letter written by them?'
+    """
+    if reason := objection(VERBS[lemma], features):
+        raise ValueError(reason)
+    who = phrase(subject) if isinstance(subject, str) else subject
+    first, *others = verb_phrase(lemma, features, who)
+    has_helper = bool(others) or lemma == "be"
+    is_negative = features.polarity == "negative"
+
+    if features.question != "no":
+        opening = [] if features.question == "yes/no" else [features.question]
+        if is_negative and features.contracted:
+            words = [*opening, "aren't" if first == "am" else _negated(first), who.subject]
+        else:
+            words = [*opening, first, who.subject, *(["not"] if is_negative else [])]
+        words += [adverb, *others]
+    elif not has_helper:
+        words = [who.subject, adverb, first]
+    else:
+        words = [*_subject_and_helper(who, first, features), adverb, *others]
+    text = " ".join(word for word in [*words, rest] if word)
+    return text[0].upper() + text[1:] + ("." if features.question == "no" else "?")
+
+
+def _subject_and_helper(who: Phrase, helper: str, features: Features) -> list[str]:
+    if features.polarity == "negative":
+        if not features.contracted:
+            return [who.subject, helper, "not"]
+        return ["I'm not"] if helper == "am" else [who.subject, _negated(helper)]
+    if features.contracted and who.is_pronoun and (who.subject, helper) != ("it", "had"):
+        return [who.subject + _CLITICS[helper]] if helper in _CLITICS else [who.subject, helper]
+    return [who.subject, helper]
+
+
+def _negated(helper: str) -> str:
+    return _NOT.get(helper) or helper + "n't"

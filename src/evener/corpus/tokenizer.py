@@ -1,0 +1,350 @@
+"""How does text become token ids, and ids text again?
+
+| tokenizer | its vocabulary | for |
+|---|---|---|
+| byte | the 256 bytes of UTF-8 | every text; nothing to train, no word out of its reach |
+| char | the characters that the corpus has, sorted | small corpora of one script, as nanoGPT's shakespeare_char |
+| bpe | trained on the corpus, byte-level, GPT-2's word boundaries | larger corpora |
+| gpt2 | GPT-2's 50,257 tokens, by tiktoken | comparison with GPT-2, its weights |
+
+bpe and gpt2 close every document with an end-of-text token; byte and char have none, and their documents follow one
+another. Text that happens to read "<|endoftext|>" stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evener.core.corpus import (
+    GPT2_VOCAB_SIZE,
+    TOKENIZERS,
+    describe_tokenizer,
+    read_nanogpt_chars,
+    token_dtype,
+)
+from evener.core.errors import DataError, UsageError, did_you_mean
+
+BPE_VOCAB_SIZE = 8192
+BPE_SAMPLE_BYTES = 16_000_000
+_END_OF_TEXT = "<|endoftext|>"
+_MIN_BPE_VOCAB_SIZE = 257  # the bytes and end of text
+_PIECE_CHARS = 16 * 1024
+_BATCH_CHARS = 1 << 20
+
+Ids = NDArray[Any]
+"""Token ids, one after another, in the type of the .bin file."""
+
+
+class Tokenizer(Protocol):
+    kind: str
+    vocab_size: int
+    end_of_text: int | None
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text; DataError for what the vocabulary lacks."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, on all cores where that pays."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. DataError for an id beyond the vocabulary."""
+
+    def describe(self) -> bytes:
+        """What tokenizer.json holds."""
+
+
+class ByteTokenizer:
+    """Every byte of UTF-8 is a token."""
+
+    kind = "byte"
+    vocab_size = 256
+    end_of_text = None
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(_checked(ids, self.vocab_size)).decode("utf-8", errors="replace")
+
+    def describe(self) -> bytes:
+        return describe_tokenizer(self.kind)
+
+
+class CharTokenizer:
+    """Every character is a token; ids in the order of `chars`."""
+
+    kind = "char"
+    end_of_text = None
+
+    def __init__(self, chars: str) -> None:
+        self.chars = chars
+        self.vocab_size = len(chars)
+        dtype = np.dtype(token_dtype(self.vocab_size))
+        codes = _code_points(chars)
+        self._known = np.zeros(0x110000, np.bool_)
+        self._known[codes] = True
+        self._ids = np.zeros(0x110000, dtype)
+        self._ids[codes] = np.arange(len(chars), dtype=dtype)
+
+    def encode(self, text: str) -> Ids:
+        codes = _code_points(text)
+        known = self._known[codes]
+        if not known.all():
+            raise DataError(
+                f"the corpus has no character {text[int(np.argmin(known))]!r}: "
+                f"its char vocabulary is {_shorten(self.chars)!r}",
+                hint="leave it out, or prepare the corpus with --tokenizer byte, which knows every text",
+            )
+        return self._ids[codes]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.chars[index] for index in _checked(ids, self.vocab_size))
+
+    def describe(self) -> bytes:
+        return describe_tokenizer(self.kind, self.chars)
+
+
+class BpeTokenizer:
+    """Byte-level BPE of the `tokenizers` library; tokenizer.json is in its format, which transformers reads too."""
+
+    kind = "bpe"
+
+    def __init__(self, description: bytes) -> None:
+        from tokenizers import Tokenizer as Engine
+
+        try:
+            self._engine = Engine.from_str(description.decode())
+        except Exception as error:  # the library raises bare Exceptions
+            raise DataError(f"not a tokenizer of the `tokenizers` library: {error}") from None
+        self._engine.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+        self.vocab_size: int = self._engine.get_vocab_size()
+        self.end_of_text: int | None = self._engine.token_to_id(_END_OF_TEXT)
+        self._description = description
+        self._dtype = np.dtype(token_dtype(self.vocab_size))
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        for text in texts:
+            _utf8(text)
+        encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._engine.decode(_checked(ids, self.vocab_size), skip_special_tokens=False))
+
+    def describe(self) -> bytes:
+        return self._description
+
+
+class Gpt2Tokenizer:
+    """GPT-2's tokens, by tiktoken, which fetches the vocabulary once and keeps it in its cache."""
+
+    kind = "gpt2"
+    vocab_size = GPT2_VOCAB_SIZE
+
+    def __init__(self) -> None:
+        try:
+            import tiktoken
+        except ImportError:
+            raise DataError(
+                "--tokenizer gpt2 needs tiktoken, which is not installed", hint="pip install 'evener[tiktoken]'"
+            ) from None
+        try:
+            self._engine = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # whatever the network raises
+            raise DataError(
+                f"GPT-2's vocabulary is not on this machine and cannot be fetched ({type(error).__name__})",
+                hint="once, with internet: python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'; "
+                "or take --tokenizer bpe",
+            ) from None
+        self.end_of_text: int | None = self._engine.eot_token
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        for text in texts:
+            _utf8(text)
+        threads = os.cpu_count() or 1
+        return [np.array(ids, np.uint16) for ids in self._engine.encode_ordinary_batch(list(texts), num_threads=threads)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._engine.decode(_checked(ids, self.vocab_size)))
+
+    def describe(self) -> bytes:
+        return describe_tokenizer(self.kind)
+
+
+def check_options(kind: str, vocab_size: int | None) -> None:
+    """Refuse a tokenizer that does not exist, and a vocabulary size that it cannot have."""
+    if kind not in TOKENIZERS:
+        raise UsageError(f'--tokenizer "{kind}" is not known', hint=did_you_mean(kind, TOKENIZERS))
+    if vocab_size is not None and kind != "bpe":
+        raise UsageError(f"--vocab-size is for --tokenizer bpe; {kind} has a vocabulary of its own")
+    if vocab_size is not None and vocab_size < _MIN_BPE_VOCAB_SIZE:
+        raise UsageError(
+            f"--vocab-size {vocab_size} is too small: bpe begins with the 256 bytes and end of text",
+            hint=f"for example: --vocab-size {BPE_VOCAB_SIZE}",
+        )
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a prepared corpus, of a nanoGPT folder, or of any folder that holds a copy of tokenizer.json."""
+    root = Path(folder)
+    path = root / "tokenizer.json"
+    try:
+        if not path.exists():
+            if (root / "meta.pkl").exists():
+                return CharTokenizer(read_nanogpt_chars(root / "meta.pkl"))
+            if (root / "train.bin").exists() and not (root / "meta.json").exists():
+                return Gpt2Tokenizer()
+            raise DataError(f"{path} is missing", hint="copy it from the corpus, or prepare the corpus again")
+        content = path.read_bytes()
+        record = json.loads(content)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{path} is damaged: it holds no table", hint="prepare the corpus again")
+    kind = record.get("kind", "bpe")
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "char" and isinstance(record.get("chars"), str):
+        return CharTokenizer(record["chars"])
+    if kind == "gpt2":
+        return Gpt2Tokenizer()
+    if kind == "bpe":
+        try:
+            return BpeTokenizer(content)
+        except DataError as error:
+            raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
+    raise DataError(f"{path} is damaged: no tokenizer of the kind {kind!r}", hint="prepare the corpus again")
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
+    """Write tokenizer.json into `folder`: with it, `load_tokenizer(folder)` needs no corpus."""
+    (Path(folder) / "tokenizer.json").write_bytes(tokenizer.describe())
+
+
+def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeTokenizer:
+    """Byte-level BPE trained on at most `BPE_SAMPLE_BYTES` of the `text_bytes` bytes that `texts` hold.
+
+    Of a longer text the sample is every n-th piece of 4,096 characters from its beginning to its end: the same in every
+    run, and bounded in time and memory (2 to 3 s on two cores). A text too small for `vocab_size` gives fewer tokens.
+    """
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    engine = Engine(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    engine.train_from_iterator(_sample(texts, min(1.0, BPE_SAMPLE_BYTES / max(1, text_bytes))), trainer)
+    return BpeTokenizer(engine.to_str().encode())
+
+
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[str], bool]]) -> Iterator[Ids]:
+    """The ids of documents that come as (pieces of text, whether the document ends after them), in bounded memory.
+
+    The ids are those of each document encoded as one string: pieces are joined and cut again where a word begins.
+    Only a run of 16,384 characters without a space, or with nothing but spaces, is cut elsewhere.
+    """
+    batch: list[str | None] = []  # None: end of text
+    num_chars = 0
+    for texts, is_ending in documents:
+        for piece in _cut_at_words(texts):
+            batch.append(piece)
+            num_chars += len(piece)
+            if num_chars >= _BATCH_CHARS:
+                yield _encode_pieces(tokenizer, batch)
+                batch, num_chars = [], 0
+        if is_ending and tokenizer.end_of_text is not None:
+            batch.append(None)
+    if batch:
+        yield _encode_pieces(tokenizer, batch)
+
+
+def _encode_pieces(tokenizer: Tokenizer, pieces: list[str | None]) -> Ids:
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+    end = np.array([tokenizer.end_of_text or 0], dtype)
+    encoded = iter(tokenizer.encode_batch([piece for piece in pieces if piece is not None]))
+    return np.concatenate([end if piece is None else next(encoded) for piece in pieces])
+
+
+def _cut_at_words(texts: Iterable[str]) -> Iterator[str]:
+    """The same text in pieces of at most 16,384 characters."""
+    kept = ""
+    for text in texts:
+        kept += text
+        start = 0
+        while len(kept) - start > _PIECE_CHARS:
+            stop = _word_start(kept, start, start + _PIECE_CHARS)
+            yield kept[start:stop]
+            start = stop
+        kept = kept[start:]
+    if kept:
+        yield kept
+
+
+def _word_start(text: str, start: int, limit: int) -> int:
+    """The last place up to `limit` where a space follows what is none: no token of GPT-2's pattern reaches across it."""
+    for stop in range(limit, start, -1):
+        if text[stop] in " \n" and not text[stop - 1].isspace():
+            return stop
+    return limit
+
+
+def _sample(texts: Iterable[str], share: float) -> Iterator[str]:
+    piece_chars = 4096
+    due = 0.0
+    for text in texts:
+        for start in range(0, len(text), piece_chars):
+            due += share
+            if due >= 1:
+                due -= 1
+                yield text[start : start + piece_chars]
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the text is not Unicode: {error.reason} at character {error.start}") from None
+
+
+def _code_points(text: str) -> NDArray[np.uint32]:
+    _utf8(text)
+    return np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint32, copy=False)
+
+
+def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
+    checked = [int(index) for index in ids]
+    for index in checked:
+        if not 0 <= index < vocab_size:
+            raise DataError(f"token id {index} is beyond the vocabulary of {vocab_size}")
+    return checked
+
+
+def _shorten(chars: str) -> str:
+    return chars if len(chars) <= 100 else chars[:100] + "…"

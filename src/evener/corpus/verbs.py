@@ -1,0 +1,281 @@
+"""What does the verb corpus say? Every verb of the lexicon, drawn through all that English does with a verb.
+
+Each sentence is one verb in one person, number, tense, aspect, voice, polarity and mood, with subject, object and
+adverbials that fit it. The corpus is a pure function of (seed, num): drawn with `random.Random(seed).random()` alone,
+whose sequence Python promises to keep between versions, and all sentences are distinct, so no sentence of the validation
+split was trained on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.corpus.english import (
+    PRONOUNS,
+    Aspect,
+    Features,
+    Number,
+    Phrase,
+    Question,
+    Tense,
+    indefinite,
+    objection,
+    phrase,
+    plural,
+    sentence,
+)
+from evener.corpus.lexicon import (
+    MANNERS,
+    MASS,
+    MID_ADVERBS,
+    MOTIONS,
+    NAMES,
+    PEOPLE,
+    PEOPLE_ADJECTIVES,
+    PLACES,
+    PLACES_OF_ACTION,
+    STATE_TIMES,
+    THING_ADJECTIVES,
+    TIMES,
+    VERBS,
+    Verb,
+)
+from evener.corpus.text import Document, Splits, whole
+
+NUM_SENTENCES = 100_000
+
+_PEOPLE_PRONOUNS = tuple(p for p in PRONOUNS if p.subject != "it")
+_THING_PRONOUNS = {"singular": phrase("it"), "plural": phrase("they")}
+_SINGULAR = ("the", "the", "the", "a", "a", "my", "your", "his", "her", "our", "their", "this", "that")
+_PLURAL = ("the", "the", "the", "", "my", "your", "his", "her", "our", "their", "these", "those", "two", "three", "several")
+_MASS = ("the", "the", "", "my", "your", "his", "her", "our", "their", "this", "that")
+_TENSES: tuple[Tense, ...] = ("present", "past", "future")
+_ASPECTS: tuple[Aspect, ...] = ("simple", "simple", "progressive", "perfect", "perfect progressive")
+_MAX_REPEATS = 10_000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence:
+    """A sentence and its grammar: a line of train.jsonl."""
+
+    text: str
+    lemma: str
+    person: int
+    number: str
+    tense: str
+    aspect: str
+    voice: str
+    polarity: str
+    question: str
+
+
+def sentences(seed: int, num: int) -> Iterator[Sentence]:
+    """`num` distinct sentences. Verbs come equally often; the first sentences do not depend on `num`."""
+    draw = _Draw(random.Random(seed))
+    verbs = list(VERBS.values())
+    seen: set[str] = set()
+    repeats = 0
+    while len(seen) < num:
+        for verb in draw.shuffled(verbs):
+            one = draw.sentence(verb)
+            if one.text in seen:
+                repeats += 1
+                if repeats > _MAX_REPEATS and len(seen) < repeats:
+                    raise UsageError(f"the grammar has too few sentences for {num}", hint="ask for fewer --sentences")
+                continue
+            seen.add(one.text)
+            yield one
+            if len(seen) == num:
+                return
+
+
+def make_verbs(seed: int, num: int, val_fraction: float) -> tuple[Splits, dict[str, bytes]]:
+    """The corpus as text, a sentence a line, and as the files train.jsonl and val.jsonl."""
+    num_val = round(num * val_fraction)
+    if not 0 < num_val < num:
+        raise UsageError(
+            f"{num} sentences with a validation fraction of {val_fraction:g} leave one split empty",
+            hint="for example: --sentences 100000 --val-fraction 0.1",
+        )
+    drawn = list(sentences(seed, num))
+    encoder = msgspec.json.Encoder()
+    parts, files = [], {}
+    for split, lines in (("train", drawn[:-num_val]), ("val", drawn[-num_val:])):
+        text = "".join(line.text + "\n" for line in lines).encode()
+        parts.append((whole(Document(f"{split}.txt", len(text), text)),))
+        files[f"{split}.jsonl"] = b"".join(encoder.encode(line) + b"\n" for line in lines)
+    return Splits(*parts), files
+
+
+def _join(*words: str) -> str:
+    return " ".join(word for word in words if word)
+
+
+class _Draw:
+    """Draws from one stream of random numbers."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.random = rng.random
+
+    def chance(self, probability: float) -> bool:
+        return self.random() < probability
+
+    def one(self, options: Sequence[T]) -> T:
+        return options[int(self.random() * len(options))]
+
+    def shuffled(self, items: Sequence[T]) -> list[T]:
+        order = list(items)
+        for last in range(len(order) - 1, 0, -1):
+            other = int(self.random() * (last + 1))
+            order[last], order[other] = order[other], order[last]
+        return order
+
+    def sentence(self, verb: Verb) -> Sentence:
+        features = self.features(verb)
+        subject, rest = self.participants(verb, features)
+        adverb = self.mid_adverb(verb, features)
+        where = self.where(verb, features)
+        when = "" if adverb else self.when(verb, features)  # not "will soon leave next year"
+        text = sentence(verb.lemma, features, subject, _join(rest, where, when), adverb=adverb)
+        return Sentence(
+            text=text,
+            lemma=verb.lemma,
+            person=subject.person,
+            number=subject.number,
+            tense=features.tense,
+            aspect=features.aspect,
+            voice=features.voice,
+            polarity=features.polarity,
+            question=features.question,
+        )
+
+    def features(self, verb: Verb) -> Features:
+        """Features that the verb allows, and that make sense with it."""
+        while True:
+            aspect = self.one(_ASPECTS)
+            negative = self.chance(0.3)
+            features = Features(
+                tense=self.one(_TENSES),
+                aspect=aspect,
+                voice="passive" if verb.has_passive and self.chance(0.3) else "active",
+                polarity="negative" if negative else "positive",
+                question=self.question(verb, aspect, negative) if self.chance(0.3) else "no",
+                contracted=self.chance(0.4),
+            )
+            lasts_too_long = verb.is_event and aspect == "perfect progressive"
+            if not lasts_too_long and not objection(verb, features):
+                return features
+
+    def question(self, verb: Verb, aspect: Aspect, negative: bool) -> Question:
+        options: list[Question] = ["yes/no", "yes/no", "yes/no", "why"]
+        if not negative:
+            if aspect == "simple" and not verb.is_state:
+                options.append("when")
+            if not verb.is_state and verb.frame in ("transitive", "ditransitive", "intransitive"):
+                options.append("where")
+            if aspect == "perfect progressive" or (aspect == "perfect" and verb.is_state):
+                options.append("how long")
+        return self.one(options)
+
+    def participants(self, verb: Verb, features: Features) -> tuple[Phrase, str]:
+        """The subject, and what the verb says it does it to."""
+        if verb.frame == "happening":
+            return self.thing(verb.words), ""
+        if features.voice == "passive":
+            return self.passive_participants(verb)
+        subject = self.person()
+        if verb.frame == "intransitive":
+            return subject, ""
+        if verb.frame == "linking":
+            return subject, self.one(verb.words)
+        if verb.frame == "ditransitive":
+            return subject, f"{self.other_person(subject).object} {self.thing(verb.words, pronouns=False).object}"
+        target = self.object_of(verb, subject)
+        return subject, _join(verb.preposition, target.object, verb.tail)
+
+    def passive_participants(self, verb: Verb) -> tuple[Phrase, str]:
+        if verb.frame == "ditransitive":
+            subject = self.person()
+            rest = self.thing(verb.words, pronouns=False).object
+        else:
+            subject = self.object_of(verb, None)
+            rest = verb.tail
+        agent = f"by {self.other_person(subject).object}" if self.chance(0.4) else ""
+        return subject, _join(rest, agent)
+
+    def object_of(self, verb: Verb, subject: Phrase | None) -> Phrase:
+        word = self.one(verb.words)
+        if word == "@people":
+            return self.other_person(subject) if subject else self.person()
+        return self.thing((word,))
+
+    def person(self) -> Phrase:
+        if self.chance(0.45):
+            return self.one(_PEOPLE_PRONOUNS)
+        if self.chance(0.2):
+            return phrase(self.one(NAMES))
+        if self.chance(0.1):
+            first, second = self.shuffled(NAMES)[:2]
+            return phrase(f"{first} and {second}", "plural")
+        return self.noun_phrase(self.one(PEOPLE), PEOPLE_ADJECTIVES)
+
+    def other_person(self, than: Phrase) -> Phrase:
+        """Someone else: "I helped me" and "we helped me" are not English."""
+        while True:
+            other = self.person()
+            if other != than and (other.person == 3 or other.person != than.person):
+                return other
+
+    def thing(self, nouns: Sequence[str], *, pronouns: bool = True) -> Phrase:
+        noun = self.noun_phrase(self.one(nouns), THING_ADJECTIVES)
+        return _THING_PRONOUNS[noun.number] if pronouns and self.chance(0.12) else noun
+
+    def noun_phrase(self, noun: str, adjectives: Sequence[str]) -> Phrase:
+        number: Number = "plural" if noun not in MASS and self.chance(0.35) else "singular"
+        determiner = self.one(_MASS if noun in MASS else _PLURAL if number == "plural" else _SINGULAR)
+        words = plural(noun) if number == "plural" else noun
+        if self.chance(0.2):
+            words = f"{self.one(adjectives)} {words}"
+        return phrase(indefinite(words) if determiner == "a" else f"{determiner} {words}".strip(), number)
+
+    def where(self, verb: Verb, features: Features) -> str:
+        """Manner or place."""
+        if verb.is_state or verb.frame in ("linking", "prepositional") or features.question == "where":
+            return ""
+        if verb.frame == "intransitive":
+            kind = verb.words[0]
+            places = MOTIONS if kind == "motion" else PLACES if kind == "place" else ()
+            return self.one(places) if places and self.chance(0.6) else ""
+        if verb.frame == "happening" or verb.tail or not self.chance(0.35):
+            return ""
+        return self.one(PLACES_OF_ACTION if verb.is_event or self.chance(0.5) else MANNERS)
+
+    def when(self, verb: Verb, features: Features) -> str:
+        key = (features.tense, features.aspect)
+        if features.question in ("when", "how long") or not self.chance(0.45):
+            return ""
+        if verb.is_state:
+            return self.one(STATE_TIMES[key])
+        if verb.is_event and key == ("present", "simple"):
+            return ""
+        if key == ("present", "perfect") and self.chance(0.3):
+            is_open = features.polarity == "negative" or features.question != "no"
+            return "yet" if is_open and features.question in ("no", "yes/no") else ""
+        return self.one(TIMES[key])
+
+    def mid_adverb(self, verb: Verb, features: Features) -> str:
+        key = (features.tense, features.aspect)
+        if verb.is_state or verb.is_event or key not in MID_ADVERBS or not self.chance(0.2):
+            return ""
+        anywhere, in_statements = MID_ADVERBS[key]
+        is_plain = features.question == "no" and features.polarity == "positive"
+        options = anywhere + in_statements if is_plain else anywhere
+        return self.one(options) if options else ""

@@ -1,0 +1,117 @@
+"""What came out of a run, in a few figures? Everything that explains, compares or draws a run reads this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from evener.core.rundir import Manifest, RunDir
+from evener.core.step import PARTS, StepCost, StepRecord
+from evener.core.units import median, percentile
+
+WARMUP_STEPS = 3  # steps that are left out of rates, where the run is long enough
+
+
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: medians over its steps after the warm-up."""
+
+    rank: int
+    tokens: float | None  # a step
+    wall_s: float | None
+    cost: StepCost
+    sync_s: float | None
+    cpus: float | None  # processors that the process really ran on
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A run. Rates are medians over steps after the warm-up; None = not measured."""
+
+    run_dir: str
+    manifest: Manifest
+    num_steps: int  # recorded
+    tokens_per_step: int
+    step_p50_s: float | None
+    step_p95_s: float | None
+    tokens_per_s: float | None
+    sync_p50_s: float | None  # all-reduces of one step in flight, slowest rank
+    sync_p95_s: float | None
+    ranks: list[RankSummary]
+    losses: list[float | None]  # of every step
+
+    @property
+    def cores(self) -> int:
+        """Processors of the machine that the run might use."""
+        return sum(host.cores for host in self.manifest.hosts)
+
+    @property
+    def threads(self) -> int:
+        """Threads of each rank."""
+        return self.manifest.ranks[0].threads
+
+    def mean_part(self, part: str) -> float | None:
+        """The mean over ranks of one part's median."""
+        values = [getattr(rank.cost, part) for rank in self.ranks]
+        measured = [value for value in values if value is not None]
+        return sum(measured) / len(measured) if measured else None
+
+
+def summarize(rundir: RunDir) -> Summary:
+    """Read a run directory."""
+    manifest = rundir.manifest()
+    records = [rundir.records(rank) for rank in range(manifest.world_size)]
+    num_steps = min(len(of_rank) for of_rank in records)
+    skipped = min(WARMUP_STEPS, num_steps // 4)
+    warm = [of_rank[skipped:num_steps] for of_rank in records]
+    walls = [record.wall_s for record in warm[0]]
+    syncs = [max(each) for step in zip(*warm, strict=True) if (each := [r.sync_s for r in step if r.sync_s is not None])]
+    tokens = sum(of_rank[-1].tokens for of_rank in records) if num_steps else 0
+    step_p50_s = median(walls)
+    return Summary(
+        run_dir=str(rundir),
+        manifest=manifest,
+        num_steps=num_steps,
+        tokens_per_step=tokens,
+        step_p50_s=step_p50_s,
+        step_p95_s=percentile(walls, 0.95) if walls else None,
+        tokens_per_s=tokens / step_p50_s if step_p50_s else None,
+        sync_p50_s=median(syncs),
+        sync_p95_s=percentile(syncs, 0.95) if syncs else None,
+        ranks=[_rank_summary(rank, of_rank) for rank, of_rank in enumerate(warm)],
+        losses=[record.loss for record in records[0]],
+    )
+
+
+def _rank_summary(rank: int, records: list[StepRecord]) -> RankSummary:
+    def middle(values: list[float | None]) -> float | None:
+        return median([value for value in values if value is not None])
+
+    return RankSummary(
+        rank=rank,
+        tokens=median([record.tokens for record in records]),
+        wall_s=median([record.wall_s for record in records]),
+        cost=StepCost(**{part: middle([getattr(record.cost, part) for record in records]) for part in PARTS}),
+        sync_s=middle([record.sync_s for record in records]),
+        cpus=middle([record.cpu_s / record.wall_s if record.cpu_s is not None else None for record in records]),
+    )
+
+
+def as_result(summary: Summary) -> dict[str, Any]:
+    """What `train --json` and `bench --json` print of a run."""
+    result = summary.manifest.result
+    return {
+        "run_dir": summary.run_dir,
+        "verdict": summary.manifest.verdict,
+        "steps": summary.num_steps,
+        "tokens_per_s": summary.tokens_per_s,
+        "loss": result.loss if result else summary.losses[-1] if summary.losses else None,
+        "val_loss": result.val_loss if result else None,
+        "replicas_agree": result.replicas_agree if result else None,
+        "num_params": summary.manifest.num_params,
+        "peak_memory_bytes": result.peak_memory_bytes if result else None,
+        "all_reduce_p50_s": summary.sync_p50_s,
+        "all_reduce_p95_s": summary.sync_p95_s,
+        "ranks": [
+            {"rank": rank.rank, "wall_s": rank.wall_s, "cost": msgspec.to_builtins(rank.cost)} for rank in summary.ranks
+        ],
+    }

@@ -1,0 +1,37 @@
+"""`torchrun --nproc-per-node 2 -m evener.worker [SPEC.toml] --steps 100 …`: one rank of a training run.
+
+The flags are those of `evener train`; --ranks is torchrun's to say. `--resume` goes on from the run in --out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from evener.core.errors import EvenerError
+from evener.core.resolve import resolve
+from evener.core.spec import parse_args
+from evener.corpus.check import check_token_ids
+
+
+def main() -> int:
+    args = sys.argv[1:]
+    resume = "--resume" in args
+    try:
+        spec = parse_args([word for word in args if word != "--resume"])
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        spec = msgspec.structs.replace(spec, machine=msgspec.structs.replace(spec.machine, ranks=ranks))
+        resolved = resolve(spec, resume=resume)
+        check_token_ids(resolved.corpus)
+        from evener.worker.loop import train
+
+        train(resolved)
+    except EvenerError as error:
+        print(f"error: {error}", *([f"hint:  {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+sys.exit(main())

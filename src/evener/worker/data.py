@@ -1,0 +1,47 @@
+"""Which samples make up the global batch of a step?
+
+A fixed list, a pure function of (seed, step): any number of ranks reads the same samples, and a resumed run goes on
+with the very next ones. There is no sampler state.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evener.core.corpus import Corpus
+
+
+class TokenBlocks:
+    """Blocks of consecutive tokens of one split of a corpus.
+
+    A sample is a position p: its input is tokens p … p+T-1, its target tokens p+1 … p+T, T = block_size.
+    """
+
+    def __init__(self, corpus: Corpus, split: str, block_size: int) -> None:
+        self.block_size = block_size
+        self._tokens = np.memmap(corpus.file(split), dtype=corpus.dtype, mode="r")
+        self._num_positions = len(self._tokens) - block_size
+
+    def global_batch(self, seed: int, step: int, num_sequences: int) -> np.ndarray:
+        """Positions of the global batch of a step: (num_sequences,) int64, drawn uniformly."""
+        draw = np.random.Generator(np.random.Philox(key=seed, counter=step))
+        return draw.integers(self._num_positions, size=num_sequences)
+
+    def evenly_spaced(self, num_tokens: int) -> np.ndarray:
+        """Positions of blocks that do not overlap, spread over the split: at most num_tokens of them, at least one."""
+        num_blocks = max(1, min(num_tokens // self.block_size, self._num_positions // self.block_size))
+        return np.linspace(0, self._num_positions - 1, num_blocks).astype(np.int64)
+
+    def num_tokens(self, positions: np.ndarray) -> int:
+        """Targets in these samples."""
+        return len(positions) * self.block_size
+
+    def load(self, positions: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these samples: two (B, T) int64 tensors on the device."""
+        window = np.arange(self.block_size + 1)
+        blocks = torch.from_numpy(self._tokens[positions[:, None] + window].astype(np.int64))
+        if device.type == "cuda":
+            blocks = blocks.pin_memory().to(device, non_blocking=True)
+        return blocks[:, :-1], blocks[:, 1:]

@@ -1,0 +1,77 @@
+"""How do the processes of a run find each other, and exchange a few bytes outside the training itself?"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Group:
+    """This process's place in the world that torchrun describes in the environment; started bare, a world of one."""
+
+    def __init__(self, device: str, backend: str) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        num_gpus = torch.cuda.device_count() if device != "cpu" else 0
+        every_rank_has_a_gpu = num_gpus >= self.local_world_size
+        if device == "cuda" and num_gpus == 0 or backend == "nccl" and not every_rank_has_a_gpu:
+            from evener.core.errors import UsageError
+
+            raise UsageError(
+                f"{self.local_world_size} ranks asked for GPUs, this machine has {num_gpus}",
+                hint="--device cpu --backend gloo trains on the processor",
+            )
+        use_gpu = device == "cuda" or every_rank_has_a_gpu
+        self.device = torch.device("cuda", local_rank % num_gpus) if use_gpu else torch.device("cpu")
+        self.backend = "none"
+        self.control: Any = None  # a Gloo group for news between hosts' processors
+        if use_gpu:
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            self.backend = backend if backend != "auto" else "nccl" if every_rank_has_a_gpu else "gloo"
+            if self.local_world_size == self.world_size:
+                loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+                os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+            dist.init_process_group(
+                self.backend, timeout=TIMEOUT, device_id=self.device if self.backend == "nccl" else None
+            )
+            self.control = dist.group.WORLD if self.backend == "gloo" else dist.new_group(backend="gloo")
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Everyone's bytes by rank, on every rank."""
+        if self.world_size == 1:
+            return [mine]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(mine)
+        dist.all_reduce(sizes, group=self.control)
+        padded = torch.zeros(1, int(sizes.max()), dtype=torch.uint8)
+        padded[0, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else padded[0, :0]
+        everyone = torch.empty(self.world_size, padded.shape[1], dtype=torch.uint8)
+        dist.all_gather_single(everyone, padded, group=self.control)
+        return [bytes(row[:size].tolist()) for row, size in zip(everyone, sizes.tolist(), strict=True)]
+
+    def sum(self, *values: float) -> list[float]:
+        """Sums over ranks, in double precision."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(total, group=self.control)
+        return [float(value) for value in total]
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        if self.world_size > 1:
+            dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Leave the world."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

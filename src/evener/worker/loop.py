@@ -1,0 +1,81 @@
+"""How is a model trained? START READING HERE: this is all of it, on one process or on many.
+
+    join → model, optimizer, data → for every step: this rank's share of the batch, forward, backward, update
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from evener.core.progress import Progress
+from evener.core.resolve import Resolved
+from evener.worker.data import TokenBlocks
+from evener.worker.model import GPT
+from evener.worker.optim import adamw, learning_rate
+from evener.worker.probe import contention
+from evener.worker.run import Run, join
+
+TELL_EVERY_S = 5.0
+
+
+def train(resolved: Resolved) -> None:
+    """Train what `resolved` describes, from its first step or from where it was left."""
+    spec, shape = resolved.spec, resolved.shape
+    with join(spec, resolved) as run:
+        train_set = TokenBlocks(resolved.corpus, "train", shape.block_size)
+        val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
+        model = run.model(build(resolved))
+        optimizer = run.optimizer(adamw(run.module, spec.train))
+        progress = Progress(spec.train.steps, spec.train.batch * shape.block_size)
+        told = time.monotonic()
+
+        for step in run.steps(train_set):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step.index, spec.train)
+            for tokens, targets in step.micro_batches():
+                with run.autocast():
+                    loss_sum = model(tokens, targets)
+                step.backward(loss_sum)
+            step.update(optimizer)
+
+            if step.rehearsal and spec.machine.contention_probe:
+                run.contention = contention(run, train_set)
+            if step.evaluates and not step.stopped:
+                step.val_loss = evaluate(run, val_set, step.index + 1)
+                run.tell(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
+            if run.last_record is not None and run.last_record.step >= progress.done:
+                progress.add(run.last_record)
+                if time.monotonic() - told > TELL_EVERY_S:
+                    told = time.monotonic()
+                    run.tell(progress.line())
+
+
+def build(resolved: Resolved) -> GPT:
+    """The model at its start: random, or with the weights of a GPT-2 file."""
+    spec = resolved.spec.model
+    model = GPT(resolved.shape, checkpoint_activations=spec.checkpoint_activations)
+    return model
+
+
+@torch.no_grad()
+def evaluate(run: Run, val_set: TokenBlocks, step: int) -> float:
+    """Mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks."""
+    began = time.perf_counter()
+    positions = val_set.evenly_spaced(run.spec.eval.eval_tokens)
+    mine = positions[run.rank :: run.world_size]
+    run.module.eval()
+    loss_sum, num_tokens = 0.0, 0
+    for start in range(0, len(mine), run.micro_batch):
+        samples = mine[start : start + run.micro_batch]
+        tokens, targets = val_set.load(samples, run.device)
+        with run.autocast():
+            loss_sum += float(run.module(tokens, targets))
+        num_tokens += val_set.num_tokens(samples)
+    run.module.train()
+    mean = run.mean(loss_sum, num_tokens)
+    if run.rank == 0:
+        run.dir.add_event("evaluation", step=step, val_loss=mean, tokens=len(positions) * val_set.block_size,
+                          took_s=time.perf_counter() - began)  # fmt: skip
+    return mean

@@ -1,0 +1,70 @@
+"""What does sharing a machine cost? The same work timed by each rank alone, then by all at once, nothing exchanged.
+
+Twice the processes on one processor share its cores, its caches and its memory bus. Which of them runs out shows in two
+figures taken alongside: the processors that a rank was really running on, and the bandwidth of a large copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from evener.core.rundir import Contention
+from evener.core.units import median
+
+REPEATS = 3
+COPY_BYTES = 1 << 26  # beyond any cache
+
+
+def contention(run: Any, dataset: Any) -> Contention:
+    """Alone and together, of every rank; takes about 3 · (ranks + 1) forward and backward passes."""
+    samples = dataset.global_batch(run.spec.train.seed, 0, run.micro_batch_sizes()[0])
+    tokens, targets = dataset.load(samples, run.device)
+    source = torch.ones(COPY_BYTES // 4, device=run.device)
+    target = torch.empty_like(source)
+
+    def train_once() -> None:
+        with run.autocast():
+            loss = run.module(tokens, targets)
+        loss.backward()
+        run.module.zero_grad()
+
+    def copy() -> None:
+        target.copy_(source)
+
+    works = (train_once, copy)
+    for rank in range(run.world_size):
+        run.group.barrier()
+        if rank == run.rank:
+            alone = [_timed(work, run.device) for work in works]
+    together = []
+    for work in works:
+        run.group.barrier()
+        together.append(_timed(work, run.device))
+    mine = [alone[0], together[0], [2 * COPY_BYTES / alone[1][0]], [2 * COPY_BYTES / together[1][0]]]
+    everyone = [msgspec.json.decode(text) for text in run.group.gather(msgspec.json.encode(mine))]
+    return Contention(
+        alone_s=[rank[0][0] for rank in everyone],
+        together_s=[rank[1][0] for rank in everyone],
+        alone_cpus=[rank[0][1] for rank in everyone],
+        together_cpus=[rank[1][1] for rank in everyone],
+        copy_alone_Bps=[rank[2][0] for rank in everyone],
+        copy_together_Bps=[rank[3][0] for rank in everyone],
+    )
+
+
+def _timed(work: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Median seconds of the work, and the processors that this process ran on meanwhile."""
+    took, cpus = [], []
+    for _ in range(REPEATS):
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - wall)
+        cpus.append((time.process_time() - cpu) / took[-1])
+    return median(took) or 0.0, median(cpus) or 0.0
