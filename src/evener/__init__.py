@@ -1,3 +1,16 @@
 """evener: train one PyTorch model across the machines you have, and understand what happened."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from evener.worker.run import join as join
+
+
+def __getattr__(name: str) -> Any:
+    if name == "join":  # torch is imported by who trains, and by nobody else
+        from evener.worker.run import join
+
+        return join
+    raise AttributeError(f"module 'evener' has no attribute {name!r}")

@@ -60,6 +60,38 @@ def screen(spec: RunSpec, resolved: Resolved, *, quiet: bool = False) -> Iterato
         yield observe
 
 
+@contextlib.contextmanager
+def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[Callable[[RunSpec], Callable[[Any], None]]]:
+    """What `bench.scaling.run` tells of: one bar over the seconds of all runs, or a line a run in a pipe."""
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    runs = [spec for specs in runs_of.values() for spec in specs]
+    with Bar(
+        BarColumn(20), TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=len(runs))
+
+        def begin(spec: RunSpec) -> Callable[[Any], None]:
+            name = f"{spec.data.data}, {spec.machine.ranks} {'process' if spec.machine.ranks == 1 else 'processes'}"
+            done, budget_s = runs.index(spec), spec.train.max_s or 1.0
+            console.print(f"[{done + 1}/{len(runs)}] {name}", markup=False)
+            began: float | None = None
+
+            def observe(news: StepRecord | dict[str, Any]) -> None:
+                nonlocal began
+                if isinstance(news, StepRecord):
+                    began = began or news.ended
+                    spent_s = news.ended - began
+                    loss = "" if news.loss is None else f"loss {news.loss:.3f}, "
+                    text = f"{name}: step {news.step + 1}, {loss}{seconds(max(0.0, budget_s - spent_s))} left"
+                    bar.update(task, completed=done + min(1.0, spent_s / budget_s), description=text)
+
+            return observe
+
+        yield begin
+
+
 def tell_end(summary: Any) -> None:
     """The last lines of a run."""
     result, manifest = summary.manifest.result, summary.manifest

@@ -12,7 +12,7 @@ What is checked, and when:
 
 | check | cost | by |
 |---|---|---|
-| the files exist, hold whole tokens, as many as meta.json says; the tokenizer is the recorded one | none | `load_corpus` |
+| the files exist and hold whole tokens, as many as meta.json says; its tokenizer | none | `load_corpus` |
 | each split is at least one block long | none | `check_block`, by whoever knows the block |
 | every id is inside the vocabulary | reads the files | `evener.corpus.check.check_token_ids`, before a launch |
 | the content is what was written | reads and hashes the files | `verify_content`, when asked |
@@ -121,10 +121,7 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
         raise DataError(f"{root}: no such folder", hint=_PREPARE_HINT)
     if not root.is_dir():
         raise DataError(f"{root} is a file, not a prepared corpus", hint=f"prepare it: evener data text {root}")
-    if (root / "meta.json").exists():
-        corpus = _from_meta(root)
-    else:
-        corpus = _from_nanogpt(root)
+    corpus = _from_meta(root) if (root / "meta.json").exists() else _from_nanogpt(root)
     for split in SPLITS:
         if corpus.num_tokens(split) < MIN_TOKENS:
             raise DataError(
@@ -158,9 +155,10 @@ def verify_content(corpus: Corpus) -> None:
     """Hash the .bin files again and compare with `content_hash`: about a second per GB."""
     method = corpus.content_hash.partition(":")[0]
     found = hash_content(Path(corpus.path), sampled=method == "sampled-sha256")
-    if found != corpus.content_hash:
+    recorded = corpus.content_hash
+    if found != recorded:
         raise DataError(
-            f"{corpus.path}: train.bin or val.bin has changed: {found[:23]}… where {corpus.content_hash[:23]}… is recorded",
+            f"{corpus.path}: train.bin or val.bin has changed: {found[:23]}… where {recorded[:23]}… is recorded",
             hint="prepare the corpus again, or copy it again from where it came",
         )
 
@@ -193,7 +191,9 @@ def _from_meta(root: Path) -> Corpus:
         content = path.read_bytes()
         version = msgspec.json.decode(content, type=dict[str, Any]).get("format")
         if version != FORMAT:
-            raise DataError(f"{path} is of format {version}; this evener reads {FORMAT}", hint="prepare the corpus again")
+            raise DataError(
+                f"{path} is of format {version}; this evener reads {FORMAT}", hint="prepare the corpus again"
+            )
         meta = msgspec.json.decode(content, type=Meta)
         tokenizer = (root / "tokenizer.json").read_bytes()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -40,10 +40,10 @@ class ModelSpec(Section):
 
     model: Annotated[str, Meta(description="preset: tiny, char, gpt2, d4 … d20")] = "char"
     block_size: Annotated[Count | None, Meta(description="tokens of context [preset's]")] = None
-    num_layers: Annotated[Count | None, Meta(description="[preset's]")] = None
-    num_heads: Annotated[Count | None, Meta(description="[preset's]")] = None
-    width: Annotated[Count | None, Meta(description="residual stream [preset's]")] = None
-    dropout: Annotated[Fraction | None, Meta(description="[preset's]")] = None
+    num_layers: Annotated[Count | None, Meta(description="transformer blocks [preset's]")] = None
+    num_heads: Annotated[Count | None, Meta(description="attention heads [preset's]")] = None
+    width: Annotated[Count | None, Meta(description="of the residual stream [preset's]")] = None
+    dropout: Annotated[Fraction | None, Meta(description="share of activations dropped [preset's]")] = None
     init_from: Annotated[str | None, Meta(description="GPT-2 weights to start from, a safetensors file")] = None
     checkpoint_activations: Annotated[bool, Meta(description="recompute activations: less memory, more time")] = False
     dtype: Annotated[
@@ -63,9 +63,9 @@ class TrainSpec(Section):
     lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 1e-3
     min_lr: Annotated[NotNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
     warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None
-    weight_decay: NotNegative = 0.1
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.99
+    weight_decay: Annotated[NotNegative, Meta(description="of AdamW, on matrices")] = 0.1
+    beta1: Annotated[Fraction, Meta(description="AdamW's memory of gradients")] = 0.9
+    beta2: Annotated[Fraction, Meta(description="AdamW's memory of their squares")] = 0.99
     clip: Annotated[NotNegative, Meta(description="global gradient norm to clip at; 0: no clipping")] = 1.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="of weights, sampling and dropout")] = 1337
     max_s: Annotated[NotNegative | None, Meta(description="save and stop after this many seconds")] = None

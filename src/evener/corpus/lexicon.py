@@ -1,7 +1,8 @@
 """Which words does the verb corpus use? The lexicon, as tables. American English throughout.
 
-A line of a frame is `verb: nouns`, with a fixed ending after `|` where the verb needs one ("put the book on the table").
-`@people` stands for everyone. The verbs' forms are not here: `english.py` makes them, from `IRREGULAR` or by rule.
+An entry of a frame is `verb: nouns`, with a fixed ending after `|` where the verb needs one ("put the book on the
+table"); columns are two or more spaces apart. `@people` stands for everyone. A verb stands in one frame. Its forms are
+not here: `english.py` makes them, from `IRREGULAR` or by rule.
 """
 
 from __future__ import annotations
@@ -13,73 +14,92 @@ from typing import Literal
 
 Frame = Literal["intransitive", "happening", "transitive", "ditransitive", "prepositional", "linking"]
 
+
+def _entries(table: str) -> Iterator[str]:
+    """What stands in a table, whose columns two spaces or more keep apart."""
+    return (entry for entry in re.split(r" {2,}|\n", table) if entry)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Past and past participle of every verb that has them otherwise than by rule.
 IRREGULAR_FORMS = """
-be was been               beat beat beaten          become became become      begin began begun
-bend bent bent            bet bet bet               bind bound bound          bite bit bitten
-bleed bled bled           blow blew blown           break broke broken        breed bred bred
-bring brought brought     build built built         burst burst burst         buy bought bought
-cast cast cast            catch caught caught       choose chose chosen       cling clung clung
-come came come            creep crept crept         cut cut cut               deal dealt dealt
-dig dug dug               do did done               draw drew drawn           drink drank drunk
-drive drove driven        eat ate eaten             fall fell fallen          feed fed fed
-feel felt felt            fight fought fought       find found found          flee fled fled
-fly flew flown            forbid forbade forbidden  foresee foresaw foreseen  forget forgot forgotten
-forgive forgave forgiven  freeze froze frozen       get got gotten            give gave given
-go went gone              grind ground ground       grow grew grown           hang hung hung
-have had had              hear heard heard          hide hid hidden           hit hit hit
-hold held held            hurt hurt hurt            keep kept kept            kneel knelt knelt
-know knew known           lay laid laid             lead led led              leave left left
-lend lent lent            lie lay lain              light lit lit             lose lost lost
-make made made            meet met met              overcome overcame overcome
-overtake overtook overtaken pay paid paid           put put put               quit quit quit
-read read read            rebuild rebuilt rebuilt   rewrite rewrote rewritten  ride rode ridden
-ring rang rung            rise rose risen           run ran run               say said said
-see saw seen              seek sought sought        sell sold sold            send sent sent
-set set set               sew sewed sewn            shake shook shaken        shine shone shone
-shoot shot shot           show showed shown         shrink shrank shrunk      shut shut shut
-sing sang sung            sink sank sunk            sit sat sat               sleep slept slept
-slide slid slid           sow sowed sown            speak spoke spoken        spend spent spent
-spin spun spun            split split split         spread spread spread      stand stood stood
-steal stole stolen        stick stuck stuck         strike struck struck      swear swore sworn
-sweep swept swept         swim swam swum            swing swung swung         take took taken
-teach taught taught       tear tore torn            tell told told            think thought thought
-throw threw thrown        understand understood understood                    undertake undertook undertaken
-upset upset upset         wake woke woken           wear wore worn            weave wove woven
-weep wept wept            win won won               withdraw withdrew withdrawn
-write wrote written
+be was been                          beat beat beaten                     become became become
+begin began begun                    bend bent bent                       bet bet bet
+bind bound bound                     bite bit bitten                      bleed bled bled
+blow blew blown                      break broke broken                   breed bred bred
+bring brought brought                build built built                    burst burst burst
+buy bought bought                    cast cast cast                       catch caught caught
+choose chose chosen                  cling clung clung                    come came come
+creep crept crept                    cut cut cut                          deal dealt dealt
+dig dug dug                          do did done                          draw drew drawn
+drink drank drunk                    drive drove driven                   eat ate eaten
+fall fell fallen                     feed fed fed                         feel felt felt
+fight fought fought                  find found found                     flee fled fled
+fly flew flown                       forbid forbade forbidden             foresee foresaw foreseen
+forget forgot forgotten              forgive forgave forgiven             freeze froze frozen
+get got gotten                       give gave given                      go went gone
+grind ground ground                  grow grew grown                      hang hung hung
+have had had                         hear heard heard                     hide hid hidden
+hit hit hit                          hold held held                       hurt hurt hurt
+keep kept kept                       kneel knelt knelt                    know knew known
+lay laid laid                        lead led led                         leave left left
+lend lent lent                       lie lay lain                         light lit lit
+lose lost lost                       make made made                       meet met met
+overcome overcame overcome           overtake overtook overtaken          pay paid paid
+put put put                          quit quit quit                       read read read
+rebuild rebuilt rebuilt              rewrite rewrote rewritten            ride rode ridden
+ring rang rung                       rise rose risen                      run ran run
+say said said                        see saw seen                         seek sought sought
+sell sold sold                       send sent sent                       set set set
+sew sewed sewn                       shake shook shaken                   shine shone shone
+shoot shot shot                      show showed shown                    shrink shrank shrunk
+shut shut shut                       sing sang sung                       sink sank sunk
+sit sat sat                          sleep slept slept                    slide slid slid
+sow sowed sown                       speak spoke spoken                   spend spent spent
+spin spun spun                       split split split                    spread spread spread
+stand stood stood                    steal stole stolen                   stick stuck stuck
+strike struck struck                 swear swore sworn                    sweep swept swept
+swim swam swum                       swing swung swung                    take took taken
+teach taught taught                  tear tore torn                       tell told told
+think thought thought                throw threw thrown                   understand understood understood
+undertake undertook undertaken       upset upset upset                    wake woke woken
+wear wore worn                       weave wove woven                     weep wept wept
+win won won                          withdraw withdrew withdrawn          write wrote written
 """
 
 # Verbs of more than one syllable that double their last letter because the stress is on it (visit, visited; but these).
-DOUBLING = {"admit", "begin", "commit", "control", "equip", "forbid", "forget", "occur", "permit", "prefer", "refer",
-            "regret", "upset"}  # fmt: skip
+DOUBLING = _words("admit begin commit control equip forbid forget occur permit prefer refer regret upset")
 
 # States are not seen in progress: no "is knowing". Events are over at once: no "has been finding for an hour".
-STATES = set(
-    "agree be believe deserve doubt envy fear foresee hate have hear know like love need object own prefer recognize "
-    "regret rely remain remember resemble respect see seem trust understand want depend".split()
-)
-EVENTS = set(
-    "admit announce arrive become bite break burst cancel catch choose collapse deny die disappear discover drop explode "
-    "faint find forbid forget forgive get graduate hit identify invent join leave lose marry notice occur overtake quit "
-    "recover refuse reply respond retire reveal say set spill stick vanish veto wake win withdraw".split()
-)
+STATES = _words("""
+    agree be believe depend deserve doubt envy fear foresee hate have hear know like love need object own prefer
+    recognize regret rely remain remember resemble respect see seem trust understand want
+""")
+EVENTS = _words("""
+    admit announce arrive become bite break burst cancel catch choose collapse deny die disappear discover drop explode
+    faint find forbid forget forgive get graduate hit identify invent join leave lose marry notice occur overtake quit
+    recover refuse reply respond retire reveal say set spill stick vanish veto wake win withdraw
+""")
 # Verbs with an object and yet without a passive.
 ACTIVE_ONLY = {"have", "resemble"}
 
 # What people do. The word after the colon says which phrases of place may follow.
 INTRANSITIVE = """
 arrive: place       bleed: none         blush: none         breathe: none       camp: place         chat: place
-clap: none          come: motion        cough: none         crawl: motion       creep: motion       cry: place          dance: place
-die: place          exercise: place     faint: place        fall: none          flee: motion        fly: motion
-giggle: place       go: motion          graduate: none      hesitate: none      hurry: motion       jog: motion
-jump: place         kneel: place        laugh: place        lie: place          live: place         march: motion
-nod: none           panic: none         pause: place        picnic: place       pray: place         relax: place
-rest: place         retire: none        return: motion      rise: none          run: motion         sail: motion
-shiver: none        shop: place         shout: place        sigh: none          sit: place          skate: motion
-sleep: place        slide: motion       smile: none         sneeze: none        snore: place        stand: place
-stay: place         swim: motion        tremble: none       travel: motion      wait: place         wake: none
-walk: motion        wander: motion      weep: place         whisper: place      work: place         yawn: none
+clap: none          come: motion        cough: none         crawl: motion       creep: motion       cry: place
+dance: place        die: place          exercise: place     faint: place        fall: none          flee: motion
+fly: motion         giggle: place       go: motion          graduate: none      hesitate: none      hurry: motion
+jog: motion         jump: place         kneel: place        laugh: place        lie: place          live: place
+march: motion       nod: none           panic: none         pause: place        picnic: place       pray: place
+relax: place        rest: place         retire: none        return: motion      rise: none          run: motion
+sail: motion        shiver: none        shop: place         shout: place        sigh: none          sit: place
+skate: motion       sleep: place        slide: motion       smile: none         sneeze: none        snore: place
+stand: place        stay: place         swim: motion        travel: motion      tremble: none       wait: place
+wake: none          walk: motion        wander: motion      weep: place         whisper: place      work: place
+yawn: none
 """
 
 # What happens to things, and to which.
@@ -214,7 +234,6 @@ be: ready, tired, happy, proud, at home, angry, in a hurry
 become: famous, rich, strong, angry, nervous
 feel: tired, happy, sick, lonely, strong
 get: tired, angry, hungry, cold, lost
-look: happy, pale, busy, young
 remain: calm, silent, awake, loyal
 seem: nervous, honest, busy, sad
 """
@@ -228,14 +247,17 @@ PEOPLE_ADJECTIVES = ("old", "young", "honest", "kind", "tall", "European", "unha
 THING_ADJECTIVES = ("old", "new", "small", "unusual", "useful", "ordinary", "good", "strange")
 
 # Nouns without a plural and without a or an.
-MASS = set(
-    "advice bread butter coffee history homework honey ice ink milk money music pepper rice silence silver snow tea water "
-    "wheat wood".split()
+MASS = _words("""
+    advice bread butter coffee history homework honey ice ink milk money music pepper rice silence silver snow tea water
+    wheat wood
+""")
+IRREGULAR_PLURALS = dict(
+    entry.split()
+    for entry in _entries("""
+child children  fish fish    knife knives   leaf leaves  man men      mouse mice   photo photos  piano pianos
+scarf scarves   sheep sheep  thief thieves  wolf wolves  woman women
+""")
 )
-IRREGULAR_PLURALS = {
-    "child": "children", "fish": "fish", "knife": "knives", "leaf": "leaves", "man": "men", "mouse": "mice",
-    "photo": "photos", "piano": "pianos", "scarf": "scarves", "sheep": "sheep", "thief": "thieves", "wolf": "wolves", "woman": "women",
-}  # fmt: skip
 
 PLACES = ("at home", "at the station", "in the garden", "in the kitchen", "near the window", "in the library",
           "under the tree", "on the beach", "outside", "there")  # fmt: skip
@@ -302,11 +324,6 @@ class Verb:
     @property
     def has_passive(self) -> bool:
         return self.frame in ("transitive", "ditransitive") and self.lemma not in ACTIVE_ONLY
-
-
-def _entries(table: str) -> Iterator[str]:
-    """What stands in a table, whose columns two spaces or more keep apart."""
-    return (entry for entry in re.split(r" {2,}|\n", table) if entry)
 
 
 def _read_frame(frame: Frame, table: str) -> dict[str, Verb]:

@@ -30,7 +30,9 @@ def library_documents() -> tuple[list[Document], int]:
         else:
             num_refused += 1
     if not kept:
-        raise DataError(f"{root} holds no Python source", hint="install the source of Python's library, or use data text")
+        raise DataError(
+            f"{root} holds no Python source", hint="install the source of Python's library, or use data text"
+        )
     return kept, num_refused
 
 

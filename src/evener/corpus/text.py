@@ -133,7 +133,9 @@ def _walk(folder: Path, skip: Callable[[Path], bool]) -> Iterator[Path]:
 def split_by_fraction(documents: Iterable[Document], val_fraction: float) -> Splits:
     """Train on the first bytes, validate on the last `val_fraction`, documents in the order of their hashed names."""
     if not 0 < val_fraction < 1:
-        raise UsageError(f"--val-fraction {val_fraction:g} is not between 0 and 1", hint="for example: --val-fraction 0.1")
+        raise UsageError(
+            f"--val-fraction {val_fraction:g} is not between 0 and 1", hint="for example: --val-fraction 0.1"
+        )
     ordered = sorted(documents, key=lambda document: hashlib.sha256(os.fsencode(document.name)).digest())
     left = int(sum(document.size_bytes for document in ordered) * (1 - val_fraction))
     train: list[Part] = []
@@ -176,7 +178,9 @@ def read_bytes(part: Part) -> Iterator[bytes]:
     except OSError as error:
         raise DataError(f"{part.document}: {error.strerror}") from None
     if left:
-        raise DataError(f"{part.document} became shorter while it was read", hint="run it again when the file is complete")
+        raise DataError(
+            f"{part.document} became shorter while it was read", hint="run it again when the file is complete"
+        )
 
 
 def read_text(part: Part) -> Iterator[str]:

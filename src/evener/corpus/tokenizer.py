@@ -65,10 +65,10 @@ class ByteTokenizer:
 
     kind = "byte"
     vocab_size = 256
-    end_of_text = None
+    end_of_text: int | None = None
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(_utf8(text), np.uint8).astype(np.uint16)
+        return np.frombuffer(_encoded(text), np.uint8).astype(np.uint16)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [self.encode(text) for text in texts]
@@ -84,7 +84,7 @@ class CharTokenizer:
     """Every character is a token; ids in the order of `chars`."""
 
     kind = "char"
-    end_of_text = None
+    end_of_text: int | None = None
 
     def __init__(self, chars: str) -> None:
         self.chars = chars
@@ -140,7 +140,7 @@ class BpeTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
-            _utf8(text)
+            _encoded(text)
         encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
@@ -179,9 +179,11 @@ class Gpt2Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
-            _utf8(text)
+            _encoded(text)
         threads = os.cpu_count() or 1
-        return [np.array(ids, np.uint16) for ids in self._engine.encode_ordinary_batch(list(texts), num_threads=threads)]
+        return [
+            np.array(ids, np.uint16) for ids in self._engine.encode_ordinary_batch(list(texts), num_threads=threads)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._engine.decode(_checked(ids, self.vocab_size)))
@@ -308,7 +310,7 @@ def _cut_at_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _word_start(text: str, start: int, limit: int) -> int:
-    """The last place up to `limit` where a space follows what is none: no token of GPT-2's pattern reaches across it."""
+    """The last place up to `limit` where a space follows none; no token of GPT-2's pattern reaches across it."""
     for stop in range(limit, start, -1):
         if text[stop] in " \n" and not text[stop - 1].isspace():
             return stop
@@ -326,16 +328,15 @@ def _sample(texts: Iterable[str], share: float) -> Iterator[str]:
                 yield text[start : start + piece_chars]
 
 
-def _utf8(text: str) -> bytes:
+def _encoded(text: str, encoding: str = "utf-8") -> bytes:
     try:
-        return text.encode()
+        return text.encode(encoding)
     except UnicodeEncodeError as error:
         raise DataError(f"the text is not Unicode: {error.reason} at character {error.start}") from None
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
-    _utf8(text)
-    return np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint32, copy=False)
+    return np.frombuffer(_encoded(text, "utf-32-le"), "<u4").astype(np.uint32, copy=False)
 
 
 def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 Each sentence is one verb in one person, number, tense, aspect, voice, polarity and mood, with subject, object and
 adverbials that fit it. The corpus is a pure function of (seed, num): drawn with `random.Random(seed).random()` alone,
-whose sequence Python promises to keep between versions, and all sentences are distinct, so no sentence of the validation
-split was trained on.
+whose sequence Python promises to keep between versions. All sentences are distinct, so that no sentence of the
+validation split is trained on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,23 @@ NUM_SENTENCES = 100_000
 _PEOPLE_PRONOUNS = tuple(p for p in PRONOUNS if p.subject != "it")
 _THING_PRONOUNS = {"singular": phrase("it"), "plural": phrase("they")}
 _SINGULAR = ("the", "the", "the", "a", "a", "my", "your", "his", "her", "our", "their", "this", "that")
-_PLURAL = ("the", "the", "the", "", "my", "your", "his", "her", "our", "their", "these", "those", "two", "three", "several")
+_PLURAL = (
+    "the",
+    "the",
+    "the",
+    "",
+    "my",
+    "your",
+    "his",
+    "her",
+    "our",
+    "their",
+    "these",
+    "those",
+    "two",
+    "three",
+    "several",
+)
 _MASS = ("the", "the", "", "my", "your", "his", "her", "our", "their", "this", "that")
 _TENSES: tuple[Tense, ...] = ("present", "past", "future")
 _ASPECTS: tuple[Aspect, ...] = ("simple", "simple", "progressive", "perfect", "perfect progressive")

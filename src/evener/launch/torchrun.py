@@ -11,19 +11,21 @@ GRACE_S = 3600  # torchrun's patience after it was told to stop: a worker saves 
 
 
 def worker_argv(spec: RunSpec, *, resume: bool = False) -> list[str]:
-    """The command of a run on this machine: the worker itself, or torchrun over `--ranks` of them."""
-    module = ["-m", "evener.worker", *to_flags(spec), *(["--resume"] if resume else [])]
-    return [sys.executable, *_torchrun(spec.machine.ranks), *module]
+    """The command of a run on this machine."""
+    return module_argv(spec.machine.ranks, "evener.worker", [*to_flags(spec), *(["--resume"] if resume else [])])
 
 
-def _torchrun(ranks: int) -> list[str]:
-    if ranks == 1:
-        return []
+def module_argv(num_ranks: int, module: str, args: list[str]) -> list[str]:
+    """The module itself for one process, torchrun over `num_ranks` of it for more."""
+    return [sys.executable, *(_torchrun(num_ranks) if num_ranks > 1 else []), "-m", module, *args]
+
+
+def _torchrun(num_ranks: int) -> list[str]:
     return [
         "-m",
         "torch.distributed.run",
         "--nnodes=1",
-        f"--nproc-per-node={ranks}",
+        f"--nproc-per-node={num_ranks}",
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",  # a port that is free
         "--local-addr=127.0.0.1",

@@ -48,6 +48,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x)  # (B, T, H, D)
 
 
+def dropout(x: Tensor, p: float) -> Tensor:
+    if p == 0 or x.device.type != "cpu":
+        return F.dropout(x, p)
+    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    draws = words.view(torch.int16)[: x.numel()].view(x.shape)
+    kept = max(1, round((1 - p) * 2**16))
+    return x * ((draws < kept - 2**15).to(x.dtype) * (2**16 / kept))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    if p == 0 or q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+    T, D = q.shape[-2:]
+    q, k, v = q * D**-0.5, k.transpose(-2, -1).contiguous(), v.contiguous()
+    strips = []
+    for start in range(0, T, 128):
+        end = min(start + 128, T)
+        scores = q[:, :, start:end] @ k[..., :end]
+        scores[..., start:] += torch.full((end - start, end - start), -math.inf).triu(1)
+        strips.append(dropout(scores.softmax(-1), p) @ v[:, :, :end])
+    return torch.cat(strips, dim=2)
+
+
 class Attention(nn.Module):
     def __init__(self, shape: GPTShape, layer: int) -> None:
         super().__init__()
@@ -68,10 +91,10 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)  # (B, H, T, D)
+        p = self.dropout if self.training else 0.0
+        y = attend(q, k, v, p)
         y = self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
-        return F.dropout(y, self.dropout, self.training)
+        return dropout(y, p)
 
 
 class MLP(nn.Module):
@@ -83,7 +106,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(MLP_EXPANSION * shape.width, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.down(self.activation(self.up(x))), self.dropout, self.training)
+        return dropout(self.down(self.activation(self.up(x))), self.dropout if self.training else 0.0)
 
 
 class Block(nn.Module):
@@ -135,7 +158,7 @@ class GPT(nn.Module):
             x = x + self.position_embedding.weight[:T]
         if self.shape.norm == "rmsnorm":
             x = F.rms_norm(x, x.shape[-1:])
-        x = F.dropout(x, self.shape.dropout, self.training)
+        x = dropout(x, self.shape.dropout if self.training else 0.0)
         rotary = rotary_angles(T, self.shape.head_dim, x.device) if self.shape.positions == "rotary" else None
         for block in self.blocks:
             x = block(x, tokens, rotary)

@@ -1,0 +1,39 @@
+# make demo   set up, run the main job, say where the report lies
+# make test   set up, run the whole test suite
+PYTHON ?= python3
+BIN := .venv/bin
+# Two workers share two cores with the ranks that the tests start.
+PYTEST_WORKERS ?= 2
+
+.PHONY: demo test lint format bench docs clean
+
+demo: .venv/installed
+	$(BIN)/evener bench --force
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed
+	$(BIN)/python bench/against_ddp.py
+	$(BIN)/python bench/against_nanogpt.py
+	$(BIN)/python bench/overhead.py
+
+docs: .venv/installed
+	$(BIN)/python docs/reference.py
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv data runs experiments

@@ -1,0 +1,233 @@
+"""The first lab: a real all-reduce between two processes on one computer, and why two are (or are not) faster than one.
+
+    OUT/timings.jsonl       a line a step of rank 0 of two processes
+    OUT/state-rank-R.pt     the weights that each rank ended with
+    OUT/scaling.png         one process beside two
+    OUT/manifest.json       what was measured, and what it means
+    OUT/runs/N-process      the same two runs as run directories: `evener report` reads them
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener import __version__
+from evener.core.corpus import load_corpus
+from evener.core.errors import RunError, UsageError
+from evener.core.machine import this_machine
+from evener.core.rundir import Manifest, Rank, Result, RunDir, code_hash, write_atomic
+from evener.core.shape import preset_shape
+from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.core.step import StepCost, StepRecord, split_blocked
+from evener.core.units import percentile
+from evener.corpus.tokenizer import load_tokenizer
+from evener.launch.tool import lines_of
+from evener.launch.torchrun import module_argv
+from evener.plan.cost import ring_all_reduce_bytes
+from evener.report.explain import explain_scaling
+from evener.report.picture import scaling_png
+from evener.report.summary import Summary, summarize
+
+SEED = 35000
+STEPS = 100
+LAST = 50  # the first 50 steps are warm-up
+BATCH = 16  # sentences a rank takes in one step
+BLOCK_SIZE = 64
+TOLERANCE = 1e-5
+
+
+def run(corpus: Path, out: Path, *, force: bool, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run the lab and return its manifest. The folder appears when everything is in it."""
+    if out.exists() and any(out.iterdir()) and not force:
+        raise UsageError(f"{out}: exists and is not empty", hint="--force replaces it, or another --out")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        manifest = _fill(corpus, partial, out, tell)
+        shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def _fill(corpus_path: Path, folder: Path, out: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    corpus, tokenizer = load_corpus(corpus_path), load_tokenizer(corpus_path)
+    texts = _sentences(corpus_path)
+    sentences = folder / "sentences.jsonl"
+    lines = ({"text": text, "ids": [int(i) for i in tokenizer.encode(text)]} for text in texts)
+    sentences.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shape = preset_shape("tiny", corpus.vocab_size, BLOCK_SIZE, width=128, num_layers=4)
+    spec = RunSpec(
+        data=DataSpec(data=str(corpus_path)),
+        model=ModelSpec(model="tiny", width=128, num_layers=4, block_size=BLOCK_SIZE),
+        train=TrainSpec(steps=STEPS, batch=BATCH, lr=3e-4, clip=0.0, seed=SEED),
+    )
+    summaries: list[Summary] = []
+    rows: list[dict[str, Any]] = []
+    shards: list[dict[str, Any]] = []
+    for num_ranks in (1, 2):
+        work = folder / "work"
+        work.mkdir()
+        threads = max(1, this_machine().cores // num_ranks)
+        lab = {"out": str(work), "sentences": str(sentences), "shape": msgspec.to_builtins(shape), "batch": BATCH,
+               "threads": threads}  # fmt: skip
+        tell(f"{num_ranks} {'process' if num_ranks == 1 else 'processes'}: {STEPS} steps")
+        started = time.time()
+        _launch(num_ranks, json.dumps(lab), work / "log.txt")
+        read = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
+        shards = [lines[0] for lines in read]
+        rows = [lines[1:] for lines in read][0]
+        rundir = RunDir(folder / "runs" / f"{num_ranks}-process")
+        manifest = _manifest(spec, shape, corpus, num_ranks, threads, started)
+        _write_run(rundir, manifest, [lines[1:] for lines in read], shape.num_params() * 4)
+        summaries.append(summarize(rundir))
+        if num_ranks == 2:
+            for rank in range(2):
+                (work / f"state-rank-{rank}.pt").rename(folder / f"state-rank-{rank}.pt")
+        shutil.rmtree(work)
+    sentences.unlink()
+    write_atomic(folder / "timings.jsonl", b"".join(_timing(row) for row in rows))
+    scaling_png({corpus.name: summaries}, folder / "scaling.png")
+    states = json.loads(list(lines_of("evener.worker.compare", str(folder)))[-1])
+    last = rows[-LAST:]
+    hook = [row["allreduce_s"] * 1e3 for row in last]
+    exposed = [row["parts_s"]["blocked_s"] * 1e3 for row in last]
+    bracket = [(row["bracket_s"] - row["bracket_no_sync_s"]) * 1e3 for row in last]
+    found = {
+        "seed": SEED,
+        "lab": "01-ddp-on-cpu",
+        "backend": "gloo",
+        "world_size": 2,
+        "model_params": shape.num_params(),
+        "steps": STEPS,
+        "allreduce_p50_ms": percentile(hook, 0.5),
+        "allreduce_p95_ms": percentile(hook, 0.95),
+        "tokens_per_sec_1proc": _tokens_per_s(summaries[0]),
+        "tokens_per_sec_2proc": _tokens_per_s(summaries[1]),
+        "byte_equivalent": states["largest_difference"] <= TOLERANCE,
+        "lesson_notes": explain_scaling(summaries),
+        "allreduce_mean_ms": sum(hook) / len(hook),
+        "exposed_mean_p50_p95_ms": _spread(exposed),
+        "variant_a_mean_p50_p95_ms": _spread(bracket),
+        "largest_difference": states["largest_difference"],
+        "sentences": [shard["sentences"] for shard in shards],
+        "sentences_total": shards[0]["of"],
+        "first_sentence": [shard["first_sentence"] for shard in shards],
+        "evener": __version__,
+    }
+    write_atomic(folder / "manifest.json", json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
+    return found | {"out": str(out)}
+
+
+def _sentences(corpus_path: Path) -> list[str]:
+    path = corpus_path / "train.jsonl"
+    try:
+        return [json.loads(line)["text"] + "\n" for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="evener data verbs makes the lab's corpus") from None
+
+
+def _launch(num_ranks: int, lab: str, log: Path) -> None:
+    with log.open("wb") as file:
+        status = subprocess.run(
+            module_argv(num_ranks, "evener.worker.lab01", [lab]), stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        ).returncode
+    if status != 0:
+        raise RunError(f"the lab's {num_ranks} processes failed", hint="\n" + log.read_text(errors="replace")[-2000:])
+
+
+def _write_run(rundir: RunDir, manifest: Manifest, rows: list[list[dict[str, Any]]], gradient_bytes: int) -> None:
+    num_ranks = len(rows)
+    lines: list[bytes] = [b""] * num_ranks
+    for of_step in zip(*rows, strict=True):
+        blocked = split_blocked([row["parts_s"]["blocked_s"] for row in of_step])
+        tokens = sum(row["tokens"] for row in of_step)
+        loss = sum(row["loss"] * row["tokens"] for row in of_step) / tokens
+        for rank, row in enumerate(of_step):
+            parts = row["parts_s"]
+            record = StepRecord(
+                step=row["step"],
+                tokens=row["tokens"],
+                loss=loss,
+                wall_s=row["wall_s"],
+                cost=StepCost(
+                    data_s=parts["data_s"],
+                    compute_s=parts["compute_s"],
+                    exposed_sync_s=blocked[rank][0],
+                    wait_s=blocked[rank][1],
+                    optimizer_s=parts["optimizer_s"],
+                ),
+                sync_s=row["allreduce_s"] if num_ranks > 1 else None,
+                cpu_s=row["cpu_s"],
+                bytes=ring_all_reduce_bytes(gradient_bytes, num_ranks),
+                members=num_ranks,
+                lr=manifest.spec.train.lr,
+                grad_norm=None,
+                ended=0.0,
+            )
+            lines[rank] += msgspec.json.encode(record) + b"\n"
+    for rank, content in enumerate(lines):
+        write_atomic(rundir.steps_path(rank), content)
+    rundir.write_manifest(manifest)
+
+
+def _manifest(spec: RunSpec, shape: Any, corpus: Any, num_ranks: int, threads: int, started: float) -> Manifest:
+    machine = this_machine()
+    return Manifest(
+        verdict="finished",
+        started=started,
+        ended=time.time(),
+        argv=["evener", "bench", "--preset", "lab01"],
+        versions={"evener": __version__, "python": machine.python},
+        spec=msgspec.structs.replace(spec, machine=MachineSpec(ranks=num_ranks)),
+        shape=shape,
+        corpus=corpus,
+        code_hash=code_hash(),
+        params_by_group=shape.params_by_group(),
+        num_params=shape.num_params(),
+        backend="gloo",
+        sync="ddp" if num_ranks > 1 else "none",
+        dtype="float32",
+        compiled=False,
+        hosts=[machine],
+        ranks=[Rank(rank=rank, host=machine.host, device="cpu", threads=threads, pid=0) for rank in range(num_ranks)],
+        result=Result(steps=STEPS, loss=None, val_loss=None, replicas_agree=None, peak_memory_bytes=[]),
+    )
+
+
+def _tokens_per_s(summary: Summary) -> float:
+    """Tokens over seconds of the last steps, rank 0's clock."""
+    rundir = RunDir(summary.run_dir)
+    records = [rundir.records(rank)[-LAST:] for rank in range(summary.manifest.world_size)]
+    return sum(record.tokens for of_rank in records for record in of_rank) / math.fsum(r.wall_s for r in records[0])
+
+
+def _timing(row: dict[str, Any]) -> bytes:
+    timing = {
+        "step": row["step"],
+        "loss": row["loss"],
+        "tokens": row["tokens"],
+        "step_ms": row["wall_s"] * 1e3,
+        "compute_ms": (row["parts_s"]["data_s"] + row["parts_s"]["compute_s"]) * 1e3,
+        "allreduce_ms": row["allreduce_s"] * 1e3,
+        "exposed_ms": row["parts_s"]["blocked_s"] * 1e3,
+        "optimizer_ms": row["parts_s"]["optimizer_s"] * 1e3,
+        "bracket_ms": row["bracket_s"] * 1e3,
+        "bracket_no_sync_ms": row["bracket_no_sync_s"] * 1e3,
+    }
+    return json.dumps(timing).encode() + b"\n"
+
+
+def _spread(values: list[float]) -> list[float]:
+    return [sum(values) / len(values), percentile(values, 0.5), percentile(values, 0.95)]

@@ -1,0 +1,135 @@
+"""How do the two benches look in a terminal?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from evener.bench import lab01 as lab
+from evener.bench import scaling as bench
+from evener.bench.table import COLUMNS, rows
+from evener.cli import follow
+from evener.core.errors import UsageError
+from evener.core.machine import usable_cores
+from evener.core.resolve import resolve
+from evener.core.rundir import RunDir
+from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.report.explain import explain_scaling
+from evener.report.page import write_page
+from evener.report.picture import scaling_png
+from evener.report.summary import as_result
+
+CORPORA = ("data/verbs", "data/python")
+STEPS = 10_000  # more than any budget of seconds allows: the clock ends a run
+
+
+def scaling(
+    data: list[str] | None,
+    out: str | None,
+    seconds: float,
+    ranks: list[int] | None,
+    model: str,
+    batch: int,
+    force: bool,
+    as_json: bool,
+) -> int:
+    console = Console(stderr=True, highlight=False, quiet=as_json)
+    folder = Path(out or "runs/bench")
+    if folder.exists() and any(folder.iterdir()) and not force:
+        raise UsageError(f"{folder}: exists and is not empty", hint="--force replaces it, or another --out")
+    counts = sorted(set(ranks)) if ranks else bench.process_counts(usable_cores())
+    base = RunSpec(
+        model=ModelSpec(model=model, dropout=0.0, compile="off"),
+        train=TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=10),
+        eval=EvalSpec(eval_every=0),
+        machine=MachineSpec(contention_probe=True),
+    )
+    corpora = data or [_prepared(corpus, console) for corpus in CORPORA]
+    series = bench.specs(base, folder, corpora, counts)
+    for runs in series.values():
+        for spec in runs:
+            resolve(msgspec.structs.replace(spec, out=None))  # a mistake is found before anything is replaced
+    if force and folder.exists():
+        _remove_bench(folder)
+    with follow.series(series, console) as observer:
+        found = bench.run(folder, series, observer)
+    scaling_png(found, folder / "scaling.png")
+    for runs in found.values():
+        for summary in runs:
+            write_page(RunDir(summary.run_dir))
+    page = write_page(RunDir(folder))
+    explained = {corpus: explain_scaling(runs) for corpus, runs in found.items()}
+    if as_json:
+        results = {
+            corpus: {
+                "runs": [as_result(summary) for summary in runs],
+                "largest_loss_gap": bench.largest_loss_gap(runs),
+                "explanation": explained[corpus],
+            }
+            for corpus, runs in found.items()
+        }
+        json.dump({"out": str(folder), "report": str(page), "series": results}, sys.stdout)
+        print()
+        return 0
+    for corpus, runs in found.items():
+        table = Table(title=f"{corpus}: {model}, {runs[0].tokens_per_step} tokens a step", title_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
+        for row in rows(runs):
+            table.add_row(*row)
+        console.print()
+        console.print(table)
+        console.print(textwrap.fill(explained[corpus], width=min(console.width, 100)), markup=False)
+    console.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="")
+    print(page)
+    return 0
+
+
+def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -> int:
+    console = Console(stderr=True, highlight=False, quiet=as_json)
+    if data and len(data) > 1:
+        raise UsageError("--preset lab01 takes one corpus")
+    corpus = data[0] if data else _prepared("data/verbs", console)
+    folder = Path(out or "experiments/35-ddp-cpu")
+    found = lab.run(Path(corpus), folder, force=force, tell=lambda text: console.print(text, markup=False))
+    if as_json:
+        json.dump(found, sys.stdout)
+        print()
+        return 0
+    for rank, (sentence, number) in enumerate(zip(found["first_sentence"], found["sentences"], strict=True)):
+        console.print(f"rank {rank} has {number} of {found['sentences_total']} sentences; its first: {sentence.strip()}", markup=False)
+    console.print(f"tokens/s: {found['tokens_per_sec_1proc']:.0f} with 1 process, {found['tokens_per_sec_2proc']:.0f} with 2")
+    console.print(f"all-reduce a step: p50 {found['allreduce_p50_ms']:.2f} ms, p95 {found['allreduce_p95_ms']:.2f} ms (hook)")
+    bracket, exposed = found["variant_a_mean_p50_p95_ms"][1], found["exposed_mean_p50_p95_ms"][1]
+    console.print(f"of it not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
+    console.print(f"states of the two ranks: largest difference {found['largest_difference']:.3g}")
+    console.print(textwrap.fill(found["lesson_notes"], width=min(console.width, 100)), markup=False)
+    print(folder / "manifest.json")
+    return 0
+
+
+def _prepared(corpus: str, console: Console) -> str:
+    """The folder of a corpus that evener makes itself, made if it is missing."""
+    if not (Path(corpus) / "meta.json").exists():
+        from evener.cli import data
+
+        prepare: Callable[..., Any] = {"data/verbs": data.verbs, "data/python": data.python}[corpus]
+        console.print(f"preparing {corpus}")
+        prepare(out=corpus)
+    return corpus
+
+
+def _remove_bench(folder: Path) -> None:
+    """Remove a bench that was made here, and nothing else."""
+    if not (folder / "bench.json").exists():
+        raise UsageError(f"{folder}: not a bench, so it is not replaced", hint="another --out")
+    shutil.rmtree(folder)

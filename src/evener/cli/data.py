@@ -1,0 +1,177 @@
+"""`evener data`: which text shall a model learn, and in which tokens?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from evener.corpus.text import Progress
+    from evener.corpus.write import Prepared
+
+app = typer.Typer(
+    help="Prepare a corpus: text in, a folder with train.bin, val.bin, meta.json and tokenizer.json out.",
+    no_args_is_help=True,
+)
+
+Tokenizer = Annotated[str, typer.Option(help="byte, char, bpe (trained on this text) or gpt2 (by tiktoken).")]
+VocabSize = Annotated[int | None, typer.Option(help="Size of the bpe vocabulary. The default is 8192.")]
+ValFraction = Annotated[float, typer.Option(help="Share of the text that validates.")]
+Force = Annotated[bool, typer.Option("--force", help="Prepare anew, in place of another corpus in the folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+_LINE_EVERY_S = 5.0
+
+
+@app.command()
+def verbs(
+    out: Annotated[Path, typer.Option(help="Folder to make.")] = Path("data/verbs"),
+    sentences: Annotated[int, typer.Option(help="How many sentences, all distinct.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Another seed draws other sentences.")] = 0,
+    val_fraction: ValFraction = 0.1,
+    tokenizer: Tokenizer = "char",
+    vocab_size: VocabSize = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """English verbs in every person, tense, aspect, voice, polarity and question: generated, no download.
+
+    Writes train.jsonl and val.jsonl (a sentence a line, with its grammar) beside the tokens. No sentence is in both.
+
+    Example: evener data verbs --sentences 20000 --out data/verbs-small
+    """
+    from evener.corpus.verbs import make_verbs
+    from evener.corpus.write import prepare
+
+    splits, files = make_verbs(seed, sentences, val_fraction)
+    with _progress() as progress:
+        prepared = prepare(
+            out, splits, tokenizer=tokenizer, vocab_size=vocab_size, extra=files, force=force, progress=progress
+        )
+    _tell(out, prepared, as_json)
+
+
+@app.command()
+def python(
+    out: Annotated[Path, typer.Option(help="Folder to make.")] = Path("data/python"),
+    val_fraction: ValFraction = 0.1,
+    tokenizer: Tokenizer = "byte",
+    vocab_size: VocabSize = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """The source of this Python's standard library: 10 to 30 MB of real text that every machine has.
+
+    Example: evener data python --tokenizer bpe --vocab-size 4096 --out data/python-bpe
+    """
+    from evener.corpus.python import library_documents
+    from evener.corpus.text import split_by_fraction
+    from evener.corpus.write import prepare
+
+    documents, num_refused = library_documents()
+    typer.echo(f"{len(documents)} modules; left out {num_refused} that are not UTF-8", err=True)
+    splits = split_by_fraction(documents, val_fraction)
+    with _progress() as progress:
+        prepared = prepare(out, splits, tokenizer=tokenizer, vocab_size=vocab_size, force=force, progress=progress)
+    _tell(out, prepared, as_json)
+
+
+@app.command()
+def text(
+    paths: Annotated[list[Path], typer.Argument(help="UTF-8 text files, or folders of them.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to make. The default is data/ and the name of PATHS, or data/text for several."),
+    ] = None,
+    val_fraction: ValFraction = 0.1,
+    tokenizer: Tokenizer = "byte",
+    vocab_size: VocabSize = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Your own text. Folders are searched through, but for hidden files.
+
+    The last tenth validates; of several files, in an order drawn from their names, so that it is a fair sample.
+
+    Example: evener data text README.md --out data/readme
+    """
+    from evener.core.errors import DataError
+    from evener.corpus.text import find_files, split_by_fraction
+    from evener.corpus.write import prepare
+
+    folder = out or Path("data") / ((paths[0].resolve().stem if len(paths) == 1 else "") or "text")
+    documents = find_files(paths, skip=lambda place: place.resolve() == folder.resolve())
+    if not documents:
+        raise DataError(f"no text in {', '.join(map(str, paths))}: every file is empty or hidden, or there is none")
+    splits = split_by_fraction(documents, val_fraction)
+    with _progress() as progress:
+        prepared = prepare(folder, splits, tokenizer=tokenizer, vocab_size=vocab_size, force=force, progress=progress)
+    _tell(folder, prepared, as_json)
+
+
+def _tell(out: Path, prepared: Prepared, as_json: bool) -> None:
+    import msgspec
+
+    corpus = prepared.corpus
+    if as_json:
+        typer.echo(json.dumps({**msgspec.to_builtins(corpus), "written": prepared.was_written}, ensure_ascii=False))
+        return
+    state = "written" if prepared.was_written else "is up to date, nothing to do"
+    typer.echo(
+        f"{out} {state}: {corpus.train_tokens:,} tokens to train on, {corpus.val_tokens:,} to validate, "
+        f"{corpus.tokenizer} vocabulary of {corpus.vocab_size:,}"
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """On a terminal a bar with rate and end; elsewhere a plain line every five seconds. All on stderr."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+            tasks: dict[str, TaskID] = {}
+
+            def show(doing: str, done: int, total: int) -> None:
+                if doing not in tasks:
+                    tasks[doing] = bars.add_task(doing, total=total)
+                bars.update(tasks[doing], completed=done)
+
+            yield show
+        return
+
+    now_doing, started, told = "", 0.0, 0.0
+
+    def line(doing: str, done: int, total: int) -> None:
+        nonlocal now_doing, started, told
+        now = time.monotonic()
+        if doing != now_doing:
+            now_doing, started, told = doing, now, now
+        elif now - told >= _LINE_EVERY_S:
+            told = now
+            rate = done / (now - started)
+            typer.echo(
+                f"{doing}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, "
+                f"{(total - done) / rate:.0f} s left",
+                err=True,
+            )
+
+    yield line

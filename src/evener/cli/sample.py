@@ -1,0 +1,68 @@
+"""evener sample: what does a trained model write?"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import typer
+
+
+def sample(
+    run: str = typer.Argument(..., help="run directory"),
+    prompt: str = typer.Option("\n", help="text to go on from"),
+    num_tokens: int = typer.Option(200, min=1, max=100_000, help="tokens to write"),
+    temperature: float = typer.Option(0.8, min=0.0, help="0 takes the likeliest token every time"),
+    top_k: Optional[int] = typer.Option(None, min=1, help="draw from the k likeliest tokens [all]"),  # noqa: UP045
+    seed: int = typer.Option(1337, min=0, help="of the draws"),
+    step: Optional[int] = typer.Option(None, min=0, help="checkpoint [newest]"),  # noqa: UP045
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+) -> int:
+    """Write text with a run's newest checkpoint.
+
+    Example: `evener sample runs/demo --prompt "She has " --num-tokens 80`.
+    """
+    import json
+    import sys
+
+    import msgspec
+
+    from evener.core.errors import CheckpointError, UsageError
+    from evener.core.rundir import RunDir, read_checkpoint
+    from evener.corpus.tokenizer import load_tokenizer
+    from evener.launch.tool import lines_of
+
+    rundir = RunDir(run)
+    manifest = rundir.manifest()
+    steps = rundir.checkpoint_steps()
+    if not steps:
+        raise CheckpointError(f"{rundir}: holds no complete checkpoint yet")
+    if step is not None and step not in steps:
+        raise UsageError(f"--step {step}: {rundir} holds steps {', '.join(map(str, steps))}")
+    if manifest.corpus is None or manifest.shape is None:
+        raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
+    folder = rundir.checkpoint_path(step if step is not None else steps[-1])
+    read_checkpoint(folder)
+    tokenizer = load_tokenizer(manifest.corpus.path)
+    request = {
+        "checkpoint": str(folder),
+        "shape": msgspec.to_builtins(manifest.shape),
+        "prompt": [int(token) for token in tokenizer.encode(prompt)],
+        "num_tokens": num_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    if not request["prompt"]:
+        raise UsageError("--prompt: is empty")
+    ids: list[int] = list(request["prompt"])
+    shown = ""
+    for line in lines_of("evener.worker.sample", json.dumps(request)):
+        ids.append(int(line))
+        text = tokenizer.decode(ids)
+        if not as_json and text.startswith(shown) and not text.endswith("\ufffd"):  # a character may take several tokens
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    text = tokenizer.decode(ids)
+    print(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
+    return 0

@@ -1,0 +1,292 @@
+"""How does text become a corpus folder, such that a folder is either whole or not there?
+
+The folder is built beside its place, as `.NAME.partial`, synced to the disk and renamed. Whoever builds holds a lock on
+the partial folder; one without a lock was left by a killed run and is emptied by the next. `load_corpus` refuses
+partial folders by their name.
+
+The text is read twice (three times for bpe): first to check, hash and survey all of it, so that bad input is found
+before anything is written and an unchanged corpus is recognised; then to encode it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+
+from evener.core.corpus import (
+    FORMAT,
+    MIN_TOKENS,
+    PARTIAL_SUFFIX,
+    Corpus,
+    Meta,
+    hash_bytes,
+    join_digests,
+    load_corpus,
+    token_dtype,
+)
+from evener.core.errors import DataError, UsageError
+from evener.corpus.text import Part, Progress, Splits, read_text, survey
+from evener.corpus.tokenizer import (
+    BPE_VOCAB_SIZE,
+    ByteTokenizer,
+    CharTokenizer,
+    Gpt2Tokenizer,
+    Tokenizer,
+    check_options,
+    encode_documents,
+    train_bpe,
+)
+
+_OURS = {"train.bin", "val.bin", "meta.json", "tokenizer.json", "train.jsonl", "val.jsonl"}
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    corpus: Corpus
+    was_written: bool
+    """False where the folder already held this corpus."""
+
+
+def prepare(
+    out: Path,
+    splits: Splits,
+    *,
+    tokenizer: str,
+    vocab_size: int | None = None,
+    extra: Mapping[str, bytes] | None = None,
+    force: bool = False,
+    progress: Progress = lambda doing, done, total: None,
+) -> Prepared:
+    """Make the folder `out` from `splits`, with the files of `extra` beside; do nothing where it is made already.
+
+    `vocab_size` is for bpe alone. `force` replaces another corpus, and nothing else: a folder with files that evener
+    did not write is never touched. Raises DataError and UsageError, and then leaves `out` as it was.
+    """
+    extra = extra or {}
+    check_options(tokenizer, vocab_size)
+    _check_place(out)
+    for name, parts in (("training", splits.train), ("validation", splits.val)):
+        if not parts:
+            raise DataError(f"there is no text for the {name} split of {out}", hint="give more text")
+    if tokenizer == "gpt2":
+        Gpt2Tokenizer()  # before the long work: its vocabulary may not be there
+    if tokenizer == "bpe" and vocab_size is None:
+        vocab_size = BPE_VOCAB_SIZE
+
+    surveyed = survey(splits, want_chars=tokenizer == "char", progress=progress)
+    recipe: dict[str, str | int] = {"text": surveyed.source_hash, "tokenizer": tokenizer, "vocab_size": vocab_size or 0}
+    recipe |= {name: hash_bytes(content) for name, content in extra.items()}
+    if not force and (existing := _existing(out, recipe, extra)):
+        return Prepared(existing, was_written=False)
+
+    with _building(out) as partial:
+        engine = _make_tokenizer(tokenizer, vocab_size, surveyed.chars, splits, progress)
+        _fill(partial, out, splits, engine, recipe, extra, progress)
+    return Prepared(load_corpus(out), was_written=True)
+
+
+def _check_place(out: Path) -> None:
+    """Refuse to put a corpus where something else is."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file", hint="name another folder with --out")
+    try:
+        foreign = sorted(set(os.listdir(out)) - _OURS) if out.exists() else []
+    except OSError as error:
+        raise DataError(f"{out}: {error.strerror}") from None
+    if foreign:
+        raise UsageError(
+            f"{out} holds files that are no corpus, {foreign[0]} among them", hint="name another folder with --out"
+        )
+
+
+def _existing(out: Path, recipe: dict[str, str | int], extra: Mapping[str, bytes]) -> Corpus | None:
+    """The corpus at `out` if it is the one that `recipe` makes; None where there is none, or a damaged one of ours."""
+    if not out.exists() or not os.listdir(out):
+        return None
+    try:
+        found = msgspec.json.decode((out / "meta.json").read_bytes(), type=Meta)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        found = None
+    if found is None or found.recipe != recipe:
+        raise UsageError(
+            f"{out} already holds another corpus", hint="--force replaces it, --out puts this one elsewhere"
+        )
+    try:
+        corpus = load_corpus(out)
+    except DataError:
+        return None
+    return corpus if all((out / name).exists() for name in extra) else None
+
+
+def _make_tokenizer(kind: str, vocab_size: int | None, chars: str, splits: Splits, progress: Progress) -> Tokenizer:
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "char":
+        return CharTokenizer(chars)
+    if kind == "gpt2":
+        return Gpt2Tokenizer()
+    text_bytes = sum(part.num_bytes for part in splits.train)
+    texts = chain.from_iterable(map(read_text, splits.train))
+    return train_bpe(_watched(texts, "training bpe on a sample", text_bytes, progress), text_bytes, vocab_size or 0)
+
+
+def _watched(texts: Iterator[str], doing: str, total: int, progress: Progress) -> Iterator[str]:
+    done = 0
+    for text in texts:
+        yield text
+        done += len(text.encode())
+        progress(doing, done, total)
+
+
+@contextlib.contextmanager
+def _building(out: Path) -> Iterator[Path]:
+    """A locked, empty folder beside `out` that takes its place at the end, or vanishes if anything goes wrong."""
+    real = Path(os.path.realpath(out))
+    partial = real.with_name(f".{real.name}{PARTIAL_SUFFIX}")
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(partial, out)
+        try:
+            _empty(partial)
+            yield partial
+            _sync(partial)
+            _take_place(partial, real)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise DataError(
+                f"cannot write {out}: no space left on the disk ({_free_mb(real)} MB free)",
+                hint="make room, or put it on another disk with --out",
+            ) from None
+        raise DataError(f"cannot write {out}: {error.strerror}", hint="name another folder with --out") from None
+
+
+def _lock(partial: Path, out: Path) -> int:
+    """An open, locked descriptor of the folder `partial`, which is made if need be.
+
+    Another run may rename or remove the folder between our open and our lock. Then the descriptor is of a folder that
+    is no longer at this path, and we begin again.
+    """
+    while True:
+        partial.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(partial)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(descriptor)
+            raise DataError(f"{out} is being prepared by another process", hint="wait until it is done") from None
+        os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        entry.unlink()
+
+
+def _take_place(partial: Path, real: Path) -> None:
+    """Rename `partial` to `real`; a corpus that is there already is moved aside first and then removed."""
+    aside = real.with_name(f".{real.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    if real.exists() and os.listdir(real):
+        os.rename(real, aside)
+    os.rename(partial, real)
+    _sync(real.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_mb(path: Path) -> int:
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free // 1_000_000
+
+
+def _fill(
+    partial: Path,
+    out: Path,
+    splits: Splits,
+    tokenizer: Tokenizer,
+    recipe: dict[str, str | int],
+    extra: Mapping[str, bytes],
+    progress: Progress,
+) -> None:
+    """Write all files of the corpus into `partial`, each synced."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    done = 0
+
+    def text_of(part: Part) -> Iterator[str]:
+        nonlocal done
+        for text in read_text(part):
+            yield text
+            done += len(text.encode())
+            progress("encoding", done, splits.num_bytes)
+
+    counts, digests = {}, {}
+    for split, parts in (("train", splits.train), ("val", splits.val)):
+        digest = hashlib.sha256()
+        num_tokens = 0
+        with (partial / f"{split}.bin").open("wb") as file:
+            for ids in encode_documents(tokenizer, ((text_of(part), part.is_ending) for part in parts)):
+                content = ids.astype(f"<{ids.dtype.kind}{ids.dtype.itemsize}", copy=False).tobytes()
+                digest.update(content)
+                file.write(content)
+                num_tokens += ids.size
+            file.flush()
+            os.fsync(file.fileno())
+        if num_tokens < MIN_TOKENS:
+            raise DataError(
+                f"the text is too short for {out}: its {split} split has {num_tokens} tokens, fewer than {MIN_TOKENS}",
+                hint="give more text, or a larger --val-fraction",
+            )
+        counts[split], digests[split] = num_tokens, digest.digest()
+
+    description = tokenizer.describe()
+    meta = Meta(
+        format=FORMAT,
+        name=out.absolute().name,
+        tokenizer=tokenizer.kind,  # type: ignore[arg-type]
+        vocab_size=tokenizer.vocab_size,
+        dtype=dtype,
+        train_tokens=counts["train"],
+        val_tokens=counts["val"],
+        content_hash=join_digests(digests["train"], digests["val"]),
+        tokenizer_hash=hash_bytes(description),
+        num_documents=splits.num_documents,
+        text_bytes=splits.num_bytes,
+        recipe=recipe,
+    )
+    encoded_meta = msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n"
+    for name, content in {**extra, "tokenizer.json": description, "meta.json": encoded_meta}.items():
+        with (partial / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,117 @@
+"""Are saved states equal, and by how much do they differ? `python -m evener.worker.compare RUN [OTHER]` prints JSON.
+
+    RUN alone    every checkpoint: the weights' file against the hashes that each rank had taken of its own replica; and
+                 whole states that ranks left (RUN/replicas, or state-rank-R.pt of the lab)
+    RUN OTHER    the newest weights of two runs: what another number of ranks, or a resume, changed
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from evener.core.errors import CheckpointError, EvenerError
+from evener.core.rundir import RunDir, read_checkpoint
+from evener.worker.verify import differences, hash_tensors
+
+
+def compare_replicas(path: Path) -> dict[str, Any]:
+    """Every proof of agreement that a run directory holds."""
+    rundir = RunDir(path)
+    checks = [_check_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
+    files = sorted([*path.glob("state-rank-*.pt"), *(path / "replicas").glob("rank-*.safetensors")], key=_rank_of)
+    states = {_rank_of(file): _read(file) for file in files}
+    if len(states) > 1:
+        first = min(states)
+        for rank in sorted(states.keys() - {first}):
+            checks.append({"what": f"states of rank {first} and rank {rank}"} | largest_difference(states[first], states[rank]))
+    if not checks:
+        raise CheckpointError(f"{path}: holds no checkpoint and no states of ranks to compare")
+    measured = [check["largest_difference"] for check in checks if check["largest_difference"] is not None]
+    return {
+        "run_dir": str(path),
+        "agree": all(check["equal"] for check in checks),
+        "largest_difference": max(measured, default=None),
+        "checks": checks,
+    }
+
+
+def compare_runs(path: Path, other: Path) -> dict[str, Any]:
+    """The newest weights of two runs."""
+    states = []
+    for rundir in (RunDir(path), RunDir(other)):
+        steps = rundir.checkpoint_steps()
+        if not steps:
+            raise CheckpointError(f"{rundir}: holds no complete checkpoint")
+        folder = rundir.checkpoint_path(steps[-1])
+        read_checkpoint(folder)
+        states.append((folder, load_file(folder / "weights.safetensors")))
+    check = {"what": f"{states[0][0]} and {states[1][0]}"} | largest_difference(states[0][1], states[1][1])
+    return {
+        "run_dir": str(path),
+        "other": str(other),
+        "agree": check["equal"],
+        "largest_difference": check["largest_difference"],
+        "checks": [check],
+    }
+
+
+def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
+    """The largest absolute difference, and the tensor that has it; CheckpointError where the shapes differ."""
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
+            raise CheckpointError(f"the states are of different models: {name} is not in both with one shape")
+    gaps = {
+        name: float((ours[name].double() - theirs[name].double()).abs().max()) if ours[name].numel() else 0.0
+        for name in ours
+    }
+    equal = all(torch.equal(ours[name], theirs[name]) for name in ours)
+    worst = max(gaps, key=lambda name: gaps[name])
+    return {"equal": equal, "tensors": len(gaps), "largest_difference": gaps[worst], "tensor": None if equal else worst}
+
+
+def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
+    folder = rundir.checkpoint_path(step)
+    checkpoint = read_checkpoint(folder)
+    weights = load_file(folder / "weights.safetensors")
+    stored = hash_tensors((name, weights[name]) for name in checkpoint.param_names)
+    found = differences(checkpoint.param_names, [list(stored.values()), *checkpoint.replica_hashes])
+    return {
+        "what": f"checkpoint of step {step}: hashes of {checkpoint.world_size} ranks and the stored weights",
+        "equal": not found,
+        "tensors": len(stored),
+        "largest_difference": None if found else 0.0,  # equal bits
+        "tensor": found[0].tensor if found else None,
+    }
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    except Exception as error:  # noqa: BLE001  safetensors and torch raise what they like on a damaged file
+        raise CheckpointError(f"{file}: cannot be read: {error}".splitlines()[0]) from None
+
+
+def _rank_of(file: Path) -> int:
+    return int(re.findall(r"\d+", file.stem)[-1])
+
+
+def main() -> int:
+    paths = [Path(word) for word in sys.argv[1:]]
+    try:
+        print(json.dumps(compare_replicas(*paths) if len(paths) == 1 else compare_runs(*paths)))
+    except EvenerError as error:
+        print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}))
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

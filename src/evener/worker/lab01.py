@@ -1,0 +1,151 @@
+"""What does DistributedDataParallel do, step by step? A first lab: stock PyTorch, two Gloo processes, everything timed.
+
+Nothing of evener's own loop takes part, so that what is seen is PyTorch's doing: each rank reads its own shard
+(index % world size == rank), has its own seed (35000 + rank), averages gradients by DDP with all its defaults.
+
+The all-reduce is timed in two ways. Variant B, the hook: from the call for each bucket to its completion. Variant A,
+barrier brackets: backward between two barriers, with and without synchronization; the difference is what communication
+adds. Variant A runs on a backward of its own after the step, so that its barriers do not slow the step that is measured.
+
+Writes OUT/rank-R.jsonl and OUT/state-rank-R.pt.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.core.shape import GPTShape
+from evener.worker.clock import HostClock, Laps
+from evener.worker.group import Group
+from evener.worker.model import GPT
+from evener.worker.sync.ddp import union_s
+
+SEED = 35000
+STEPS = 100
+LR = 3e-4
+
+
+class Lab(msgspec.Struct, frozen=True, kw_only=True):
+    """What the lab is run with."""
+
+    out: str
+    sentences: str  # JSON lines of {"ids": [...]} with the text beside them
+    shape: GPTShape
+    batch: int  # sentences a rank takes in one step
+    threads: int
+
+
+def make_shard(sentences: list[Any], rank: int, world_size: int) -> list[Any]:
+    """Every sentence whose index is `rank` modulo `world_size`: no overlap, full coverage."""
+    return sentences[rank::world_size]
+
+
+def batches(shard: list[list[int]], size: int, block_size: int, generator: torch.Generator) -> Any:
+    """Endless (tokens, targets) pairs of (size, block_size); -1 marks what is not to be predicted."""
+    while True:
+        order = torch.randperm(len(shard), generator=generator).tolist()
+        for start in range(0, len(order) - size + 1, size):
+            tokens = torch.zeros(size, block_size, dtype=torch.int64)
+            targets = torch.full((size, block_size), -1, dtype=torch.int64)
+            for row, index in enumerate(order[start : start + size]):
+                ids = shard[index][: block_size + 1]
+                tokens[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+                targets[row, : len(ids) - 1] = torch.tensor(ids[1:])
+            yield tokens, targets
+
+
+class Hook:
+    """Variant B: DDP's own all-reduce (a sum, divided by the world size), between two marks."""
+
+    def __init__(self, laps: Laps) -> None:
+        self.laps = laps
+        self.spans: list[tuple[float, float]] = []
+
+    def __call__(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            self.laps.lap("compute_s")
+        begin = time.perf_counter()
+        buffer = bucket.buffer().div_(dist.get_world_size())
+
+        def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            self.spans.append((begin, time.perf_counter()))
+            return future.value()[0]
+
+        return dist.all_reduce(buffer, async_op=True).get_future().then(done)
+
+
+def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*batch) / (batch[1] >= 0).sum()
+
+
+def bracketed_s(model: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> float:
+    """Variant A: seconds of a backward between two barriers."""
+    loss = mean_loss(model, batch)
+    dist.barrier()
+    began = time.perf_counter()
+    loss.backward()
+    dist.barrier()
+    took = time.perf_counter() - began
+    model.zero_grad()
+    return took
+
+
+def run(lab: Lab) -> None:
+    group = Group("cpu", "gloo")
+    if group.world_size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank, world_size = group.rank, group.world_size
+    torch.set_num_threads(lab.threads)
+    torch.manual_seed(SEED + rank)
+    lines = [json.loads(line) for line in Path(lab.sentences).read_text().splitlines()]
+    shard = make_shard(lines, rank, world_size)
+    (num_sentences,) = group.sum(len(shard))
+    assert num_sentences == len(lines), "the shards do not cover the corpus"
+    hook = Hook(Laps(HostClock()))
+    model = DistributedDataParallel(GPT(lab.shape))
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    data = batches([line["ids"] for line in shard], lab.batch, lab.shape.block_size, torch.Generator().manual_seed(SEED + rank))
+
+    with (Path(lab.out) / f"rank-{rank}.jsonl").open("w") as log:
+        log.write(json.dumps({"first_sentence": shard[0]["text"], "sentences": len(shard), "of": len(lines)}) + "\n")
+        for step in range(STEPS):
+            began, cpu_began = time.perf_counter(), time.process_time()
+            hook.laps, hook.spans = Laps(HostClock()), []
+            batch = next(data)
+            hook.laps.lap("data_s")
+            loss = mean_loss(model, batch)
+            loss.backward()  # the gradients are averaged here
+            hook.laps.lap("blocked_s")
+            optimizer.step()
+            optimizer.zero_grad()
+            hook.laps.lap("optimizer_s")
+            wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+            with model.no_sync():
+                local_s = bracketed_s(model, batch)
+            row = {
+                "step": step,
+                "tokens": int((batch[1] >= 0).sum()),
+                "loss": float(loss),
+                "wall_s": wall_s,
+                "cpu_s": cpu_s,
+                "parts_s": hook.laps.parts_s(),
+                "allreduce_s": union_s(hook.spans),
+                "bracket_s": bracketed_s(model, batch),
+                "bracket_no_sync_s": local_s,
+            }
+            log.write(json.dumps(row) + "\n")
+    torch.save(model.module.state_dict(), Path(lab.out) / f"state-rank-{rank}.pt")
+    group.close()
+
+
+if __name__ == "__main__":
+    run(msgspec.json.decode(sys.argv[1], type=Lab))

@@ -1,0 +1,54 @@
+"""Shares, schedules, splits: tables with exact answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.bench.scaling import process_counts
+from evener.core.step import PARTS, StepCost, split_blocked
+from evener.plan.balance import equal_shares, micro_batch_sizes
+from evener.plan.cost import ring_all_reduce_bytes
+
+
+@given(st.integers(1, 10_000), st.integers(1, 512))
+def test_shares_cover_the_batch_and_differ_by_one_at_most(num, ranks):
+    shares = equal_shares(num, ranks)
+    assert sum(shares) == num
+    assert len(shares) == ranks
+    assert max(shares) - min(shares) <= 1
+
+
+@given(st.integers(1, 10_000), st.integers(1, 512))
+def test_micro_batches_cover_the_share_and_are_as_few_as_can_be(share, largest):
+    sizes = micro_batch_sizes(share, largest)
+    assert sum(sizes) == share
+    assert max(sizes) <= largest
+    assert len(sizes) == math.ceil(share / largest)
+    assert len(set(sizes)) <= 2
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=16))
+def test_blocked_time_is_transfer_and_waiting_and_nothing_else(blocked):
+    split = split_blocked(blocked)
+    assert len({exposed for exposed, _ in split}) == 1
+    assert min(wait for _, wait in split) == 0
+    for total, (exposed, wait) in zip(blocked, split, strict=True):
+        assert exposed + wait == pytest.approx(total)
+
+
+def test_a_cost_sums_what_was_measured():
+    assert StepCost().total_s == 0
+    assert StepCost(**{part: 0.5 for part in PARTS}).total_s == 2.5
+
+
+def test_bytes_of_the_126m_model_on_two_machines():
+    assert ring_all_reduce_bytes(4 * 125_829_120, 2) == 503_316_480
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])])
+def test_process_counts_end_with_the_cores(cores, counts):
+    assert process_counts(cores) == counts

@@ -1,0 +1,79 @@
+"""No crash leaves half a file."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from evener.core.errors import CheckpointError, UsageError
+from evener.core.rundir import RunDir, follow_lines, write_atomic, write_folder_atomic
+from evener.core.step import StepCost, StepRecord
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step, tokens=1, loss=1.0, wall_s=1.0, cost=StepCost(compute_s=1.0), sync_s=None, cpu_s=None, bytes=0,
+        members=1, lr=0.1, grad_norm=None, ended=0.0,
+    )  # fmt: skip
+
+
+def test_a_half_written_last_line_is_passed_over(tmp_path):
+    run = RunDir(tmp_path)
+    lines = b"".join(msgspec.json.encode(record(step)) + b"\n" for step in range(3))
+    write_atomic(run.steps_path(0), lines[:-10])
+    assert [r.step for r in run.records(0)] == [0, 1]
+
+
+def test_a_damaged_line_before_the_last_is_named(tmp_path):
+    run = RunDir(tmp_path)
+    write_atomic(run.steps_path(0), b"{\n" + msgspec.json.encode(record(0)) + b"\n")
+    with pytest.raises(CheckpointError, match="rank-0.jsonl: damaged"):
+        run.records(0)
+
+
+def test_records_of_steps_to_be_made_again_are_dropped(tmp_path):
+    run = RunDir(tmp_path)
+    write_atomic(run.steps_path(0), b"".join(msgspec.json.encode(record(step)) + b"\n" for step in range(5)))
+    run.keep_records_before(0, 3)
+    assert [r.step for r in run.records(0)] == [0, 1, 2]
+    assert run.recorded_ranks() == [0]
+
+
+def test_an_unmeasured_part_survives_the_file_as_none(tmp_path):
+    run = RunDir(tmp_path)
+    write_atomic(run.steps_path(0), msgspec.json.encode(record(0)) + b"\n")
+    (read,) = run.records(0)
+    assert read.cost.wait_s is None
+    assert read.cost.compute_s == 1.0
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    def fail(folder):
+        (folder / "a").write_text("x")
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        write_folder_atomic(tmp_path / "folder", fail)
+    assert list(tmp_path.iterdir()) == []
+    write_folder_atomic(tmp_path / "folder", lambda folder: (folder / "a").write_text("x"))
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_following_a_file_gives_whole_lines_once(tmp_path):
+    path = tmp_path / "log"
+    lines = follow_lines(path)
+    assert next(lines) == []
+    path.write_bytes(b"one\ntw")
+    assert next(lines) == [b"one"]
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert next(lines) == [b"two", b"three"]
+    assert next(lines) == []
+
+
+def test_what_is_no_run_is_said_to_be_none(tmp_path):
+    with pytest.raises(UsageError, match="not a run directory"):
+        RunDir(tmp_path).manifest()
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        RunDir(tmp_path).manifest()

@@ -1,0 +1,105 @@
+"""Runs of the real worker, as torchrun starts it, on a small corpus."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evener.core.rundir import RunDir
+from evener.launch.torchrun import module_argv
+
+TIMEOUT_S = 180
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2000 sentences about verbs, in bytes."""
+    from evener.corpus.verbs import make_verbs
+    from evener.corpus.write import prepare
+
+    out = tmp_path_factory.mktemp("data") / "verbs"
+    splits, files = make_verbs(0, 2000, 0.1)
+    prepare(out, splits, tokenizer="byte", extra=files)
+    return out
+
+
+class Started:
+    """A run that may still be going on."""
+
+    def __init__(self, out: Path, ranks: int, args: list[str], module: str = "evener.worker") -> None:
+        self.dir = RunDir(out)
+        self.log = out.with_suffix(".log")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                module_argv(ranks, module, args), env=ENV, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> int:
+        """Its exit status."""
+        try:
+            return self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise AssertionError(f"still running after {TIMEOUT_S} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        """What it printed."""
+        return self.log.read_text()
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when rank 0 has recorded a step."""
+        wait_until(lambda: self.dir.steps_path(0).exists() and len(self.dir.records(0)) > step, self.text)
+
+
+def wait_until(condition: Callable[[], bool], explain: Callable[[], str] = lambda: "") -> None:
+    """Poll with a deadline."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(corpus: Path) -> Callable[..., Started]:
+    """Start `evener.worker` with these flags; `out` is its run directory."""
+
+    def start(out: Path, *args: str, ranks: int = 1) -> Started:
+        flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--out", str(out), "--threads", "1"]
+        return Started(out, ranks, [*flags, *args])
+
+    return start
+
+
+@pytest.fixture
+def train(start: Callable[..., Started]) -> Callable[..., RunDir]:
+    """Run to the end, successfully."""
+
+    def train(out: Path, *args: str, ranks: int = 1) -> RunDir:
+        started = start(out, *args, ranks=ranks)
+        assert started.wait() == 0, started.text()
+        return started.dir
+
+    return train
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A program of the user's own on several ranks."""
+
+    def run_script(source: str, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        argv = module_argv(ranks, "X", [])
+        argv = [*argv[: argv.index("-m", argv.index("-m") + 1)], str(script), *args] if ranks > 1 else [
+            sys.executable, str(script), *args]  # fmt: skip
+        return subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    return run_script

@@ -1,0 +1,54 @@
+"""Any split of the machine trains the same model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+STEPS = ("--steps", "50", "--batch", "16", "--eval-every", "25")  # 16 cannot be divided by 3
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    return tmp_path_factory.mktemp("exactness")
+
+
+@pytest.mark.parametrize("micro_batch", ["16", "2"])
+def test_one_two_and_three_ranks_have_the_same_losses(tmp_path, train, micro_batch):
+    runs = {n: train(tmp_path / f"{n}", *STEPS, "--micro-batch", micro_batch, ranks=n) for n in (1, 2, 3)}
+
+    one = [record.loss for record in runs[1].records(0)]
+    assert len(one) == 50
+    assert one[-1] < one[0] * 0.8  # it learns
+    for ranks in (2, 3):
+        for rank in range(ranks):
+            losses = [record.loss for record in runs[ranks].records(rank)]
+            assert losses == pytest.approx(one, rel=1e-5)
+        assert runs[ranks].manifest().result.val_loss == pytest.approx(runs[1].manifest().result.val_loss, rel=1e-5)
+        assert runs[ranks].manifest().result.replicas_agree is True
+    tokens = [[record.tokens for record in runs[3].records(rank)][0] for rank in range(3)]
+    assert tokens == [6 * 64, 5 * 64, 5 * 64]
+
+    compared = subprocess.run(
+        [sys.executable, "-m", "evener.worker.compare", str(tmp_path / "1"), str(tmp_path / "3")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 0 < json.loads(compared.stdout)["largest_difference"] < 1e-3
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path, train):
+    plain = train(tmp_path / "plain", "--steps", "5")
+    frugal = train(tmp_path / "frugal", "--steps", "5", "--checkpoint-activations")
+    assert [r.loss for r in plain.records(0)] == [r.loss for r in frugal.records(0)]
+
+
+def test_bf16_learns_nearly_the_same(tmp_path, train):
+    fp32 = train(tmp_path / "fp32", "--steps", "20")
+    bf16 = train(tmp_path / "bf16", "--steps", "20", "--dtype", "bf16", ranks=2)
+    assert bf16.manifest().dtype == "bfloat16"
+    assert bf16.records(0)[-1].loss == pytest.approx(fp32.records(0)[-1].loss, rel=0.02)

@@ -1,0 +1,104 @@
+"""The figures are true: parts sum to the step, bytes are those the kernel counted, waits are another rank's lateness."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from evener.core.rundir import RunDir
+from evener.core.step import PARTS
+from evener.report.summary import summarize
+
+
+def test_parts_sum_to_the_step_within_one_percent(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "40", "--micro-batch", "2", "--width", "256", ranks=2)
+    for rank in range(2):
+        for record in run.records(rank):
+            assert all(getattr(record.cost, part) is not None for part in PARTS)
+            assert record.cost.total_s == pytest.approx(record.wall_s, rel=0.01)
+            assert record.sync_s > 0
+            assert record.members == 2
+
+
+def test_transfer_is_the_same_on_all_ranks_and_never_negative(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "20", ranks=2)
+    for ours, theirs in zip(run.records(0), run.records(1), strict=True):
+        assert ours.cost.exposed_sync_s == theirs.cost.exposed_sync_s >= 0
+        assert ours.loss == theirs.loss
+
+
+SLOW_RANK = """
+import sys, time, torch, evener
+from torch import nn
+from evener.core.spec import parse_args
+
+class Numbers:
+    def global_batch(self, seed, step, num): import numpy; return numpy.arange(num) + step
+    def num_tokens(self, samples): return len(samples)
+    def load(self, samples, device): return torch.from_numpy(samples).float()[:, None]
+
+with evener.join(parse_args(["--out", sys.argv[1], "--steps", "20", "--batch", "4", "--threads", "1"])) as run:
+    model = run.model(nn.Linear(1, 1))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 0.0))
+    for step in run.steps(Numbers()):
+        for batch in step.micro_batches():
+            if run.rank == 1:
+                time.sleep(0.05)  # its forward is slow
+            step.backward(model(batch).sum())
+        step.update(optimizer)
+"""
+
+
+def test_waiting_is_charged_to_the_rank_that_waits(tmp_path, run_script):
+    done = run_script(SLOW_RANK, str(tmp_path / "run"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "run")
+    middle = {
+        (rank, part): statistics.median(getattr(record.cost, part) for record in run.records(rank))
+        for rank in range(2)
+        for part in PARTS
+    }
+    assert middle[0, "wait_s"] == pytest.approx(0.05, rel=0.2)
+    assert middle[1, "wait_s"] < 0.01
+    assert middle[1, "compute_s"] == pytest.approx(0.05, rel=0.2)
+    assert middle[0, "exposed_sync_s"] < 0.01
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")
+def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus):
+    """2(n-1)/n · P per rank and step, against the counter of a loopback that nobody else uses."""
+    source = f"""
+set -e
+ip link set lo up
+sent() {{ cat /sys/class/net/lo/statistics/tx_bytes; }}
+run() {{ {sys.executable} -m torch.distributed.run --nproc-per-node=3 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 \
+    --local-addr=127.0.0.1 -m evener.worker --data {corpus} --model tiny --width 256 --eval-tokens 64 --threads 1 \
+    --out {tmp_path}/$1 --steps $2 > {tmp_path}/$1.log 2>&1; }}
+a=$(sent); run short 5; b=$(sent); run long 45; c=$(sent)
+echo $((c - b - (b - a)))
+"""
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", "sh", "-c", source], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0 and "unshare" in done.stderr:
+        pytest.skip(f"no network namespace of one's own here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    counted = int(done.stdout)  # of 40 steps; what starting and ending costs is in both
+    stated = 40 * sum(RunDir(tmp_path / "long").records(rank)[0].bytes for rank in range(3))
+    assert stated == pytest.approx(counted, rel=0.03)
+
+
+def test_the_summary_holds_what_the_records_say(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "20", "--contention-probe", ranks=2)
+    summary = summarize(run)
+    assert summary.num_steps == 20
+    assert summary.tokens_per_step == 16 * 64
+    assert summary.tokens_per_s == pytest.approx(summary.tokens_per_step / summary.step_p50_s)
+    contention = summary.manifest.contention
+    assert len(contention.alone_s) == len(contention.together_s) == 2
+    assert all(rate > 1e8 for rate in contention.copy_alone_Bps)
+    assert all(peak > 1e8 for peak in summary.manifest.result.peak_memory_bytes)

@@ -1,0 +1,121 @@
+"""Nothing is lost: stopped, killed or moved to other ranks, a run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import wait_until
+
+from evener.core.errors import CheckpointError
+from evener.core.rundir import read_checkpoint
+
+STEPS = ("--steps", "40", "--checkpoint-every", "10", "--eval-every", "20", "--dropout", "0.1")
+
+
+def weights(run):
+    folder = run.checkpoint_path(run.checkpoint_steps()[-1])
+    return {name: (folder / name).read_bytes() for name in ("weights.safetensors", "optimizer.safetensors")}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, train, start, ranks):
+    whole = train(tmp_path / "whole", *STEPS, ranks=ranks)
+    started = start(tmp_path / "parts", *STEPS, ranks=ranks)
+    started.wait_for_step(12)
+    children = psutil.Process(started.process.pid).children()
+    for worker in children or [psutil.Process(started.process.pid)]:
+        worker.send_signal(signal.SIGTERM)
+    assert started.wait() == 0, started.text()
+    stopped = started.dir.manifest()
+    assert stopped.verdict == "stopped"
+    assert 13 <= stopped.result.steps < 40
+    assert started.dir.checkpoint_steps()[-1] == stopped.result.steps
+
+    parts = train(tmp_path / "parts", *STEPS, "--resume", ranks=ranks)
+
+    assert [r.loss for r in parts.records(0)] == [r.loss for r in whole.records(0)]
+    assert [r.step for r in parts.records(0)] == list(range(40))
+    assert weights(parts) == weights(whole)
+    assert parts.manifest().verdict == "finished"
+
+
+def test_resumed_on_another_number_of_ranks_stays_within_rounding(tmp_path, train):
+    flags = [word for word in STEPS if word not in ("--dropout", "0.1")]
+    whole = train(tmp_path / "whole", *flags)
+    train(tmp_path / "parts", *flags, "--max-s", "0", ranks=2)  # stops after its first step
+    assert train(tmp_path / "parts", *flags, "--resume", ranks=3).manifest().world_size == 3
+    parts = [r.loss for r in whole.__class__(tmp_path / "parts").records(0)]
+    assert parts == pytest.approx([r.loss for r in whole.records(0)], rel=1e-5)
+
+
+def test_kill_9_at_any_moment_leaves_the_last_good_checkpoint(tmp_path, start, train):
+    random_s = random.Random(0)
+    flags = ("--steps", "100000", "--checkpoint-every", "1", "--keep", "1", "--eval-every", "0", "--verify-every", "0")
+    resumed_from = []
+    for attempt in range(3):
+        started = start(tmp_path / "run", *flags, *(["--resume"] if attempt else []))
+        first = started.dir.checkpoint_steps()[-1] if attempt else 0
+        wait_until(lambda s=started, f=first: bool(s.dir.checkpoint_steps()) and s.dir.checkpoint_steps()[-1] > f + 3, started.text)
+        time.sleep(random_s.uniform(0, 0.1))  # where in a step the blow falls
+        os.kill(started.process.pid, signal.SIGKILL)
+        started.process.wait()
+        newest = started.dir.checkpoint_steps()[-1]
+        assert read_checkpoint(started.dir.checkpoint_path(newest)).step == newest
+        resumed_from.append(newest)
+    assert resumed_from == sorted(set(resumed_from))
+
+
+def test_a_rank_killed_ends_the_others_and_no_process_stays(tmp_path, start):
+    started = start(tmp_path / "run", "--steps", "100000", "--eval-every", "0", ranks=2)
+    started.wait_for_step(3)
+    workers = psutil.Process(started.process.pid).children()
+    assert len(workers) == 2
+    workers[1].send_signal(signal.SIGKILL)
+    assert started.wait() != 0
+    psutil.wait_procs(workers, timeout=10)
+    assert not any(worker.is_running() for worker in workers)
+
+
+def test_the_last_k_and_the_best_are_kept(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "30", "--checkpoint-every", "5", "--eval-every", "5", "--keep", "2", "--lr", "0.01")
+    saved = [e for e in run.events() if e["event"] == "checkpoint"]
+    assert len(saved) == 6
+    best = min(saved, key=lambda event: event["val_loss"])["step"]
+    assert run.checkpoint_steps() == sorted({25, 30, best})
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, train, start, file):
+    run = train(tmp_path / "run", "--steps", "2")
+    path = run.checkpoint_path(2) / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=file):
+        read_checkpoint(run.checkpoint_path(2))
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path, train, start):
+    train(tmp_path / "run", "--steps", "2")
+    started = start(tmp_path / "run", "--steps", "4", "--width", "32", "--resume")
+    assert started.wait() == 2
+    assert "its model has another shape" in started.text()
+    assert "Traceback" not in started.text()
+
+
+def test_a_full_disk_loses_nothing(tmp_path, train, start):
+    """The save fails half way: one line, the last good checkpoint stays, no half of the new one."""
+    run = train(tmp_path / "run", "--steps", "4", "--checkpoint-every", "2", "--keep", "3")
+    (run.checkpoints_path / ".step-000006.tmp").write_text("a file where the folder of the next save would be")
+    started = start(tmp_path / "run", "--steps", "8", "--checkpoint-every", "2", "--resume")
+    assert started.wait() == 1
+    assert "step-000006" in started.text()
+    assert "Traceback" not in started.text()
+    assert run.checkpoint_steps() == [2, 4]
+    assert json.loads(run.manifest_path.read_text())["verdict"] == "failed"
