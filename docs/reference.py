@@ -45,7 +45,12 @@ def section(path: list[str], command: click.Command) -> list[str]:
             name = (parameter.metavar or parameter.name or "").upper()
         help_text = (getattr(parameter, "help", None) or "").replace("|", "\\|")
         default = parameter.default
-        if default not in (None, False, "") and not callable(default) and not isinstance(default, type(...)) and "[" not in help_text:
+        if (
+            default not in (None, False, "")
+            and not callable(default)
+            and not isinstance(default, type(...))
+            and "[" not in help_text
+        ):
             help_text += f" [{default}]"
         lines.append(f"| `{name}` | {help_text} |")
     return [*lines, ""]

@@ -64,7 +64,9 @@ def test_verbs_import_their_layer_when_called(path):
     assert not {name.split(".")[0] for name in imports(path, lazy=False)} & heavy
 
 
-@pytest.mark.parametrize("verb", [[], ["train"], ["bench"], ["report"], ["verify"], ["sample"], ["data"], ["data", "text"]])
+@pytest.mark.parametrize(
+    "verb", [[], ["train"], ["bench"], ["report"], ["verify"], ["sample"], ["data"], ["data", "text"]]
+)
 def test_help_loads_no_torch(verb):
     code = (
         "import sys; from evener.cli.main import main; sys.argv = ['evener', *sys.argv[1:], '--help']\n"

@@ -42,7 +42,7 @@ def test_blocked_time_is_transfer_and_waiting_and_nothing_else(blocked):
 
 def test_a_cost_sums_what_was_measured():
     assert StepCost().total_s == 0
-    assert StepCost(**{part: 0.5 for part in PARTS}).total_s == 2.5
+    assert StepCost(**dict.fromkeys(PARTS, 0.5)).total_s == 2.5
 
 
 def test_bytes_of_the_126m_model_on_two_machines():

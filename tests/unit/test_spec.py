@@ -22,9 +22,9 @@ def test_every_leaf_is_a_flag_with_help():
 def test_flags_win_over_the_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('out = "runs/x"\n[train]\nsteps = 7\nlr = 0.5\n[model]\nmodel = "tiny"\n')
-    spec = parse_args([str(file), "--steps", "9", "--checkpoint-activations", "--ranks=2"])
+    spec = parse_args([str(file), "--steps", "9", "--recompute", "--ranks=2"])
     assert (spec.out, spec.train.steps, spec.train.lr, spec.model.model) == ("runs/x", 9, 0.5, "tiny")
-    assert spec.model.checkpoint_activations
+    assert spec.model.recompute
     assert spec.machine.ranks == 2
 
 
@@ -33,7 +33,7 @@ def test_flags_win_over_the_file(tmp_path):
         lambda steps, batch, micro, lr, name, dropout, switch, out: msgspec.structs.replace(
             RunSpec(),
             out=out,
-            model=msgspec.structs.replace(RunSpec().model, model=name, dropout=dropout, checkpoint_activations=switch),
+            model=msgspec.structs.replace(RunSpec().model, model=name, dropout=dropout, recompute=switch),
             train=msgspec.structs.replace(RunSpec().train, steps=steps, batch=batch, micro_batch=micro, lr=lr),
         ),
         st.integers(1, 2**31),
@@ -60,7 +60,11 @@ def test_to_flags_and_back(spec):
         (["--steps", "many"], "--steps 'many': expected a whole number, got text", ""),
         (["--steps"], "--steps: expected a value after it: whole number", ""),
         (["--compile", "maybe"], "--compile 'maybe': expected auto or on or off", ""),
-        (["--ranks", "5", "--batch", "2"], "--ranks 5: more ranks than the 2 sequences of one batch", "--batch 5 or more"),
+        (
+            ["--ranks", "5", "--batch", "2"],
+            "--ranks 5: more ranks than the 2 sequences of one batch",
+            "--batch 5 or more",
+        ),
         (["--min-lr", "2"], "--min-lr 2: greater than --lr 0.001", ""),
         (["--warmup", "300"], "--warmup 300: longer than --steps 200", ""),
         (["--backend", "nccl", "--device", "cpu"], "--backend nccl: NCCL moves GPU memory only", "--backend gloo"),

@@ -205,7 +205,7 @@ def test_what_english_does_not_say_is_refused(lemma: str, features: Features, re
         ("university", "a university"), ("uniform", "a uniform"), ("useful tool", "a useful tool"),
         ("unusual song", "an unusual song"), ("unhappy aunt", "an unhappy aunt"), ("uncle", "an uncle"),
         ("European pilot", "a European pilot"), ("umbrella", "an umbrella"), ("egg", "an egg"), ("horse", "a horse"),
-        ("one-eyed cat", "a one-eyed cat"), ("ordinary day", "an ordinary day"), ("uninvited guest", "an uninvited guest"),
+        ("one-eyed cat", "a one-eyed cat"), ("ordinary day", "an ordinary day"), ("uninvited man", "an uninvited man"),
     ],
 )  # fmt: skip
 def test_a_and_an_follow_the_sound(noun: str, expected: str) -> None:
@@ -251,7 +251,7 @@ def test_the_corpus_reads_as_english() -> None:
     known = re.compile(r"[A-Z][A-Za-z' ,19]*[.?]")
     for one in drawn:
         assert known.fullmatch(one.text), one.text
-        assert "  " not in one.text and " ." not in one.text, one.text
+        assert not re.search(r"  | [.?,]", one.text), one.text
         assert not re.search(r"\b[Aa] (?=[AEIOUaeiou])(?!uniform|useful|European)", one.text), one.text
         assert not re.search(r"\b[Aa]n (?![aeiou]|hour|heir|honest|honor)|\b[Aa]n (uniform|useful)", one.text), one.text
         assert not re.search(r"\b(I|we|me|us)\b.*\bby (me|us)\b|\bI\b [a-z' ]*\b(helped|thanked) me\b", one.text, re.I)

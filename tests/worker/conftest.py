@@ -39,7 +39,7 @@ class Started:
         self.log = out.with_suffix(".log")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                module_argv(ranks, module, args), env=ENV, stdout=log, stderr=log, start_new_session=True
+                module_argv(ranks, module, args, out.parent / "logs"), env=ENV, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait(self) -> int:
@@ -97,7 +97,7 @@ def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
     def run_script(source: str, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(source)
-        argv = module_argv(ranks, "X", [])
+        argv = module_argv(ranks, "X", [], tmp_path)
         argv = [*argv[: argv.index("-m", argv.index("-m") + 1)], str(script), *args] if ranks > 1 else [
             sys.executable, str(script), *args]  # fmt: skip
         return subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

@@ -1,4 +1,4 @@
-"""The figures are true: parts sum to the step, bytes are those the kernel counted, waits are another rank's lateness."""
+"""The figures are true: parts sum to the step, the kernel counts the same bytes, a wait is another's lateness."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ set -e
 ip link set lo up
 sent() {{ cat /sys/class/net/lo/statistics/tx_bytes; }}
 run() {{ {sys.executable} -m torch.distributed.run --nproc-per-node=3 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 \
-    --local-addr=127.0.0.1 -m evener.worker --data {corpus} --model tiny --width 256 --eval-tokens 64 --threads 1 \
+    --local-addr=127.0.0.1 --log-dir={tmp_path} -m evener.worker --data {corpus} --model tiny --width 256 --eval-tokens 64 --threads 1 \
     --out {tmp_path}/$1 --steps $2 > {tmp_path}/$1.log 2>&1; }}
 a=$(sent); run short 5; b=$(sent); run long 45; c=$(sent)
 echo $((c - b - (b - a)))
@@ -93,7 +93,7 @@ echo $((c - b - (b - a)))
 
 
 def test_the_summary_holds_what_the_records_say(tmp_path, train):
-    run = train(tmp_path / "run", "--steps", "20", "--contention-probe", ranks=2)
+    run = train(tmp_path / "run", "--steps", "20", "--probe", ranks=2)
     summary = summarize(run)
     assert summary.num_steps == 20
     assert summary.tokens_per_step == 16 * 64

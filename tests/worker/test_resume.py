@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from conftest import wait_until
+from .conftest import wait_until
 
 from evener.core.errors import CheckpointError
 from evener.core.rundir import read_checkpoint
@@ -21,6 +21,10 @@ STEPS = ("--steps", "40", "--checkpoint-every", "10", "--eval-every", "20", "--d
 def weights(run):
     folder = run.checkpoint_path(run.checkpoint_steps()[-1])
     return {name: (folder / name).read_bytes() for name in ("weights.safetensors", "optimizer.safetensors")}
+
+
+def newest(run):
+    return max(run.checkpoint_steps(), default=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -60,14 +64,14 @@ def test_kill_9_at_any_moment_leaves_the_last_good_checkpoint(tmp_path, start, t
     resumed_from = []
     for attempt in range(3):
         started = start(tmp_path / "run", *flags, *(["--resume"] if attempt else []))
-        first = started.dir.checkpoint_steps()[-1] if attempt else 0
-        wait_until(lambda s=started, f=first: bool(s.dir.checkpoint_steps()) and s.dir.checkpoint_steps()[-1] > f + 3, started.text)
+        first = newest(started.dir)
+        wait_until(lambda s=started, f=first: newest(s.dir) > f + 3, started.text)
         time.sleep(random_s.uniform(0, 0.1))  # where in a step the blow falls
         os.kill(started.process.pid, signal.SIGKILL)
         started.process.wait()
-        newest = started.dir.checkpoint_steps()[-1]
-        assert read_checkpoint(started.dir.checkpoint_path(newest)).step == newest
-        resumed_from.append(newest)
+        saved = newest(started.dir)
+        assert read_checkpoint(started.dir.checkpoint_path(saved)).step == saved
+        resumed_from.append(saved)
     assert resumed_from == sorted(set(resumed_from))
 
 
@@ -83,7 +87,8 @@ def test_a_rank_killed_ends_the_others_and_no_process_stays(tmp_path, start):
 
 
 def test_the_last_k_and_the_best_are_kept(tmp_path, train):
-    run = train(tmp_path / "run", "--steps", "30", "--checkpoint-every", "5", "--eval-every", "5", "--keep", "2", "--lr", "0.01")
+    flags = ("--steps", "30", "--checkpoint-every", "5", "--eval-every", "5", "--keep", "2", "--lr", "0.01")
+    run = train(tmp_path / "run", *flags)
     saved = [e for e in run.events() if e["event"] == "checkpoint"]
     assert len(saved) == 6
     best = min(saved, key=lambda event: event["val_loss"])["step"]

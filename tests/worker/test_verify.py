@@ -62,8 +62,7 @@ def test_the_hash_sees_every_bit_and_every_place():
         original = tensor_hash(tensor)
         assert tensor_hash(tensor.clone()) == original
         flipped = tensor.clone()
-        bits = flipped.view(torch.int8 if dtype == torch.uint8 else {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-        bits[2, 999] ^= 1
+        flipped.view(torch.uint8)[2, -1] ^= 1
         assert tensor_hash(flipped) != original
         swapped = tensor.clone()
         swapped[0, 0], swapped[0, 1] = tensor[0, 1], tensor[0, 0]
@@ -85,7 +84,9 @@ def test_replicas_and_stored_weights_agree(tmp_path, train):
     assert found["largest_difference"] == 0.0
 
 
-NOT_FINITE = FLIP.replace("square().sum())", "square().sum() * (float('nan') if run.rank == 1 and step.index == 7 else 1))")
+NOT_FINITE = FLIP.replace(
+    "square().sum())", "square().sum() * (float('nan') if run.rank == 1 and step.index == 7 else 1))"
+)
 
 
 def test_a_loss_that_is_not_finite_names_its_rank(tmp_path, run_script):

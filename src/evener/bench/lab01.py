@@ -1,10 +1,10 @@
 """The first lab: a real all-reduce between two processes on one computer, and why two are (or are not) faster than one.
 
-    OUT/timings.jsonl       a line a step of rank 0 of two processes
-    OUT/state-rank-R.pt     the weights that each rank ended with
-    OUT/scaling.png         one process beside two
-    OUT/manifest.json       what was measured, and what it means
-    OUT/runs/N-process      the same two runs as run directories: `evener report` reads them
+OUT/timings.jsonl       a line a step of rank 0 of two processes
+OUT/state-rank-R.pt     the weights that each rank ended with
+OUT/scaling.png         one process beside two
+OUT/manifest.json       what was measured, and what it means
+OUT/runs/N-process      the same two runs as run directories: `evener report` reads them
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _fill(corpus_path: Path, folder: Path, out: Path, tell: Callable[[str], None
         _launch(num_ranks, json.dumps(lab), work / "log.txt")
         read = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
         shards = [lines[0] for lines in read]
-        rows = [lines[1:] for lines in read][0]
+        rows = read[0][1:]
         rundir = RunDir(folder / "runs" / f"{num_ranks}-process")
         manifest = _manifest(spec, shape, corpus, num_ranks, threads, started)
         _write_run(rundir, manifest, [lines[1:] for lines in read], shape.num_params() * 4)
@@ -141,7 +141,7 @@ def _sentences(corpus_path: Path) -> list[str]:
 def _launch(num_ranks: int, lab: str, log: Path) -> None:
     with log.open("wb") as file:
         status = subprocess.run(
-            module_argv(num_ranks, "evener.worker.lab01", [lab]), stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            module_argv(num_ranks, "evener.worker.lab01", [lab], log.parent), stdin=subprocess.DEVNULL, stdout=file, stderr=file
         ).returncode
     if status != 0:
         raise RunError(f"the lab's {num_ranks} processes failed", hint="\n" + log.read_text(errors="replace")[-2000:])

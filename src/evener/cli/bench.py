@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import typer
 
 
 def bench(
     preset: str = typer.Option("scaling", help="scaling: 1, 2, … processes on this machine; lab01: the first lab"),
-    data: Optional[list[str]] = typer.Option(None, help="corpus, may be given twice [data/verbs and data/python]"),  # noqa: B008, UP045
-    out: Optional[str] = typer.Option(None, help="folder of the results [runs/bench, experiments/35-ddp-cpu]"),  # noqa: UP045
+    data: list[str] | None = typer.Option(None, help="corpus, may be given twice [data/verbs and data/python]"),
+    out: str | None = typer.Option(None, help="folder of the results [runs/bench, experiments/35-ddp-cpu]"),
     seconds: float = typer.Option(45.0, min=1.0, max=3600.0, help="training time of each set-up"),
-    ranks: Optional[list[int]] = typer.Option(None, min=1, max=1024, help="numbers of processes [1, 2, … cores]"),  # noqa: B008, UP045
+    ranks: list[int] | None = typer.Option(None, min=1, max=1024, help="numbers of processes [1, 2, … cores]"),
     model: str = typer.Option("char", help="model preset"),
     batch: int = typer.Option(8, min=1, help="sequences in the global batch"),
     force: bool = typer.Option(False, "--force", help="replace an existing folder"),

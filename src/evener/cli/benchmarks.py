@@ -51,7 +51,7 @@ def scaling(
         model=ModelSpec(model=model, dropout=0.0, compile="off"),
         train=TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=10),
         eval=EvalSpec(eval_every=0),
-        machine=MachineSpec(contention_probe=True),
+        machine=MachineSpec(probe=True),
     )
     corpora = data or [_prepared(corpus, console) for corpus in CORPORA]
     series = bench.specs(base, folder, corpora, counts)
@@ -106,9 +106,16 @@ def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -
         print()
         return 0
     for rank, (sentence, number) in enumerate(zip(found["first_sentence"], found["sentences"], strict=True)):
-        console.print(f"rank {rank} has {number} of {found['sentences_total']} sentences; its first: {sentence.strip()}", markup=False)
-    console.print(f"tokens/s: {found['tokens_per_sec_1proc']:.0f} with 1 process, {found['tokens_per_sec_2proc']:.0f} with 2")
-    console.print(f"all-reduce a step: p50 {found['allreduce_p50_ms']:.2f} ms, p95 {found['allreduce_p95_ms']:.2f} ms (hook)")
+        console.print(
+            f"rank {rank} has {number} of {found['sentences_total']} sentences; its first: {sentence.strip()}",
+            markup=False,
+        )
+    console.print(
+        f"tokens/s: {found['tokens_per_sec_1proc']:.0f} with 1 process, {found['tokens_per_sec_2proc']:.0f} with 2"
+    )
+    console.print(
+        f"all-reduce a step: p50 {found['allreduce_p50_ms']:.2f} ms, p95 {found['allreduce_p95_ms']:.2f} ms (hook)"
+    )
     bracket, exposed = found["variant_a_mean_p50_p95_ms"][1], found["exposed_mean_p50_p95_ms"][1]
     console.print(f"of it not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
     console.print(f"states of the two ranks: largest difference {found['largest_difference']:.3g}")

@@ -20,20 +20,22 @@ PLAIN_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
-def screen(spec: RunSpec, resolved: Resolved, *, quiet: bool = False) -> Iterator[Callable[[Any], None]]:
+def screen(resolved: Resolved, *, quiet: bool = False) -> Iterator[Callable[[Any], None]]:
     """What `launch.local.run` calls with every record and event: a bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as Bar
 
+    spec = resolved.spec
     console = Console(stderr=True, highlight=False, quiet=quiet)
     progress = Progress(spec.train.steps, spec.train.batch * resolved.shape.block_size)
     groups = [f"{group} {count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
     console.print(f"{count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
     console.print(
         f"{spec.machine.ranks} {'process' if spec.machine.ranks == 1 else 'processes'}, "
-        f"{spec.train.batch} × {resolved.shape.block_size} tokens a step from {resolved.corpus.path}; run directory {spec.out}"
+        f"{spec.train.batch} × {resolved.shape.block_size} tokens a step from {resolved.corpus.path}"
     )
+    console.print(f"run directory {spec.out}")
     with contextlib.ExitStack() as stack:
         bar = None
         if console.is_terminal and not quiet:
@@ -68,7 +70,11 @@ def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[Callable
 
     runs = [spec for specs in runs_of.values() for spec in specs]
     with Bar(
-        BarColumn(20), TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
+        BarColumn(20),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("", total=len(runs))
 

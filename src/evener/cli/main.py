@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from evener import __version__
+from evener.cli import bench, data, report, sample, train, verify
 from evener.core.errors import EvenerError
 
 app = typer.Typer(
     name="evener",
     help="Train one PyTorch model on the machines you have, measure every step, and understand what happened.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -21,47 +20,44 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
+) -> None:
+    if version:
         print(f"evener {__version__}")
-        raise typer.Exit
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
-@app.callback()
-def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it.")) -> None:
-    pass
-
-
-def _add_verbs() -> None:
-    from evener.cli import bench, data, report, sample, train, verify
-
-    train.add_to(app)
-    app.command("bench")(bench.bench)
-    app.command("report")(report.report)
-    app.command("verify")(verify.verify)
-    app.command("sample")(sample.sample)
-    app.add_typer(data.app, name="data")
-
-
-_add_verbs()
+train.add_to(app)
+app.command("bench")(bench.bench)
+app.command("report")(report.report)
+app.command("verify")(verify.verify)
+app.command("sample")(sample.sample)
+app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """The `evener` command. Prints one line and a hint for a mistake that its user can mend."""
+    """The `evener` command. A mistake that its user can mend costs one line and a hint, never a traceback."""
     try:
         status = app(standalone_mode=False)
     except EvenerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint:  {error.hint}", file=sys.stderr)
+        _tell(str(error), error.hint)
         status = error.exit_status
-    except click.UsageError as error:
-        where = f" {error.ctx.command_path}" if error.ctx else ""
-        print(f"error: {error.format_message()}", file=sys.stderr)
-        print(f"hint:  {where.strip() or 'evener'} --help", file=sys.stderr)
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        _tell(error.format_message(), f"{context.command_path if context else 'evener'} --help")
         status = 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         status = 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # `evener … | head`
+        sys.stdout = None  # type: ignore[assignment]
         status = 0
     sys.exit(status or 0)
+
+
+def _tell(message: str, hint: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint:  {hint}", file=sys.stderr)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import typer
 
 
@@ -12,9 +10,9 @@ def sample(
     prompt: str = typer.Option("\n", help="text to go on from"),
     num_tokens: int = typer.Option(200, min=1, max=100_000, help="tokens to write"),
     temperature: float = typer.Option(0.8, min=0.0, help="0 takes the likeliest token every time"),
-    top_k: Optional[int] = typer.Option(None, min=1, help="draw from the k likeliest tokens [all]"),  # noqa: UP045
+    top_k: int | None = typer.Option(None, min=1, help="draw from the k likeliest tokens [all]"),
     seed: int = typer.Option(1337, min=0, help="of the draws"),
-    step: Optional[int] = typer.Option(None, min=0, help="checkpoint [newest]"),  # noqa: UP045
+    step: int | None = typer.Option(None, min=0, help="checkpoint [newest]"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Write text with a run's newest checkpoint.
@@ -59,7 +57,9 @@ def sample(
     for line in lines_of("evener.worker.sample", json.dumps(request)):
         ids.append(int(line))
         text = tokenizer.decode(ids)
-        if not as_json and text.startswith(shown) and not text.endswith("\ufffd"):  # a character may take several tokens
+        if (
+            not as_json and text.startswith(shown) and not text.endswith("\ufffd")
+        ):  # a character may take several tokens
             sys.stdout.write(text[len(shown) :])
             sys.stdout.flush()
             shown = text

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import typer
 
 
 def verify(
     run: str = typer.Argument(..., help="run directory"),
-    other: Optional[str] = typer.Argument(None, help="a second run, to compare their newest weights"),  # noqa: UP045
+    other: str | None = typer.Argument(None, help="a second run, to compare their newest weights"),
     tolerance: float = typer.Option(0.0, min=0.0, help="largest absolute difference that passes"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:

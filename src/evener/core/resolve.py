@@ -45,7 +45,7 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
     }
     shape = preset_shape(model.model, corpus.vocab_size, model.block_size, **overrides)
     check_block(corpus, shape.block_size)
-    if model.init_from is not None and not Path(model.init_from).is_file():
+    if model.init_from is not None and not resume and not Path(model.init_from).is_file():
         raise UsageError(f"--init-from {model.init_from}: no such file")
     rundir = RunDir(spec.out or "runs")
     checkpoint = manifest = None
@@ -53,7 +53,9 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
         manifest = rundir.manifest()
         checkpoint = _latest(rundir, manifest, shape, corpus, spec)
     elif spec.out is not None and rundir.is_run():
-        raise UsageError(f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out")
+        raise UsageError(
+            f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
+        )
     elif rundir.path.exists() and not rundir.path.is_dir():
         raise UsageError(f"--out {rundir}: a file is in the way")
     _check_disk(rundir, shape, spec)
@@ -88,7 +90,9 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:
     place = rundir.path.absolute()
     while not place.exists():
         place = place.parent
-    needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * (spec.checkpoint.keep + 2)  # the best, and one in the making
+    needed = (
+        shape.num_params() * BYTES_PER_PARAM_ON_DISK * (spec.checkpoint.keep + 2)
+    )  # the best, and one in the making
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UsageError(

@@ -3,8 +3,8 @@
     shape = preset_shape("d8", vocab_size=32768)
     shape.num_params(), shape.flops_per_token()
 
-A shape is plain data: it stands in the run's TOML and in its checkpoints, and the planner counts with it on machines that
-have no torch. `evener.worker.model.GPT` is built from it and has the parameters counted here, to the last one.
+A shape is plain data: it stands in the run's TOML and in its checkpoints, and the planner counts with it on machines
+that have no torch. `evener.worker.model.GPT` is built from it and has the parameters counted here, to the last one.
 """
 
 from __future__ import annotations
@@ -91,15 +91,16 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise UsageError(f"{field} is {getattr(self, field)}", hint=f"{field} must be at least 1")
         if self.width % self.num_heads:
             fitting = [str(heads) for heads in range(1, min(self.width, 64) + 1) if self.width % heads == 0]
+            wider = -(-self.width // self.num_heads) * self.num_heads
             raise UsageError(
                 f"width {self.width} cannot be divided among {self.num_heads} heads",
-                hint=f"num_heads can be {', '.join(fitting)}",
+                hint=f"take width {wider}, or num_heads one of {', '.join(fitting)}",
             )
         if self.positions == "rotary" and self.head_dim % 2:
             raise UsageError(
                 f"rotary positions turn pairs of numbers, but a head has {self.head_dim} (width {self.width} / "
                 f"{self.num_heads} heads)",
-                hint='let width be a multiple of 2 * num_heads, or take positions = "learned"',
+                hint=f"width must be a multiple of 2 * num_heads = {2 * self.num_heads}",
             )
         if not 0 <= self.dropout < 1:
             raise UsageError(f"dropout is {self.dropout}", hint="dropout is a probability: at least 0, less than 1")

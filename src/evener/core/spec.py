@@ -45,7 +45,7 @@ class ModelSpec(Section):
     width: Annotated[Count | None, Meta(description="of the residual stream [preset's]")] = None
     dropout: Annotated[Fraction | None, Meta(description="share of activations dropped [preset's]")] = None
     init_from: Annotated[str | None, Meta(description="GPT-2 weights to start from, a safetensors file")] = None
-    checkpoint_activations: Annotated[bool, Meta(description="recompute activations: less memory, more time")] = False
+    recompute: Annotated[bool, Meta(description="activation checkpointing: less memory, more time")] = False
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"], Meta(description="auto: bf16 where the device has it, else fp32")
     ] = "auto"
@@ -93,7 +93,7 @@ class MachineSpec(Section):
     threads: Annotated[Few | None, Meta(description="processor threads per rank [cores / ranks]")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where every rank has one")] = "auto"
     backend: Annotated[Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl on GPUs, else gloo")] = "auto"
-    contention_probe: Annotated[bool, Meta(description="first time the ranks alone, then together")] = False
+    probe: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
 
 
 class RunSpec(Section):
@@ -239,8 +239,8 @@ def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None 
 def to_flags(spec: RunSpec) -> list[str]:
     """The shortest argument list that `parse_args` reads back as `spec`.
 
-    >>> to_flags(parse_args(["--steps=20", "--model", "tiny", "--checkpoint-activations"]))
-    ['--model=tiny', '--checkpoint-activations=true', '--steps=20']
+    >>> to_flags(parse_args(["--steps=20", "--model", "tiny", "--recompute"]))
+    ['--model=tiny', '--recompute=true', '--steps=20']
     """
     changed = [flag for flag in FLAGS.values() if flag.value(spec) != flag.default]
     return [f"{flag.name}={_as_text(flag.value(spec))}" for flag in changed]

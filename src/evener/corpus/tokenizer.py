@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,9 +33,9 @@ from evener.core.corpus import (
 from evener.core.errors import DataError, UsageError, did_you_mean
 
 BPE_VOCAB_SIZE = 8192
-BPE_SAMPLE_BYTES = 16_000_000
 _END_OF_TEXT = "<|endoftext|>"
 _MIN_BPE_VOCAB_SIZE = 257  # the bytes and end of text
+_SAMPLE_BYTES, _SAMPLE_CHARS, _DISTINCT_WORD_BYTES = 16_000_000, 4096, 2_000_000
 _PIECE_CHARS = 16 * 1024
 _BATCH_CHARS = 1 << 20
 
@@ -245,10 +246,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
 
 
 def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeTokenizer:
-    """Byte-level BPE trained on at most `BPE_SAMPLE_BYTES` of the `text_bytes` bytes that `texts` hold.
+    """Byte-level BPE trained on at most 16 MB of the `text_bytes` bytes that `texts` hold.
 
     Of a longer text the sample is every n-th piece of 4,096 characters from its beginning to its end: the same in every
-    run, and bounded in time and memory (2 to 3 s on two cores). A text too small for `vocab_size` gives fewer tokens.
+    run. It is thinned further until its distinct words are at most 2 MB, because training's memory grows with them
+    (about 100 bytes a byte, measured 2026-11-21): English stays below, but Chinese, written without spaces, has a new
+    "word" in every clause. A text too small for `vocab_size` gives fewer tokens.
     """
     from tokenizers import Tokenizer as Engine
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -262,7 +265,7 @@ def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    engine.train_from_iterator(_sample(texts, min(1.0, BPE_SAMPLE_BYTES / max(1, text_bytes))), trainer)
+    engine.train_from_iterator(_sample(texts, text_bytes), trainer)
     return BpeTokenizer(engine.to_str().encode())
 
 
@@ -317,15 +320,26 @@ def _word_start(text: str, start: int, limit: int) -> int:
     return limit
 
 
-def _sample(texts: Iterable[str], share: float) -> Iterator[str]:
-    piece_chars = 4096
+def _sample(texts: Iterable[str], text_bytes: int) -> list[str]:
+    pieces = (text[start : start + _SAMPLE_CHARS] for text in texts for start in range(0, len(text), _SAMPLE_CHARS))
+    sample = list(_evenly(pieces, min(1.0, _SAMPLE_BYTES / max(1, text_bytes))))
+    while (num_bytes := _distinct_word_bytes(sample)) > _DISTINCT_WORD_BYTES and len(sample) > 1:
+        sample = list(_evenly(sample, _DISTINCT_WORD_BYTES / num_bytes)) or sample[:1]
+    return sample
+
+
+def _evenly(items: Iterable[str], share: float) -> Iterator[str]:
+    """That share of the items, evenly spread."""
     due = 0.0
-    for text in texts:
-        for start in range(0, len(text), piece_chars):
-            due += share
-            if due >= 1:
-                due -= 1
-                yield text[start : start + piece_chars]
+    for item in items:
+        due += share
+        if due >= 1:
+            due -= 1
+            yield item
+
+
+def _distinct_word_bytes(texts: Iterable[str]) -> int:
+    return sum(len(word.encode()) for word in {word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)})
 
 
 def _encoded(text: str, encoding: str = "utf-8") -> bytes:

@@ -88,9 +88,10 @@ def prepare(
     recipe: dict[str, str | int] = {"text": surveyed.source_hash, "tokenizer": tokenizer, "vocab_size": vocab_size or 0}
     recipe |= {name: hash_bytes(content) for name, content in extra.items()}
     if not force and (existing := _existing(out, recipe, extra)):
+        _remove_stale(out)
         return Prepared(existing, was_written=False)
 
-    with _building(out) as partial:
+    with _building(out, may_replace=force or _is_filled(out)) as partial:
         engine = _make_tokenizer(tokenizer, vocab_size, surveyed.chars, splits, progress)
         _fill(partial, out, splits, engine, recipe, extra, progress)
     return Prepared(load_corpus(out), was_written=True)
@@ -112,7 +113,7 @@ def _check_place(out: Path) -> None:
 
 def _existing(out: Path, recipe: dict[str, str | int], extra: Mapping[str, bytes]) -> Corpus | None:
     """The corpus at `out` if it is the one that `recipe` makes; None where there is none, or a damaged one of ours."""
-    if not out.exists() or not os.listdir(out):
+    if not _is_filled(out):
         return None
     try:
         found = msgspec.json.decode((out / "meta.json").read_bytes(), type=Meta)
@@ -149,11 +150,20 @@ def _watched(texts: Iterator[str], doing: str, total: int, progress: Progress) -
         progress(doing, done, total)
 
 
-@contextlib.contextmanager
-def _building(out: Path) -> Iterator[Path]:
-    """A locked, empty folder beside `out` that takes its place at the end, or vanishes if anything goes wrong."""
+def _is_filled(folder: Path) -> bool:
+    return folder.exists() and any(folder.iterdir())
+
+
+def _partial_of(out: Path) -> Path:
     real = Path(os.path.realpath(out))
-    partial = real.with_name(f".{real.name}{PARTIAL_SUFFIX}")
+    return real.with_name(f".{real.name}{PARTIAL_SUFFIX}")
+
+
+@contextlib.contextmanager
+def _building(out: Path, *, may_replace: bool) -> Iterator[Path]:
+    """A locked, empty folder beside `out` that takes its place at the end, or vanishes if anything goes wrong."""
+    partial = _partial_of(out)
+    made = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(partial, out)
@@ -161,16 +171,21 @@ def _building(out: Path) -> Iterator[Path]:
             _empty(partial)
             yield partial
             _sync(partial)
-            _take_place(partial, real)
+            if _is_filled(out) and not may_replace:
+                raise DataError(f"another run has just prepared {out}", hint="run it again")
+            _take_place(partial, Path(os.path.realpath(out)))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             raise
         finally:
             os.close(lock)
     except OSError as error:
         if error.errno in _NO_SPACE:
             raise DataError(
-                f"cannot write {out}: no space left on the disk ({_free_mb(real)} MB free)",
+                f"cannot write {out}: no space left on the disk ({_free_mb(partial)} MB free)",
                 hint="make room, or put it on another disk with --out",
             ) from None
         raise DataError(f"cannot write {out}: {error.strerror}", hint="name another folder with --out") from None
@@ -200,6 +215,16 @@ def _lock(partial: Path, out: Path) -> int:
         os.close(descriptor)
 
 
+def _remove_stale(out: Path) -> None:
+    """Remove what a killed run left beside `out`, unless a living one holds it."""
+    partial = _partial_of(out)
+    if partial.exists():
+        with contextlib.suppress(OSError, DataError):
+            lock = _lock(partial, out)
+            shutil.rmtree(partial, ignore_errors=True)
+            os.close(lock)
+
+
 def _empty(folder: Path) -> None:
     for entry in folder.iterdir():
         entry.unlink()
@@ -209,7 +234,7 @@ def _take_place(partial: Path, real: Path) -> None:
     """Rename `partial` to `real`; a corpus that is there already is moved aside first and then removed."""
     aside = real.with_name(f".{real.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)
-    if real.exists() and os.listdir(real):
+    if _is_filled(real):
         os.rename(real, aside)
     os.rename(partial, real)
     _sync(real.parent)

@@ -147,7 +147,9 @@ def _failure(rundir: RunDir, before: int, pid: int, status: int, log_path: Path)
         kind = getattr(errors, first["kind"], None)
         if isinstance(kind, type) and issubclass(kind, EvenerError):
             return kind(first["error"], hint=first["hint"])
-        return RunError(f"rank {first['rank']}: {first['kind']}: {first['error']}", hint=_logs_hint(rundir, first["rank"]))
+        return RunError(
+            f"rank {first['rank']}: {first['kind']}: {first['error']}", hint=_logs_hint(rundir, first["rank"])
+        )
     log = log_path.read_text(errors="replace")
     told = re.search(r"^error: (.*)\n(?:hint:  (.*))?", log, re.MULTILINE)
     if told:
@@ -164,4 +166,6 @@ def _logs_hint(rundir: RunDir, rank: int) -> str:
     paths = sorted((rundir.path / "logs").glob(f"*.{rank}.log"))
     place = f"its output is in {paths[0]}; " if paths else ""
     steps = rundir.checkpoint_steps()
-    return place + (f"evener train --resume {rundir} goes on from step {steps[-1]}" if steps else "nothing was saved yet")
+    return place + (
+        f"evener train --resume {rundir} goes on from step {steps[-1]}" if steps else "nothing was saved yet"
+    )

@@ -20,6 +20,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float | None  # a step
     wall_s: float | None
     cost: StepCost
+    typical: StepCost  # the median step divided: these parts do sum to it, medians of parts need not
+    bytes: int | None  # a step, sent
     sync_s: float | None
     cpus: float | None  # processors that the process really ran on
 
@@ -67,6 +69,8 @@ def summarize(rundir: RunDir) -> Summary:
     syncs = [max(each) for step in zip(*warm, strict=True) if (each := [r.sync_s for r in step if r.sync_s is not None])]
     tokens = sum(of_rank[-1].tokens for of_rank in records) if num_steps else 0
     step_p50_s = median(walls)
+    by_wall = sorted(range(len(walls)), key=walls.__getitem__)
+    middle = by_wall[len(walls) // 4 : len(walls) - len(walls) // 4]
     return Summary(
         run_dir=str(rundir),
         manifest=manifest,
@@ -77,12 +81,31 @@ def summarize(rundir: RunDir) -> Summary:
         tokens_per_s=tokens / step_p50_s if step_p50_s else None,
         sync_p50_s=median(syncs),
         sync_p95_s=percentile(syncs, 0.95) if syncs else None,
-        ranks=[_rank_summary(rank, of_rank) for rank, of_rank in enumerate(warm)],
+        ranks=[
+            _rank_summary(rank, of_rank, _typical([of_rank[i] for i in middle], step_p50_s))
+            for rank, of_rank in enumerate(warm)
+        ],
         losses=[record.loss for record in records[0]],
     )
 
 
-def _rank_summary(rank: int, records: list[StepRecord]) -> RankSummary:
+def _typical(records: list[StepRecord], step_s: float | None) -> StepCost:
+    """Means over the middle half of the steps, which no outlier enters, scaled to the median step.
+
+    Waiting comes and goes: where two ranks are late in turns, each one's median wait is small and its mean is not.
+    """
+
+    def part_s(part: str) -> float | None:
+        measured = [value for record in records if (value := getattr(record.cost, part)) is not None]
+        if not measured or not step_s:
+            return None
+        mean_wall_s = sum(record.wall_s for record in records) / len(records)
+        return sum(measured) / len(measured) * step_s / mean_wall_s
+
+    return StepCost(**{part: part_s(part) for part in PARTS})
+
+
+def _rank_summary(rank: int, records: list[StepRecord], typical: StepCost) -> RankSummary:
     def middle(values: list[float | None]) -> float | None:
         return median([value for value in values if value is not None])
 
@@ -91,6 +114,8 @@ def _rank_summary(rank: int, records: list[StepRecord]) -> RankSummary:
         tokens=median([record.tokens for record in records]),
         wall_s=median([record.wall_s for record in records]),
         cost=StepCost(**{part: middle([getattr(record.cost, part) for record in records]) for part in PARTS}),
+        typical=typical,
+        bytes=records[-1].bytes if records else None,
         sync_s=middle([record.sync_s for record in records]),
         cpus=middle([record.cpu_s / record.wall_s if record.cpu_s is not None else None for record in records]),
     )

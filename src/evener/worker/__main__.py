@@ -14,6 +14,7 @@ from evener.core.errors import EvenerError
 from evener.core.resolve import resolve
 from evener.core.spec import parse_args
 from evener.corpus.check import check_token_ids
+from evener.worker.group import leave
 
 
 def main() -> int:
@@ -34,4 +35,4 @@ def main() -> int:
     return 0
 
 
-sys.exit(main())
+leave(main())

@@ -1,8 +1,8 @@
 """Are saved states equal, and by how much do they differ? `python -m evener.worker.compare RUN [OTHER]` prints JSON.
 
-    RUN alone    every checkpoint: the weights' file against the hashes that each rank had taken of its own replica; and
-                 whole states that ranks left (RUN/replicas, or state-rank-R.pt of the lab)
-    RUN OTHER    the newest weights of two runs: what another number of ranks, or a resume, changed
+RUN alone    every checkpoint: the weights' file against the hashes that each rank had taken of its own replica; and
+             whole states that ranks left (RUN/replicas, or state-rank-R.pt of the lab)
+RUN OTHER    the newest weights of two runs: what another number of ranks, or a resume, changed
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def compare_replicas(path: Path) -> dict[str, Any]:
     states = {_rank_of(file): _read(file) for file in files}
     if len(states) > 1:
         first = min(states)
-        for rank in sorted(states.keys() - {first}):
-            checks.append({"what": f"states of rank {first} and rank {rank}"} | largest_difference(states[first], states[rank]))
+        checks += [
+            {"what": f"states of rank {first} and rank {rank}"} | largest_difference(states[first], states[rank])
+            for rank in sorted(states.keys() - {first})
+        ]
     if not checks:
         raise CheckpointError(f"{path}: holds no checkpoint and no states of ranks to compare")
     measured = [check["largest_difference"] for check in checks if check["largest_difference"] is not None]
@@ -95,7 +97,7 @@ def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-    except Exception as error:  # noqa: BLE001  safetensors and torch raise what they like on a damaged file
+    except Exception as error:
         raise CheckpointError(f"{file}: cannot be read: {error}".splitlines()[0]) from None
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from evener.core.errors import UsageError
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -23,9 +26,7 @@ class Group:
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count() if device != "cpu" else 0
         every_rank_has_a_gpu = num_gpus >= self.local_world_size
-        if device == "cuda" and num_gpus == 0 or backend == "nccl" and not every_rank_has_a_gpu:
-            from evener.core.errors import UsageError
-
+        if (device == "cuda" and num_gpus == 0) or (backend == "nccl" and not every_rank_has_a_gpu):
             raise UsageError(
                 f"{self.local_world_size} ranks asked for GPUs, this machine has {num_gpus}",
                 hint="--device cpu --backend gloo trains on the processor",
@@ -75,3 +76,17 @@ class Group:
         """Leave the world."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process without taking the interpreter apart.
+
+    On a busy machine one of Gloo's threads may still be about to let go of a tensor. It needs the interpreter's lock for
+    that, and an interpreter that is ending kills a thread that asks:
+
+        main thread      barrier done, destroy_process_group, Py_Finalize
+        Gloo's thread    … preempted …                                    drop tensor → take lock → std::terminate
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

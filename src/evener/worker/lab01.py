@@ -5,7 +5,7 @@ Nothing of evener's own loop takes part, so that what is seen is PyTorch's doing
 
 The all-reduce is timed in two ways. Variant B, the hook: from the call for each bucket to its completion. Variant A,
 barrier brackets: backward between two barriers, with and without synchronization; the difference is what communication
-adds. Variant A runs on a backward of its own after the step, so that its barriers do not slow the step that is measured.
+adds. Variant A has a backward of its own after the step, so that its barriers do not slow the step that is measured.
 
 Writes OUT/rank-R.jsonl and OUT/state-rank-R.pt.
 """
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.core.shape import GPTShape
 from evener.worker.clock import HostClock, Laps
-from evener.worker.group import Group
+from evener.worker.group import Group, leave
 from evener.worker.model import GPT
 from evener.worker.sync.ddp import union_s
 
@@ -113,7 +113,9 @@ def run(lab: Lab) -> None:
     model = DistributedDataParallel(GPT(lab.shape))
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    data = batches([line["ids"] for line in shard], lab.batch, lab.shape.block_size, torch.Generator().manual_seed(SEED + rank))
+    data = batches(
+        [line["ids"] for line in shard], lab.batch, lab.shape.block_size, torch.Generator().manual_seed(SEED + rank)
+    )
 
     with (Path(lab.out) / f"rank-{rank}.jsonl").open("w") as log:
         log.write(json.dumps({"first_sentence": shard[0]["text"], "sentences": len(shard), "of": len(lines)}) + "\n")
@@ -149,3 +151,4 @@ def run(lab: Lab) -> None:
 
 if __name__ == "__main__":
     run(msgspec.json.decode(sys.argv[1], type=Lab))
+    leave(0)

@@ -1,17 +1,22 @@
 """How is a model trained? START READING HERE: this is all of it, on one process or on many.
 
-    join → model, optimizer, data → for every step: this rank's share of the batch, forward, backward, update
+join → model, optimizer, data → for every step: this rank's share of the batch, forward, backward, update
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import msgspec
 import torch
 
+from evener.core.errors import UsageError
 from evener.core.progress import Progress
 from evener.core.resolve import Resolved
+from evener.core.shape import GPTShape
 from evener.worker.data import TokenBlocks
+from evener.worker.gpt2 import load_gpt2
 from evener.worker.model import GPT
 from evener.worker.optim import adamw, learning_rate
 from evener.worker.probe import contention
@@ -40,7 +45,7 @@ def train(resolved: Resolved) -> None:
                 step.backward(loss_sum)
             step.update(optimizer)
 
-            if step.rehearsal and spec.machine.contention_probe:
+            if step.rehearsal and spec.machine.probe:
                 run.contention = contention(run, train_set)
             if step.evaluates and not step.stopped:
                 step.val_loss = evaluate(run, val_set, step.index + 1)
@@ -55,8 +60,21 @@ def train(resolved: Resolved) -> None:
 def build(resolved: Resolved) -> GPT:
     """The model at its start: random, or with the weights of a GPT-2 file."""
     spec = resolved.spec.model
-    model = GPT(resolved.shape, checkpoint_activations=spec.checkpoint_activations)
+    model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
+    if spec.init_from is not None and resolved.resume is None:
+        shape, weights = load_gpt2(Path(spec.init_from), resolved.shape.num_heads)
+        if shape != msgspec.structs.replace(resolved.shape, dropout=shape.dropout):
+            raise UsageError(
+                f"--init-from {spec.init_from}: its shape is not that of --model {spec.model}: {_difference(shape, resolved.shape)}",
+                hint="--model gpt2, its block size, layers and width, and a corpus in GPT-2's tokens",
+            )
+        model.load_state_dict(weights)
     return model
+
+
+def _difference(theirs: GPTShape, ours: GPTShape) -> str:
+    pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in theirs.__struct_fields__ if name != "dropout"]
+    return ", ".join(f"{name} {their} and {our}" for name, their, our in pairs if their != our)
 
 
 @torch.no_grad()

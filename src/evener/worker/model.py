@@ -1,17 +1,20 @@
 """What is trained: the GPT that a GPTShape describes.
 
-One model covers GPT-2 (learned positions, LayerNorm, GELU) and nanochat (rotary positions, RMSNorm, ReLU², value
-embeddings); after Radford et al. 2019 and Karpathy's nanoGPT and nanochat.
+One model is both GPT-2 (learned positions, LayerNorm, GELU) and nanochat's (rotary positions, RMSNorm, ReLU², value
+embeddings). After Radford et al. 2019 and Karpathy's nanoGPT and nanochat. Reading order: GPT, Block, Attention, MLP;
+then Dropout and attend(), which are there for speed alone.
 
     B  sequences    T  positions    C  width    H  heads    D = C/H  head size    V  vocabulary
 """
 
-# ruff: noqa: N806  (B, T, C are what the field calls them)
+# ruff: noqa: N806  (T and D are the field's names)
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,92 +24,119 @@ from torch.utils.checkpoint import checkpoint
 from evener.core.shape import MLP_EXPANSION, GPTShape
 
 ROTARY_BASE = 10_000.0  # Su et al. 2021
-INIT_STD = 0.02
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
+INIT_STD = 0.02  # GPT-2
+STRIP_ROWS = 128  # 64 is as fast at T = 256 (measured, AMD EPYC)
 
 
-def make_norm(shape: GPTShape) -> nn.Module:
-    if shape.norm == "layernorm":
-        return nn.LayerNorm(shape.width, bias=shape.bias)
-    return nn.RMSNorm(shape.width, elementwise_affine=False)
+class GPT(nn.Module):
+    """A decoder-only transformer with exactly the parameters that its shape counts.
 
+    `checkpoint_activations` keeps only what enters each block and computes the rest again in backward: the same
+    gradients, less memory, a third more arithmetic. The weights are drawn from torch's generator (`torch.manual_seed`).
+    """
 
-def rotary_angles(num_positions: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency, each (T, 1, D/2): the same for every head."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)  # (D/2)
-    angles = torch.outer(torch.arange(num_positions, device=device), frequencies)[:, None, :]  # (T, 1, D/2)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of numbers by their position's angles: a product of two rotated vectors sees their distance alone."""
-    a, b = x.chunk(2, dim=-1)  # (B, T, H, D/2) each
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x)  # (B, T, H, D)
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    if p == 0 or x.device.type != "cpu":
-        return F.dropout(x, p)
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    draws = words.view(torch.int16)[: x.numel()].view(x.shape)
-    kept = max(1, round((1 - p) * 2**16))
-    return x * ((draws < kept - 2**15).to(x.dtype) * (2**16 / kept))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
-    if p == 0 or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-    T, D = q.shape[-2:]
-    q, k, v = q * D**-0.5, k.transpose(-2, -1).contiguous(), v.contiguous()
-    strips = []
-    for start in range(0, T, 128):
-        end = min(start + 128, T)
-        scores = q[:, :, start:end] @ k[..., :end]
-        scores[..., start:] += torch.full((end - start, end - start), -math.inf).triu(1)
-        strips.append(dropout(scores.softmax(-1), p) @ v[:, :, :end])
-    return torch.cat(strips, dim=2)
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: GPTShape, layer: int) -> None:
+    def __init__(self, shape: GPTShape, *, checkpoint_activations: bool = False) -> None:
         super().__init__()
-        self.heads = (shape.num_heads, shape.head_dim)
-        self.qk_norm = shape.qk_norm
-        self.dropout = shape.dropout
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
-        self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
-        has_value_embedding = shape.has_value_embedding(layer)
-        self.value_embedding = nn.Embedding(shape.vocab_size, shape.width) if has_value_embedding else None
+        shape.check()
+        self.shape = shape
+        self.checkpoint_activations = checkpoint_activations
+        device = torch.get_default_device()
+        with torch.device("meta"):  # modules would fill their weights here; init_weights does it, once
+            self.token_embedding = nn.Embedding(shape.vocab_size, shape.width)
+            learned = shape.positions == "learned"
+            self.position_embedding = nn.Embedding(shape.block_size, shape.width) if learned else None
+            self.dropout = Dropout(shape.dropout)
+            self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+            self.norm = make_norm(shape)
+            self.head = None if shape.tied_head else nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self.to_empty(device=device)
+        self.init_weights()
 
-    def forward(self, x: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(2)  # (B, T, H, D) each
-        if self.value_embedding is not None:
-            v = v + self.value_embedding(tokens).unflatten(-1, self.heads)
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if self.qk_norm:
-            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
-        p = self.dropout if self.training else 0.0
-        y = attend(q, k, v, p)
-        y = self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
-        return dropout(y, p)
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """GPT-2's: N(0, 0.02²), for what enters the residual stream divided by √(2·layers); biases 0, norms 1."""
+        for name, weight in sorted(self.named_parameters()):  # by name: the order of construction does not matter
+            if name.endswith("bias"):
+                nn.init.zeros_(weight)
+            elif weight.dim() == 1:
+                nn.init.ones_(weight)
+            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+                nn.init.normal_(weight, std=INIT_STD / math.sqrt(2 * self.shape.num_layers))
+            else:
+                nn.init.normal_(weight, std=INIT_STD)
 
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T); with targets (B, T; -1 = ignored) the *sum* of the token losses, in fp32.
 
-class MLP(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[shape.activation]
-        self.dropout = shape.dropout
-        self.up = nn.Linear(shape.width, MLP_EXPANSION * shape.width, bias=shape.bias)
-        self.down = nn.Linear(MLP_EXPANSION * shape.width, shape.width, bias=shape.bias)
+        A sum, because the parts of a batch then add up however it is split; the caller divides by the global count.
+        """
+        logits = self.logits(self.features(tokens))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return dropout(self.down(self.activation(self.up(x))), self.dropout if self.training else 0.0)
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head reads, (B, T, C), of tokens (B, T)."""
+        T = tokens.shape[1]
+        assert self.shape.block_size >= T, f"{T} tokens in a block of {self.shape.block_size}"
+        x = self.token_embedding(tokens)  # (B, T, C)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[:T]
+        if self.shape.norm == "rmsnorm":
+            x = F.rms_norm(x, x.shape[-1:])
+        x = self.dropout(x)
+        rotary = rotary_angles(T, self.shape.head_dim, x.device) if self.shape.positions == "rotary" else None
+        for block in self.blocks:
+            if self.checkpoint_activations:
+                x = checkpoint(block, x, tokens, rotary, use_reentrant=False)
+            else:
+                x = block(x, tokens, rotary)
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        head = self.token_embedding if self.head is None else self.head
+        return F.linear(x, head.weight)  # (B, T, V)
+
+    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """For an optimizer: matrices decay; biases and norms, which have one dimension, do not (nanoGPT's rule)."""
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def compile_blocks(self) -> None:
+        """torch.compile each block by itself: equal blocks share one compilation.
+
+        Under DistributedDataParallel gradients then still arrive block by block, so buckets leave during backward.
+        """
+        for block in self.blocks:
+            block.compile()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        num_new: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """tokens (B, T) continued to (B, T + num_new). Temperature 0 always takes the likeliest token."""
+        was_training = self.training
+        self.eval()
+        for _ in range(num_new):
+            x = self.features(tokens[:, -self.shape.block_size :])[:, -1]  # (B, C)
+            logits = self.logits(x).float()  # (B, V)
+            if top_k is not None:
+                smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < smallest_kept, -math.inf)
+            if temperature == 0:
+                new = logits.argmax(dim=-1, keepdim=True)
+            else:
+                new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+            tokens = torch.cat((tokens, new), dim=1)
+        self.train(was_training)
+        return tokens
 
 
 class Block(nn.Module):
@@ -119,52 +149,106 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), tokens, rotary)  # (B, T, C)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x))  # (B, T, C)
 
 
-class GPT(nn.Module):
-    """A decoder-only transformer. `checkpoint_activations` trades a second forward pass for the blocks' memory.
+class Attention(nn.Module):
+    def __init__(self, shape: GPTShape, layer: int) -> None:
+        super().__init__()
+        self.heads = (shape.num_heads, shape.head_dim)
+        self.qk_norm = shape.qk_norm
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
+        has_value_embedding = shape.has_value_embedding(layer)
+        self.value_embedding = nn.Embedding(shape.vocab_size, shape.width) if has_value_embedding else None
+        self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.dropout = Dropout(shape.dropout)
 
-    The weights are drawn from torch's global generator: `torch.manual_seed` before construction fixes them.
+    def forward(self, x: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(2)  # (B, T, H, D) each
+        if self.value_embedding is not None:
+            v = v + self.value_embedding(tokens).unflatten(-1, self.heads)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if self.qk_norm:
+            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.dropout)  # (B, H, T, D)
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, MLP_EXPANSION * shape.width, bias=shape.bias)
+        self.activation = ACTIVATIONS[shape.activation]
+        self.down = nn.Linear(MLP_EXPANSION * shape.width, shape.width, bias=shape.bias)
+        self.dropout = Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.activation(self.up(x))))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": relu2,
+}
+
+
+def make_norm(shape: GPTShape) -> nn.Module:
+    if shape.norm == "layernorm":
+        return nn.LayerNorm(shape.width, bias=shape.bias)
+    return nn.RMSNorm(shape.width, elementwise_affine=False)
+
+
+def rotary_angles(num_positions: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position · frequency, (T, 1, D/2) each: the same for every head."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)  # (D/2)
+    angles = torch.outer(torch.arange(num_positions, device=device), frequencies)  # (T, D/2)
+    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x_i, x_{i+D/2}) by their position's angles: products q·k then depend on the distance alone."""
+    a, b = x.chunk(2, dim=-1)  # (B, T, H, D/2) each
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x)  # (B, T, H, D)
+
+
+class Dropout(nn.Dropout):
+    """Dropout that is not slow on a CPU.
+
+    torch draws a number for each element, one after the other: 8 ns each. Sixteen bits are enough for a decision, so
+    here a 64-bit draw makes four: 2 ns each (measured on an AMD EPYC). p is rounded to a multiple of 2⁻¹⁶.
     """
 
-    def __init__(self, shape: GPTShape, *, checkpoint_activations: bool = False) -> None:
-        super().__init__()
-        shape.check()
-        self.shape = shape
-        self.checkpoint_activations = checkpoint_activations
-        self.token_embedding = nn.Embedding(shape.vocab_size, shape.width)
-        self.position_embedding = (
-            nn.Embedding(shape.block_size, shape.width) if shape.positions == "learned" else None
-        )
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
-        self.norm = make_norm(shape)
-        self.head = None if shape.tied_head else nn.Linear(shape.width, shape.vocab_size, bias=False)
-        self.init_weights()
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0 or x.device.type != "cpu":
+            return super().forward(x)
+        words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 4),), device=x.device)
+        draws = words.view(torch.int16)[: x.numel()].view(x.shape)  # uniform on -2¹⁵ … 2¹⁵-1
+        num_kept = min(max(round((1 - self.p) * 2**16), 1), 2**16 - 1)  # of 2¹⁶ equally likely draws
+        return x * ((draws < num_kept - 2**15).to(x.dtype) * (2**16 / num_kept))
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        for name, p in sorted(self.named_parameters()):
-            if p.dim() >= 2:
-                r = name.endswith((".out.weight", ".down.weight"))
-                nn.init.normal_(p, std=INIT_STD / math.sqrt(2 * self.shape.num_layers) if r else INIT_STD)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        T = tokens.shape[1]
-        x = self.token_embedding(tokens)  # (B, T, C)
-        if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[:T]
-        if self.shape.norm == "rmsnorm":
-            x = F.rms_norm(x, x.shape[-1:])
-        x = dropout(x, self.shape.dropout if self.training else 0.0)
-        rotary = rotary_angles(T, self.shape.head_dim, x.device) if self.shape.positions == "rotary" else None
-        for block in self.blocks:
-            x = block(x, tokens, rotary)
-        x = self.norm(x)
-        head = self.token_embedding if self.head is None else self.head
-        logits = F.linear(x, head.weight)  # (B, T, V)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum")
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
+    """softmax(q·kᵀ/√D)·v over the present and earlier positions, (B, H, T, D) each, with dropout on the weights.
+
+    torch's fused CPU kernel knows no dropout, and its fallback computes the future half of the weights, to throw it
+    away. So with dropout on a CPU it is written out, in strips of queries that end at the diagonal: 1.7 times as fast
+    (measured forward and backward, T = 256, AMD EPYC).
+    """
+    p = dropout.p if dropout.training else 0.0
+    if p == 0 or q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+    T, D = q.shape[2:]
+    q, k, v = q * D**-0.5, k.transpose(2, 3).contiguous(), v.contiguous()  # k (B, H, D, T)
+    strips = []
+    for start in range(0, T, STRIP_ROWS):
+        end = min(start + STRIP_ROWS, T)
+        scores = q[:, :, start:end] @ k[..., :end]  # (B, H, end - start, end)
+        scores[..., start:].add_(scores.new_full((end - start, end - start), -math.inf).triu_(1))
+        strips.append(dropout(scores.softmax(dim=-1)) @ v[:, :, :end])
+    return torch.cat(strips, dim=2)

@@ -207,7 +207,11 @@ class Run:
             verdict="running",
             started=self._resolved.resumed.started if self._resolved and self._resolved.resumed else time.time(),
             argv=sys.argv,
-            versions={"evener": evener.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            versions={
+                "evener": evener.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
             spec=msgspec.structs.replace(self.spec, out=str(self.dir)),
             shape=self._resolved.shape if self._resolved else None,
             corpus=self._resolved.corpus if self._resolved else None,
@@ -283,9 +287,7 @@ class Run:
         if found:
             folder = self.dir.path / "replicas"
             folder.mkdir(exist_ok=True)
-            safetensors.torch.save_file(
-                checkpoints.weights_of(self.module), folder / f"rank-{self.rank}.safetensors"
-            )
+            safetensors.torch.save_file(checkpoints.weights_of(self.module), folder / f"rank-{self.rank}.safetensors")
             if self.rank == 0:
                 self.dir.add_event("run.diverged", step=step, differences=msgspec.to_builtins(found))
             self.group.barrier()
@@ -332,9 +334,7 @@ class Run:
                 event, rank=self.rank, error=str(error) or type(error).__name__, kind=type(error).__name__, hint=hint
             )
             if self.rank == 0 and hasattr(self, "_manifest"):
-                self.dir.write_manifest(
-                    msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time())
-                )
+                self.dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))
 
     # --- small things --------------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class Step:
         self._run, self._dataset = run, dataset
         last = index + 1 == train.steps
         every = run.spec.eval.eval_every
-        self.evaluates = not rehearsal and (last or bool(every) and (index + 1) % every == 0)
+        self.evaluates = not rehearsal and (last or (bool(every) and (index + 1) % every == 0))
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
         self._num_tokens = 0
 
@@ -446,8 +446,8 @@ class Step:
         recorder.lap("optimizer_s")
         recorder.end(
             want_stop=run._stop_wanted
-            or run.spec.train.max_s is not None
-            and time.perf_counter() - run._begun > run.spec.train.max_s,
+            or (run.spec.train.max_s is not None
+            and time.perf_counter() - run._begun > run.spec.train.max_s),
             sync_s=run._sync.take_sync_s(),
             step=self.index,
             tokens=self._num_tokens,

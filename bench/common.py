@@ -1,0 +1,71 @@
+"""What the benches share."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evener.core.resolve import Resolved, resolve
+from evener.core.spec import parse_args
+from evener.launch.torchrun import module_argv
+
+if TYPE_CHECKING:
+    from evener.worker.run import Run
+
+
+def corpus() -> Path:
+    """The verb corpus, made where it is missing."""
+    folder = Path("data/verbs")
+    if not (folder / "meta.json").exists():
+        from evener.cli.data import verbs
+
+        verbs(out=folder)
+    return folder
+
+
+def two_ranks(script: str, args: list[str]) -> list[str]:
+    """The script under torchrun, two ranks that share the cores."""
+    corpus()
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // 2))
+    argv = module_argv(2, "", [], Path(tempfile.mkdtemp()))
+    return [*argv[: len(argv) - 2], script, *args]
+
+
+def resolved(model: str, batch: int, steps: int, *flags: str) -> Resolved:
+    """A run of which nothing but steps is wanted: no evaluation, no checkpoint, no dropout."""
+    return resolve(
+        parse_args(
+            [
+                *("--data", str(corpus()), "--model", model, "--batch", str(batch), "--steps", str(steps)),
+                *("--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--verify-every", "0"),
+                *("--compile", "off", "--out", str(Path(tempfile.mkdtemp()) / "run"), *flags),
+            ]
+        )
+    )
+
+
+def our_steps(run: Run, resolved: Resolved) -> Iterator[float]:
+    """evener's own loop, a step each time it is asked; the seconds that it took. The rehearsal is left out."""
+    from evener.worker.data import TokenBlocks
+    from evener.worker.loop import build
+    from evener.worker.optim import adamw, learning_rate
+
+    train = resolved.spec.train
+    model = run.model(build(resolved))
+    optimizer = run.optimizer(adamw(run.module, train))
+    began = time.perf_counter()
+    for step in run.steps(TokenBlocks(resolved.corpus, "train", resolved.shape.block_size)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step.index, train)
+        for tokens, targets in step.micro_batches():
+            with run.autocast():
+                loss_sum = model(tokens, targets)
+            step.backward(loss_sum)
+        step.update(optimizer)
+        if not step.rehearsal:
+            yield time.perf_counter() - began
+        began = time.perf_counter()

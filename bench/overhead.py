@@ -1,0 +1,60 @@
+"""What does measuring cost? Empty steps of the recorder, news between two ranks and all, beside real steps.
+
+python bench/overhead.py
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from common import our_steps, resolved, two_ranks
+
+EMPTY_STEPS = 500
+REAL_STEPS = 12
+
+
+def main() -> None:
+    if "RANK" in os.environ:
+        return measure()
+    sys.exit(subprocess.run(two_ranks(__file__, [])).returncode)
+
+
+def measure() -> None:
+    import torch
+
+    from evener.core.rundir import RunDir
+    from evener.worker.clock import HostClock
+    from evener.worker.record import BLOCKED, Recorder
+    from evener.worker.run import join
+
+    what = resolved("char", 8, REAL_STEPS)
+    with join(what.spec, what) as run:
+        folder = RunDir(tempfile.mkdtemp())
+        recorder = Recorder(folder, run.rank, run.world_size, HostClock(), run.group.control)
+        empty = []
+        for step in range(EMPTY_STEPS):
+            run.group.barrier()  # as after a real all-reduce the ranks are together
+            began = time.perf_counter()
+            recorder.begin()
+            recorder.hear()
+            for part in ("data_s", "compute_s", BLOCKED, "optimizer_s"):
+                recorder.lap(part)
+            recorder.end(want_stop=False, sync_s=0.0, step=step, tokens=1, global_tokens=2, bytes=0, lr=0.0,
+                         loss_sum=torch.ones((), dtype=torch.float64), grad_norm=torch.ones(()))  # fmt: skip
+            empty.append(time.perf_counter() - began)
+        recorder.flush()
+        recorder.close()
+        real = list(our_steps(run, what))
+        rank = run.rank
+    if rank == 0:
+        measuring, step_s = statistics.median(empty), statistics.median(real)
+        print(f"measuring: {measuring * 1e6:.0f} µs a step; a char step of two ranks: {step_s * 1e3:.0f} ms; "
+              f"overhead {measuring / step_s:.3%}")  # fmt: skip
+
+
+main()

@@ -1,0 +1,113 @@
+"""How do published GPT-2 weights become a GPT?
+
+    shape, weights = load_gpt2(Path("gpt2/model.safetensors"))
+    model = GPT(shape)
+    model.load_state_dict(weights)
+
+The file is Hugging Face's `model.safetensors`, of any of the four published sizes or of another model of that kind.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from evener.core.errors import CheckpointError
+from evener.core.shape import GPT2, GPTShape
+from evener.worker.model import GPT
+
+PUBLISHED_HEAD_DIM = 64  # in all four sizes; the file does not say how many heads there are
+THEIR_NAME = {
+    "token_embedding": "wte",
+    "position_embedding": "wpe",
+    "blocks": "h",
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "norm": "ln_f",
+}
+PARTS = re.compile("|".join(map(re.escape, THEIR_NAME)))
+CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's Conv1D keeps (in, out), torch's Linear (out, in)
+CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # old files carry these buffers along
+
+
+def load_gpt2(path: Path, num_heads: int | None = None) -> tuple[GPTShape, dict[str, Tensor]]:
+    """The shape, and the weights in fp32 by GPT's names. Heads are 64 wide unless `num_heads` says otherwise.
+
+    Raises CheckpointError for a file that is not a GPT-2; it names the first tensor that is missing or odd.
+    """
+    theirs = _read(path)
+    shape = _infer_shape(path, theirs, num_heads)
+    with torch.device("meta"):
+        model = GPT(shape)
+    expected = {_their_name(name): (name, parameter) for name, parameter in model.named_parameters()}
+    if missing := [name for name in expected if name not in theirs]:
+        raise _not_gpt2(path, f"{missing[0]} is missing")
+    weights = {}
+    for name, tensor in theirs.items():
+        if name not in expected:
+            raise _not_gpt2(path, f"{name} is not part of one")
+        our_name, parameter = expected[name]
+        weight = tensor.t() if CONV1D.search(name) else tensor
+        if weight.shape != parameter.shape:
+            raise _not_gpt2(path, f"{name} is {tuple(tensor.shape)}, which does not go with {shape.width} of width")
+        weights[our_name] = weight.float().contiguous()
+    return shape, weights
+
+
+def _their_name(name: str) -> str:
+    """
+    >>> _their_name("blocks.0.attention.qkv.weight")
+    'h.0.attn.c_attn.weight'
+    """
+    return PARTS.sub(lambda part: THEIR_NAME[part[0]], name)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """The file's tensors without the prefix that some files have, its causal masks, and the tied head's copy."""
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from None
+    theirs = {name.removeprefix("transformer."): t for name, t in stored.items() if not CAUSAL_MASK.search(name)}
+    head = theirs.pop("lm_head.weight", None)
+    if head is not None and "wte.weight" in theirs and not torch.equal(head, theirs["wte.weight"]):
+        raise _not_gpt2(path, "lm_head.weight differs from wte.weight, to which a GPT-2's head is tied")
+    return theirs
+
+
+def _infer_shape(path: Path, theirs: dict[str, Tensor], num_heads: int | None) -> GPTShape:
+    for name in ("wte.weight", "wpe.weight"):
+        if name not in theirs:
+            raise _not_gpt2(path, f"{name} is missing")
+        if theirs[name].dim() != 2:
+            raise _not_gpt2(path, f"{name} is {tuple(theirs[name].shape)}, not a table")
+    vocab_size, width = theirs["wte.weight"].shape
+    if num_heads is None:
+        if width % PUBLISHED_HEAD_DIM:
+            raise CheckpointError(
+                f"{path}: the number of heads is unknown: width {width} is no multiple of {PUBLISHED_HEAD_DIM}",
+                hint="say num_heads: it is n_head in the model's config.json",
+            )
+        num_heads = width // PUBLISHED_HEAD_DIM
+    return msgspec.structs.replace(
+        GPT2,
+        vocab_size=vocab_size,
+        block_size=theirs["wpe.weight"].shape[0],
+        num_layers=max(1, sum(name.endswith(".ln_1.weight") for name in theirs)),
+        num_heads=num_heads,
+        width=width,
+    )
+
+
+def _not_gpt2(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: not a GPT-2: {reason}", hint="take the model.safetensors of a Hugging Face GPT-2")
