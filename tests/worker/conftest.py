@@ -39,7 +39,11 @@ class Started:
         self.log = out.with_suffix(".log")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                module_argv(ranks, module, args, out.parent / "logs"), env=ENV, stdout=log, stderr=log, start_new_session=True
+                module_argv(ranks, module, args, out.parent / "logs"),
+                env=ENV,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def wait(self) -> int:

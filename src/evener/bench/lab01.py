@@ -144,7 +144,7 @@ def _launch(num_ranks: int, lab: str, log: Path) -> None:
             module_argv(num_ranks, "evener.worker.lab01", [lab], log.parent), stdin=subprocess.DEVNULL, stdout=file, stderr=file
         ).returncode
     if status != 0:
-        raise RunError(f"the lab's {num_ranks} processes failed", hint="\n" + log.read_text(errors="replace")[-2000:])
+        raise RunError(f"the lab's {num_ranks} processes failed", output=log.read_text(errors="replace")[-2000:])
 
 
 def _write_run(rundir: RunDir, manifest: Manifest, rows: list[list[dict[str, Any]]], gradient_bytes: int) -> None:

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except EvenerError as error:
-        _tell(str(error), error.hint)
+        _tell(str(error), error.hint, error.output)
         status = error.exit_status
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
@@ -57,7 +57,9 @@ def main() -> None:
     sys.exit(status or 0)
 
 
-def _tell(message: str, hint: str) -> None:
+def _tell(message: str, hint: str, output: str = "") -> None:
     print(f"error: {message}", file=sys.stderr)
+    for line in output.splitlines():
+        print(f"  | {line}", file=sys.stderr)
     if hint:
         print(f"hint:  {hint}", file=sys.stderr)

@@ -247,6 +247,8 @@ def _size_of(path: Path) -> int:
 def _from_nanogpt(root: Path) -> Corpus:
     if not any((root / f"{split}.bin").exists() for split in SPLITS):
         raise DataError(f"{root} holds no corpus: neither meta.json nor train.bin", hint=_PREPARE_HINT)
+    if (root / "tokenizer.json").exists():  # so it is not nanoGPT's
+        raise DataError(f"{root / 'meta.json'} is missing", hint="prepare the corpus again, or copy it again")
     sizes = {split: _size_of(root / f"{split}.bin") for split in SPLITS}
     for split, size in sizes.items():
         if size % _ITEM_BYTES["uint16"]:

@@ -20,9 +20,10 @@ class EvenerError(Exception):
 
     exit_status = 2
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, hint: str = "", output: str = "") -> None:
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
         self.hint = hint
+        self.output = output  # what the program that failed printed last
 
 
 class UsageError(EvenerError):

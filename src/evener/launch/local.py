@@ -156,10 +156,10 @@ def _failure(rundir: RunDir, before: int, pid: int, status: int, log_path: Path)
         return errors.UsageError(told[1], hint=told[2] or "")
     killed = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)
     code, rank = (int(killed[1]), int(killed[2])) if killed else (status, 0)
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     rundir.add_event("failure", rank=rank, error=how, kind="exit", hint="")
-    last = "\n  ".join(log.splitlines()[-LAST_LINES:]) if code > 0 else ""
-    return RunError(f"rank {rank} was {how}" + (f"\n  {last}" if last else ""), hint=_logs_hint(rundir, rank))
+    last = "\n".join(log.splitlines()[-LAST_LINES:]) if code > 0 else ""
+    return RunError(f"rank {rank} {how}", hint=_logs_hint(rundir, rank), output=last)
 
 
 def _logs_hint(rundir: RunDir, rank: int) -> str:

@@ -2,9 +2,9 @@
 
     step of many  =  share · step of few  +  Σ causes  +  unexplained
 
-`share` is what a rank has of the work that a rank of the smaller run had: 1/2 where 2 processes divide the batch of one,
-1 where every process brings a batch of its own. The parts of StepCost divide the difference by subtraction. That of
-compute is divided further, by what was measured beside it: the processors on which the ranks really ran, and the same
+`share` is what a rank has of the work that a rank of the smaller run had: 1/2 where 2 processes divide the batch of
+one, 1 where every process brings a batch of its own. The parts of StepCost divide the difference by subtraction. That
+of compute is divided further, by what was measured beside it: the cores on which the ranks really ran, and the same
 work timed by each rank alone and by all at once (Contention).
 """
 
@@ -12,26 +12,38 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import msgspec
-
-from evener.core.resolve import MICRO_BATCH_TOKENS
-from evener.core.rundir import Manifest
 from evener.core.units import count, seconds, size
-from evener.plan.balance import equal_shares, micro_batch_sizes
-from evener.report.summary import RankSummary, Summary
+from evener.report.ranks import (
+    CLEAR,
+    cpus_at_work,
+    first_done,
+    is_overbooked,
+    last_done,
+    mean,
+    num_threads,
+    on_cpus,
+    per_sequence_s,
+    processes,
+    sequences,
+    straggles,
+    why_slow,
+)
+from evener.report.summary import Summary
 
-CLEAR = 1.1  # a ratio of two timings nearer to 1 is taken for noise
 BUS_IS_FULL = 0.75  # of the bandwidth that the ranks would have together if each kept what it has alone
-STRAGGLES = 0.05  # of the step: how much longer the others wait
+BATCH_FACTORS = (2, 4, 8, 16)
+WORTH_IT = 1.1  # the speed-up for which a larger batch is recommended
 
 
 class Comparison:
     """Two runs with measured steps, on few ranks and on many, and the figures that tell causes apart."""
 
     def __init__(self, few: Summary, many: Summary) -> None:
-        assert few.step_p50_s and many.step_p50_s, "a run without steps cannot be compared"
+        assert few.step_p50_s, "a run without steps cannot be compared"
+        assert many.step_p50_s, "a run without steps cannot be compared"
         self.few, self.many = few, many
         self.few_s, self.many_s = few.step_p50_s, many.step_p50_s
         self.num_few, self.num = few.manifest.world_size, many.manifest.world_size
@@ -41,75 +53,353 @@ class Comparison:
         self.few_rank, self.many_rank = first_done(few), first_done(many)
 
     def growth_s(self, part: str) -> float | None:
-        """By how much a part of the step is longer than this rank's share of it was."""
+        """By how much a part of the step is longer than this rank's share of what it was."""
         before, now = getattr(self.few_rank.typical, part), getattr(self.many_rank.typical, part)
         return None if before is None or now is None else now - self.share * before
 
     @functools.cached_property
     def few_cpus(self) -> float | None:
-        """Processors on which a rank of the smaller run computed."""
-        contention = self.few.manifest.contention
+        """Cores on which a rank of the smaller run computed."""
         if self.num_few == 1 and self.few_rank.cpus is not None:
             return self.few_rank.cpus
+        contention = self.few.manifest.contention
         return mean(contention.together_cpus) if contention else None
 
     @functools.cached_property
     def many_cpus(self) -> float:
-        """Processors on which a rank of the larger run computes when the others let it; its threads if not measured."""
+        """Cores on which a rank of the larger run computes when the others let it; unmeasured: its threads."""
         contention = self.many.manifest.contention
         return mean(contention.alone_cpus) if contention else float(self.many.threads)
 
     @functools.cached_property
     def efficiency(self) -> float | None:
-        """Processor time for a sequence, alone: of a rank of the larger run over that of the smaller. Below 1: a gain."""
-        before, now = sequence_s(self.few), sequence_s(self.many)
+        """CPU time for a sequence, alone: of a rank of the larger run over that of the smaller. Below 1: a gain."""
+        before, now = per_sequence_s(self.few), per_sequence_s(self.many)
         return None if before is None or now is None else now / before
 
     @functools.cached_property
     def neighbours(self) -> float | None:
-        """Processor time for the same work: while all ranks compute over alone. Above 1: they slow each other down."""
+        """CPU time for the same work: while all ranks compute over alone. Above 1: they slow each other down."""
         contention = self.many.manifest.contention
-        if contention is None or is_overbooked(self.many):  # overbooked: threads that wait for each other burn processors
+        if contention is None or is_overbooked(self.many):  # threads without a core keep the others spinning
             return None
         ratio = mean(contention.together_s) / mean(contention.alone_s)
-        return ratio * mean(contention.together_cpus) / mean(contention.alone_cpus) if on_cpus(self.many) else ratio
+        running = mean(contention.together_cpus) / mean(contention.alone_cpus) if on_cpus(self.many) else 1.0
+        return max(1.0, ratio * min(1.0, running))
 
     @functools.cached_property
-    def take_turns(self) -> bool:
-        """Are there fewer processors than the ranks of the larger run have work for?"""
+    def takes_turns(self) -> bool:
+        """Have the ranks of the larger run fewer cores than they have work for?"""
         if not on_cpus(self.many):
             return False
         contention = self.many.manifest.contention
         if contention:
             lost = mean(contention.alone_cpus) / mean(contention.together_cpus)
         else:
-            at_work = cpus_at_work(self.many, self.many_rank)
-            lost = self.many.threads / at_work if at_work else 1.0
+            lost = self.many.threads / (cpus_at_work(self.many, self.many_rank) or self.many.threads)
         return is_overbooked(self.many) or lost > CLEAR
 
     @functools.cached_property
-    def compute_s(self) -> dict[str, float | None]:
-        """The difference in compute by name: cores, efficiency, neighbours, turns.
+    def compute_s(self) -> dict[str, float]:
+        """The difference in compute, by cause; a cause that is not in it was not measured.
 
-        Factors multiply, so their logarithms add: each takes ln f / Σ ln f of the difference. A probe's factor is cut to
-        what the steps themselves show; what no factor explains is the cost of taking turns where the ranks do.
+        share · before · cores · efficiency · neighbours · turns = now: each factor costs what it adds to the product
+        before it. What the measured factors do not explain is the price of taking turns, where the ranks do.
         """
-        growth_s = self.growth_s("compute_s")
-        found: dict[str, float | None] = dict.fromkeys(("cores", "efficiency", "neighbours", "turns"))
-        if not growth_s:
-            return found
-        now_s = self.many_rank.typical.compute_s or 0.0
-        total = math.log(now_s / (now_s - growth_s))
-        logs = {"cores": 0.0}
-        if on_cpus(self.many):
-            logs["cores"] = math.log(self.few_cpus / self.many_cpus) if self.few_cpus else math.nan
-        for name, ratio in (("efficiency", self.efficiency), ("neighbours", self.neighbours)):
-            if ratio is not None:
-                logs[name] = math.log(ratio) if not 1 / CLEAR < ratio < CLEAR else 0.0
-        rest = total - sum(log for log in logs.values() if not math.isnan(log))
-        for name in logs.keys() - {"cores"}:
-            too_much = min(abs(logs[name]), abs(rest)) if logs[name] * rest < 0 else 0.0
-            logs[name] -= math.copysign(too_much, logs[name])
-            rest += math.copysign(too_much, logs[name])
-        logs["turns"] = max(rest, 0.0) if self.take_turns else 0.0
-        ...
+        growth_s, now_s = self.growth_s("compute_s"), self.many_rank.typical.compute_s
+        if growth_s is None or not now_s or growth_s >= now_s:
+            return {}
+        cores: dict[str, float] = {}
+        if not on_cpus(self.many):
+            cores["cores"] = 0.0
+        elif self.few_cpus:
+            cores["cores"] = math.log(self.few_cpus / self.many_cpus)
+        probed = {
+            name: 0.0 if 1 / CLEAR < ratio < CLEAR else math.log(ratio)
+            for name, ratio in (("efficiency", self.efficiency), ("neighbours", self.neighbours))
+            if ratio is not None
+        }
+        probed, rest = settle(probed, math.log(now_s / (now_s - growth_s)) - sum(cores.values()))
+        turns = {"turns": max(rest, 0.0) if self.takes_turns else 0.0}
+        found, reached_s = {}, now_s - growth_s
+        for name, log in (cores | probed | turns).items():
+            found[name] = reached_s * math.expm1(log)
+            reached_s += found[name]
+        return found
+
+
+def settle(predicted: dict[str, float], total: float) -> tuple[dict[str, float], float]:
+    """Cut predictions (logarithms of factors) to what the total leaves room for; and what remains of the total.
+
+    A probe takes milliseconds and the steps took minutes: where both disagree, the steps are right.
+
+    >>> settle({"efficiency": -1.0, "neighbours": 3.0}, 1.0)
+    ({'efficiency': -1.0, 'neighbours': 2.0}, 0.0)
+    >>> settle({"neighbours": 1.0}, 1.5)
+    ({'neighbours': 1.0}, 0.5)
+    """
+    rest = total - sum(predicted.values())
+    settled = {}
+    for name, value in predicted.items():
+        cut = math.copysign(min(abs(value), abs(rest)), value) if value * rest < 0 else 0.0
+        settled[name] = value - cut
+        rest += cut
+    return settled, rest
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A row of the table: one possible cause, what it costs, and what is said of it."""
+
+    name: str
+    part: str  # of the step in which it is found
+    cost_s: Callable[[Comparison], float | None]  # negative: time was gained; None: not measured
+    because: Callable[[Comparison, float], str]  # continues "3.2 ms are lost" or "are gained"
+    unmeasured: str  # continues "Not measured: "
+    advice: Callable[[Comparison], str]  # what helps, a sentence; "" where nothing does
+
+
+def _few(c: Comparison) -> str:
+    return "the one process" if c.num_few == 1 else f"each of the {c.num_few} processes"
+
+
+# --- cores: those that are there had work already ---------------------------------------------------------------------
+
+
+def _cores_because(c: Comparison, cost_s: float) -> str:
+    before, now = f"{c.few_cpus:.2f}", f"{c.many_cpus:.2f}"
+    if cost_s < 0:
+        return f"because each of the {c.num} processes runs on {now} cores, where {_few(c)} ran on {before}"
+    more = c.num * c.many_cpus / (c.num_few * (c.few_cpus or 1.0))
+    ran = f"{_few(c)} ran on {before} of the {c.many.cores} cores with {num_threads(c.few.threads)}"
+    if more < CLEAR:
+        return f"because the cores were taken already: {ran}, and each of the {c.num} has {now}: no core was added"
+    return (
+        f"because the cores did not grow with the processes: {ran}, and each of the {c.num} on {now}, in all "
+        f"{more:.2g} times as many"
+    )
+
+
+# --- turns: more threads than cores, or other programs ----------------------------------------------------------------
+
+
+def _turns_s(c: Comparison) -> float | None:
+    compute_s, wait_s = c.compute_s.get("turns"), c.growth_s("wait_s")
+    if compute_s is None or wait_s is None:
+        return None
+    return compute_s + (wait_s if c.takes_turns and not straggles(c.many) else 0.0)
+
+
+def _turns_because(c: Comparison, cost_s: float) -> str:
+    if is_overbooked(c.many):
+        return (
+            f"because {c.num * c.many.threads} threads share {c.many.cores} cores: the ranks take turns, and one waits "
+            f"while another computes"
+        )
+    contention = c.many.manifest.contention
+    running = mean(contention.together_cpus) if contention else cpus_at_work(c.many, c.many_rank) or 0.0
+    alone = f" and {c.many_cpus:.2f} when it computed alone" if contention else ""
+    return (
+        f"because other programs took the cores: a rank had {running:.2f} for its {num_threads(c.many.threads)} while "
+        f"all computed{alone}"
+    )
+
+
+def _turns_advice(c: Comparison) -> str:
+    if not is_overbooked(c.many):
+        return "Measure again when nothing else runs on the machine."
+    if c.num > c.many.cores:
+        return f"On {c.many.cores} cores no more than {processes(c.many.cores)} can compute at the same time."
+    threads = c.many.cores // c.num
+    return f"If {processes(c.num)}, then with {num_threads(threads)} each: --threads {threads}."
+
+
+# --- efficiency: a core gets through a sequence faster or slower, with nobody beside it -------------------------------
+
+
+def _efficiency_because(c: Comparison, cost_s: float) -> str:
+    before, now = seconds(per_sequence_s(c.few)), seconds(per_sequence_s(c.many))
+    time = "CPU time" if on_cpus(c.many) else "time"
+    figures = f"alone, a sequence takes a rank {now} of {time}, and took {before} with {processes(c.num_few)}"
+    if cost_s < 0 and c.many.threads < c.few.threads:
+        return (
+            f"because a process with {num_threads(c.many.threads)} uses its cores better than one that divides every "
+            f"operation among {c.few.threads} threads, which wait for each other: {figures}"
+        )
+    if cost_s > 0 and sequences(c.many)[0] < sequences(c.few)[0]:
+        return f"because pieces of {sequences(c.many)[0]} sequences are worked less efficiently: {figures}"
+    return f"because the same work takes {'less' if cost_s < 0 else 'more'} time: {figures}"
+
+
+# --- neighbours: the memory bus, caches, clock ------------------------------------------------------------------------
+
+
+def _bus_Bps(c: Comparison) -> tuple[float, float]:  # noqa: N802  the unit
+    """Bandwidth of a copy through memory: of one rank alone, and of all ranks together."""
+    contention = c.many.manifest.contention
+    assert contention is not None
+    return mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
+
+
+def _bus_is_full(c: Comparison) -> bool:
+    alone, together = _bus_Bps(c)
+    return together < BUS_IS_FULL * c.num * alone
+
+
+def _neighbours_because(c: Comparison, cost_s: float) -> str:
+    contention = c.many.manifest.contention
+    assert contention is not None
+    ratio = mean(contention.together_s) / mean(contention.alone_s)
+    alone, together = _bus_Bps(c)
+    kept = f" although it keeps its {mean(contention.together_cpus):.2f} cores" if on_cpus(c.many) else ""
+    slower = f"the same work takes a rank {ratio:.2f} times as long beside the others as alone{kept}"
+    copies = f"a copy runs at {size(alone)}/s alone, and {c.num} at once at {size(together)}/s in all"
+    if _bus_is_full(c):
+        return f"because the ranks share one memory, and its bandwidth is used up: {slower}, and {copies}"
+    return (
+        f"because the ranks slow each other down: {slower}; memory is not the reason ({copies}), which leaves shared "
+        f"caches, two hardware threads of one core, or a lower clock"
+    )
+
+
+def _neighbours_advice(c: Comparison) -> str:
+    if not _bus_is_full(c):
+        return ""
+    halve = "; --dtype bf16 halves the bytes" if c.many.manifest.dtype == "float32" else ""
+    return f"More processes here wait for the same memory; another machine brings a memory of its own{halve}."
+
+
+# --- communication, update, input -------------------------------------------------------------------------------------
+
+
+def _communication_because(c: Comparison, cost_s: float) -> str:
+    rank = last_done(c.many)
+    text = f"to communication that backward did not hide, {cost_s / c.many_s:.0%} of the step"
+    if rank.bytes and rank.sync_s:
+        text += f": each rank sends {size(rank.bytes)} of gradients at {size(rank.bytes / rank.sync_s)}/s"
+    return text
+
+
+def _optimizer_because(c: Comparison, cost_s: float) -> str:
+    before, now = seconds(c.few_rank.typical.optimizer_s), seconds(c.many_rank.typical.optimizer_s)
+    if cost_s < 0:
+        return f"in the update: it takes {now}, and took {before} with {processes(c.num_few)}"
+    return (
+        f"because every process repeats the whole update of {count(c.many.manifest.num_params)} parameters: {now}, and "
+        f"{before} with {processes(c.num_few)}"
+    )
+
+
+def _input_because(c: Comparison, cost_s: float) -> str:
+    before, now = seconds(c.few_rank.typical.data_s), seconds(c.many_rank.typical.data_s)
+    return f"waiting for input: {now} a step, and {before} with {processes(c.num_few)}"
+
+
+def _larger_batch(c: Comparison) -> str:
+    """What is paid once a step weighs less in a larger one. Assumption: the rest grows with the batch."""
+    before_s = c.few_rank.typical.optimizer_s or 0.0
+    once_s = (c.many_rank.typical.exposed_sync_s or 0.0) + (c.many_rank.typical.optimizer_s or 0.0)
+    work, batch = c.num * c.share / c.num_few, c.many.manifest.spec.train.batch
+    for factor in BATCH_FACTORS:
+        many_s = factor * (c.many_s - once_s) + once_s
+        speedup = work * (factor * (c.few_s - before_s) + before_s) / many_s
+        if speedup > WORTH_IT and speedup > WORTH_IT * work * c.few_s / c.many_s:
+            return (
+                f"Communication and update are paid once a step: with --batch {factor * batch} they would fall from "
+                f"{once_s / c.many_s:.0%} to {once_s / many_s:.0%} of it, and {processes(c.num)} train about "
+                f"{speedup:.2f} times the tokens/s of {processes(c.num_few)}."
+            )
+    return ""
+
+
+# --- waiting for each other -------------------------------------------------------------------------------------------
+
+
+def _straggler_because(c: Comparison, cost_s: float) -> str:
+    slow = last_done(c.many)
+    return f"waiting for rank {slow.rank}, the slowest: {why_slow(c.many, slow, c.many_rank)}"
+
+
+def _late_because(c: Comparison, cost_s: float) -> str:
+    waits = sorted(rank.typical.wait_s or 0.0 for rank in c.many.ranks)
+    least, most = seconds(waits[0]), seconds(waits[-1])
+    return f"because now one rank is late, now another, and the rest wait, {least} to {most} a step"
+
+
+_PROBE = "what a rank's work takes alone and beside the others (--probe measures it)"
+_WAIT = "how long the ranks wait for each other"
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        name="cores",
+        part="compute_s",
+        cost_s=lambda c: c.compute_s.get("cores"),
+        because=_cores_because,
+        unmeasured="on how many cores the processes ran",
+        advice=lambda c: "The cores have work already: only another machine or a GPU would add to them.",
+    ),
+    Cause(
+        name="turns",
+        part="compute_s",
+        cost_s=_turns_s,
+        because=_turns_because,
+        unmeasured=_WAIT,
+        advice=_turns_advice,
+    ),
+    Cause(
+        name="efficiency",
+        part="compute_s",
+        cost_s=lambda c: c.compute_s.get("efficiency"),
+        because=_efficiency_because,
+        unmeasured=_PROBE,
+        advice=lambda c: "A larger --batch gives every rank larger pieces.",
+    ),
+    Cause(
+        name="neighbours",
+        part="compute_s",
+        cost_s=lambda c: 0.0 if is_overbooked(c.many) else c.compute_s.get("neighbours"),
+        because=_neighbours_because,
+        unmeasured=_PROBE,
+        advice=_neighbours_advice,
+    ),
+    Cause(
+        name="communication",
+        part="exposed_sync_s",
+        cost_s=lambda c: c.growth_s("exposed_sync_s"),
+        because=_communication_because,
+        unmeasured="communication that backward did not hide",
+        advice=_larger_batch,
+    ),
+    Cause(
+        name="straggler",
+        part="wait_s",
+        cost_s=lambda c: c.growth_s("wait_s") if straggles(c.many) else 0.0,
+        because=_straggler_because,
+        unmeasured=_WAIT,
+        advice=lambda c: f"Give rank {last_done(c.many).rank} a core of its own or a smaller share of the batch.",
+    ),
+    Cause(
+        name="late",
+        part="wait_s",
+        cost_s=lambda c: 0.0 if straggles(c.many) or c.takes_turns else c.growth_s("wait_s"),
+        because=_late_because,
+        unmeasured=_WAIT,
+        advice=lambda c: "",
+    ),
+    Cause(
+        name="input",
+        part="data_s",
+        cost_s=lambda c: c.growth_s("data_s"),
+        because=_input_because,
+        unmeasured="waiting for input",
+        advice=lambda c: "Make the input faster first: a local disk, or a corpus that fits in memory.",
+    ),
+    Cause(
+        name="optimizer",
+        part="optimizer_s",
+        cost_s=lambda c: c.growth_s("optimizer_s"),
+        because=_optimizer_because,
+        unmeasured="the update",
+        advice=_larger_batch,
+    ),
+)

@@ -23,7 +23,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     typical: StepCost  # the median step divided: these parts do sum to it, medians of parts need not
     bytes: int | None  # a step, sent
     sync_s: float | None
-    cpus: float | None  # processors that the process really ran on
+    cpus: float | None  # cores that the process really ran on: CPU seconds a second
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,8 @@ def summarize(rundir: RunDir) -> Summary:
     skipped = min(WARMUP_STEPS, num_steps // 4)
     warm = [of_rank[skipped:num_steps] for of_rank in records]
     walls = [record.wall_s for record in warm[0]]
-    syncs = [max(each) for step in zip(*warm, strict=True) if (each := [r.sync_s for r in step if r.sync_s is not None])]
+    of_steps = ([record.sync_s for record in step if record.sync_s is not None] for step in zip(*warm, strict=True))
+    syncs = [max(of_step) for of_step in of_steps if of_step]
     tokens = sum(of_rank[-1].tokens for of_rank in records) if num_steps else 0
     step_p50_s = median(walls)
     by_wall = sorted(range(len(walls)), key=walls.__getitem__)
@@ -96,7 +97,7 @@ def _typical(records: list[StepRecord], step_s: float | None) -> StepCost:
     """
 
     def part_s(part: str) -> float | None:
-        measured = [value for record in records if (value := getattr(record.cost, part)) is not None]
+        measured: list[float] = [value for each in records if (value := getattr(each.cost, part)) is not None]
         if not measured or not step_s:
             return None
         mean_wall_s = sum(record.wall_s for record in records) / len(records)

@@ -35,4 +35,5 @@ def main() -> int:
     return 0
 
 
-leave(main())
+if __name__ == "__main__":
+    leave(main())

@@ -69,7 +69,7 @@ class Hook:
         self.laps = laps
         self.spans: list[tuple[float, float]] = []
 
-    def __call__(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def all_reduce(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
             self.laps.lap("compute_s")
         begin = time.perf_counter()
@@ -111,7 +111,7 @@ def run(lab: Lab) -> None:
     assert num_sentences == len(lines), "the shards do not cover the corpus"
     hook = Hook(Laps(HostClock()))
     model = DistributedDataParallel(GPT(lab.shape))
-    model.register_comm_hook(None, hook)
+    model.register_comm_hook(None, hook.all_reduce)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     data = batches(
         [line["ids"] for line in shard], lab.batch, lab.shape.block_size, torch.Generator().manual_seed(SEED + rank)

@@ -73,7 +73,9 @@ def build(resolved: Resolved) -> GPT:
 
 
 def _difference(theirs: GPTShape, ours: GPTShape) -> str:
-    pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in theirs.__struct_fields__ if name != "dropout"]
+    pairs = [
+        (name, getattr(theirs, name), getattr(ours, name)) for name in theirs.__struct_fields__ if name != "dropout"
+    ]
     return ", ".join(f"{name} {their} and {our}" for name, their, our in pairs if their != our)
 
 

@@ -1,0 +1,321 @@
+"""What happened in a run, and what did more processes bring? In plain English, each sentence from measured figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from evener.core.units import count, seconds, size
+from evener.report.causes import CAUSES, Cause, Comparison
+from evener.report.ranks import (
+    cpus_at_work,
+    first_done,
+    is_overbooked,
+    last_done,
+    mean,
+    num_threads,
+    on_cpus,
+    processes,
+    straggles,
+    why_slow,
+)
+from evener.report.summary import RankSummary, Summary
+
+NAMED = 0.05  # of a step: smaller costs are not worth a sentence
+MOST_NAMED = 4  # causes in a paragraph
+FASTER = 1.05  # a speed-up that is one
+SAME_MODEL = 1e-4  # relative difference of losses: beyond this it is not the rounding of sums in another order
+DISTURBED = 0.8  # of the cores that a rank's threads should have
+PARTS = {
+    "compute_s": "forward and backward",
+    "exposed_sync_s": "communication that backward did not hide",
+    "wait_s": "waiting for other ranks",
+    "optimizer_s": "the update of the weights",
+    "data_s": "waiting for input",
+}
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def explain_run(summary: Summary) -> list[str]:
+    """Paragraphs about one run: its pace, where a step goes, who waits for whom, communication, cores."""
+    if not summary.step_p50_s:
+        return ["No step was recorded, so there is nothing to explain."]
+    paragraphs = [_pace(summary), _division(summary)]
+    if len(summary.ranks) > 1:
+        paragraphs += [_waiting(summary), _all_reduce(summary)]
+    if on_cpus(summary):
+        paragraphs.append(_cores(summary))
+    return paragraphs
+
+
+def limit(summary: Summary) -> str:
+    """One sentence: what takes most of a step?"""
+    if not summary.step_p50_s:
+        return "No step was recorded."
+    cost = first_done(summary).typical
+    shares = {part: (getattr(cost, part) or 0.0) / summary.step_p50_s for part in PARTS}
+    largest, second = sorted(shares, key=lambda part: -shares[part])[:2]
+    if largest == "wait_s" and straggles(summary):
+        return f"Limited by rank {last_done(summary).rank}: others wait for it {shares[largest]:.0%} of each step."
+    text = f"Limited by {PARTS[largest]}: {shares[largest]:.0%} of each step"
+    return text + (f", then {PARTS[second]}, {shares[second]:.0%}." if shares[second] >= NAMED else ".")
+
+
+def _pace(summary: Summary) -> str:
+    num = len(summary.ranks)
+    text = (
+        f"A step trains on {summary.tokens_per_step:,} tokens and takes {seconds(summary.step_p50_s)} (p50; p95 "
+        f"{seconds(summary.step_p95_s)}): {count(summary.tokens_per_s)} tokens/s."
+    )
+    if num == 1:
+        return text
+    return (
+        f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and computes "
+        "gradients on its own part of the batch. Before the update the ranks add their gradients up, which is called an "
+        "all-reduce. So all of them take the same step, and the replicas stay equal."
+    )
+
+
+def _division(summary: Summary) -> str:
+    slow, fast = last_done(summary), first_done(summary)
+    if slow is fast:
+        return f"Where its time goes: {_parts(summary, slow)}."
+    if not straggles(summary):
+        return f"Where its time goes, much the same on every rank; on rank {slow.rank}: {_parts(summary, slow)}."
+    return (
+        f"Where its time goes on rank {slow.rank}, the slowest: {_parts(summary, slow)}. "
+        f"On rank {fast.rank}, the fastest: {_parts(summary, fast)}."
+    )
+
+
+def _parts(summary: Summary, rank: RankSummary) -> str:
+    step_s = summary.step_p50_s or 1.0
+    costs = {name: getattr(rank.typical, part) for part, name in PARTS.items()}
+    measured = {name: cost for name, cost in costs.items() if cost is not None and cost >= 0.005 * step_s}
+    told = [
+        f"{seconds(measured[name])} {name} ({measured[name] / step_s:.0%})"
+        for name in sorted(measured, key=lambda name: -measured[name])
+    ]
+    return ", ".join(told + [f"{name} was not measured" for name, cost in costs.items() if cost is None])
+
+
+def _waiting(summary: Summary) -> str:
+    slow, fast = last_done(summary), first_done(summary)
+    if any(rank.typical.wait_s is None for rank in summary.ranks):
+        return "How long the ranks wait for each other was not measured."
+    least_s, most_s = slow.typical.wait_s or 0.0, fast.typical.wait_s or 0.0
+    if straggles(summary):
+        return (
+            f"Rank {slow.rank} is the straggler: it waits least, {seconds(least_s)} a step, and rank {fast.rank} waits "
+            f"{seconds(most_s)} for it. Why: {why_slow(summary, slow, fast)}."
+        )
+    if most_s < NAMED * (summary.step_p50_s or 1.0):
+        return f"No rank holds the others up: none waits longer than {seconds(most_s)} a step."
+    text = (
+        f"No single rank is slow, yet all of them wait, {seconds(least_s)} to {seconds(most_s)} a step: now one is "
+        "late, now another"
+    )
+    if not is_overbooked(summary):
+        return text + "."
+    return f"{text}, because {_all_threads(summary)} threads share {summary.cores} cores."
+
+
+def _all_reduce(summary: Summary) -> str:
+    rank, step_s = last_done(summary), summary.step_p50_s or 1.0
+    exposed_s = rank.typical.exposed_sync_s
+    if not rank.sync_s:
+        return "How long the all-reduces take was not measured."
+    text = f"All-reduces are under way for {seconds(rank.sync_s)} of a step"
+    if rank.bytes:
+        text += f"; each rank sends {size(rank.bytes)} in them, {size(rank.bytes / rank.sync_s)}/s"
+    if exposed_s is None:
+        return text + ". How much of that backward hid was not measured."
+    hidden = max(0.0, 1 - exposed_s / rank.sync_s)
+    stood = f"the rank stood still for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of the step"
+    if hidden < NAMED:
+        return f"{text}. Backward hid none of it: {stood}."
+    return (
+        f"{text}. They begin while backward still computes the gradients of earlier layers, which hides {hidden:.0%} "
+        f"of their time; in the rest {stood}."
+    )
+
+
+def _cores(summary: Summary) -> str:
+    threads, num = num_threads(summary.threads), len(summary.ranks)
+    each = f"{processes(num)} with {threads}{' each' if num > 1 else ''} on {summary.cores} cores"
+    running = [cpus for rank in summary.ranks if (cpus := cpus_at_work(summary, rank)) is not None]
+    if not running:
+        return f"{each}: on how many cores they really ran was not measured."
+    text = f"{each}: while it had work, a rank ran on {mean(running):.2f} cores"
+    if min(running) >= DISTURBED * summary.threads:
+        text += ", so it was really running on its threads."
+    elif is_overbooked(summary):
+        text += f"; {_all_threads(summary)} threads do not fit on {summary.cores} cores."
+    else:
+        text += f". It was not really running on its {threads}: {_disturbance(summary.threads)}."
+    contention = summary.manifest.contention
+    if contention is None or num == 1:
+        return text
+    ratio = mean(contention.together_s) / mean(contention.alone_s)
+    text += (
+        f" Forward and backward of one micro-batch took a rank {seconds(mean(contention.alone_s))} alone and "
+        f"{seconds(mean(contention.together_s))} while all computed"
+    )
+    return text + (f": {ratio:.2f} times as long." if ratio >= FASTER else ": sharing the machine costs nothing.")
+
+
+def _all_threads(summary: Summary) -> int:
+    return sum(rank.threads for rank in summary.manifest.ranks)
+
+
+def _disturbance(threads: int) -> str:
+    others = "other programs used the cores"
+    return others if threads == 1 else f"{others}, or there was too little work for {threads} threads"
+
+
+# --- a series of runs -------------------------------------------------------------------------------------------------
+
+
+def explain_scaling(summaries: Sequence[Summary]) -> str:
+    """One paragraph about runs of the same work on 1, 2, … processes: what more of them bring, why, and what to do.
+
+    The run with the most processes is explained against the one with the fewest.
+    """
+    runs = sorted((run for run in summaries if run.step_p50_s), key=lambda run: run.manifest.world_size)
+    sentences = [
+        f"The run with {processes(run.manifest.world_size)} recorded no step ({run.manifest.verdict}): it is left out."
+        for run in summaries
+        if not run.step_p50_s
+    ]
+    if len(runs) < 2:
+        return " ".join([*sentences, "Nothing to compare: that takes two runs with recorded steps."])
+    c = Comparison(runs[0], runs[-1])
+    costs = {cause: cause.cost_s(c) for cause in CAUSES}
+    named = [(cause, cost) for cause, cost in costs.items() if cost and abs(cost) >= NAMED * c.many_s]
+    named = sorted(named, key=lambda found: -abs(found[1]))[:MOST_NAMED]
+    sentences += [_speeds(runs), _difference(c), *_disturbed(c), *_because(c, named)]
+    sentences += [*_unexplained(c, costs), *_unmeasured(c, costs), _same_model(runs)]
+    sentences += _advice(runs, c, [cause for cause, cost in named if cost > 0])
+    return " ".join(sentences)
+
+
+def largest_loss_gap(summaries: Sequence[Summary]) -> float | None:
+    """The largest relative difference between the losses of the first run and of any other, over their common steps."""
+    gaps = [
+        abs(ours - theirs) / abs(theirs)
+        for summary in summaries[1:]
+        for ours, theirs in zip(summary.losses, summaries[0].losses, strict=False)
+        if ours is not None and theirs
+    ]
+    return max(gaps, default=None)
+
+
+def speedup(run: Summary, base: Summary) -> float:
+    """How many times the tokens/s of `base` a run trained. Both have recorded steps."""
+    assert run.tokens_per_s
+    assert base.tokens_per_s
+    return run.tokens_per_s / base.tokens_per_s
+
+
+def _speeds(runs: list[Summary]) -> str:
+    base = runs[0]
+    told = [f"{processes(base.manifest.world_size)} trained {count(base.tokens_per_s)} tokens/s"]
+    told += [
+        f"{processes(run.manifest.world_size)} {count(run.tokens_per_s)}, {speedup(run, base):.2f} times as many"
+        for run in runs[1:]
+    ]
+    return "; ".join(told) + "."
+
+
+def _difference(c: Comparison) -> str:
+    if math.isclose(c.share, c.num_few / c.num, rel_tol=0.05):
+        ideal = f"With the work of a step divided by {c.num / c.num_few:.2g} and nothing lost"
+    else:
+        ideal = f"With {c.share:.2g} times the work a process and nothing lost"
+    text = f"{ideal}, a step would take {seconds(c.ideal_s)} instead of {seconds(c.few_s)}; it took {seconds(c.many_s)}"
+    if abs(c.gap_s) < NAMED * c.many_s:
+        return f"{text}, as good as that."
+    return f"{text}, {seconds(abs(c.gap_s))} {'more' if c.gap_s > 0 else 'less'} than that."
+
+
+def _disturbed(c: Comparison) -> list[str]:
+    """Did the runs have the cores that they asked for? If not, the reader must know before any cause is named."""
+    found, threads = [], 1
+    for run, rank in ((c.few, c.few_rank), (c.many, c.many_rank)):
+        contention, num = run.manifest.contention, run.manifest.world_size
+        if not on_cpus(run) or (num > 1 and is_overbooked(run)):
+            continue
+        had = mean(contention.alone_cpus) if contention and num > 1 else cpus_at_work(run, rank)
+        if had is not None and had < DISTURBED * min(run.threads, run.cores):
+            found.append(f"{had:.2f} cores for {num_threads(run.threads)} of a process when there {_were(num)}")
+            threads = max(threads, run.threads)
+    if not found:
+        return []
+    return [f"The threads were not always running ({', '.join(found)}): {_disturbance(threads)}. Take causes as hints."]
+
+
+def _were(num: int) -> str:
+    return "was 1" if num == 1 else f"were {num}"
+
+
+def _because(c: Comparison, named: list[tuple[Cause, float]]) -> list[str]:
+    """A sentence a cause, the largest first. Where many are faster, what made them so comes before what it cost."""
+    gains = [f"{seconds(-cost)} are gained {cause.because(c, cost)}." for cause, cost in named if cost < 0]
+    losses = [f"{seconds(cost)} are lost {cause.because(c, cost)}." for cause, cost in named if cost > 0]
+    if speedup(c.many, c.few) < FASTER:
+        return losses + gains
+    contention = c.many.manifest.contention
+    now = c.num * mean(contention.together_cpus) if contention else None
+    before = c.num_few * c.few_cpus if c.few_cpus else None
+    if on_cpus(c.many) and now and before and now > FASTER * before:
+        gains.insert(0, f"There was room for more: {before:.2f} cores were at work before, and now {now:.2f} are.")
+    return gains + losses
+
+
+def _unexplained(c: Comparison, costs: dict[Cause, float | None]) -> list[str]:
+    rest_s = c.gap_s - sum(cost for cost in costs.values() if cost)
+    if abs(rest_s) < NAMED * c.many_s:
+        return []
+    if rest_s > 0:
+        return [f"{seconds(rest_s)} remain unexplained."]
+    return [f"The step is {seconds(-rest_s)} shorter than all this makes it, which remains unexplained."]
+
+
+def _unmeasured(c: Comparison, costs: dict[Cause, float | None]) -> list[str]:
+    missing = [cause for cause, cost in costs.items() if cost is None]
+    names = [cause.unmeasured for cause in missing]
+    if c.growth_s("compute_s") is None:
+        names = ["forward and backward"] + [cause.unmeasured for cause in missing if cause.part != "compute_s"]
+    return [f"Not measured: {'; '.join(dict.fromkeys(names))}."] if names else []
+
+
+def _same_model(runs: list[Summary]) -> str:
+    base, steps = runs[0], min(run.num_steps for run in runs)
+    if any(run.tokens_per_step != base.tokens_per_step for run in runs):
+        return "The runs did not train on the same batches, so their losses cannot be compared."
+    gap = largest_loss_gap(runs)
+    if gap is None:
+        return "Whether they learned the same model is not known: losses were not measured."
+    if gap == 0:
+        return f"The losses of all {steps} common steps are equal to the last digit, so the same model was learned."
+    if gap <= SAME_MODEL:
+        digits = math.floor(-math.log10(gap))
+        return f"The losses of all {steps} common steps agree to {digits} digits, so the same model was learned."
+    text = f"The losses differ by up to {gap:.2g} times their size over {steps} common steps"
+    if base.manifest.shape and base.manifest.shape.dropout > 0:
+        return f"{text}, as they may with dropout, which draws other random numbers on another number of processes."
+    return f"{text}: more than the rounding of sums explains, so these are not quite the same models."
+
+
+def _advice(runs: list[Summary], c: Comparison, losses: list[Cause]) -> list[str]:
+    base, best = runs[0], max(runs, key=lambda run: run.tokens_per_s or 0.0)
+    if _disturbed(c):
+        return ["Measure again when nothing else runs on the machine, and decide then."]
+    helps = [text for cause in losses if (text := cause.advice(c))][:1]
+    if speedup(best, base) < FASTER:
+        return [f"Use {processes(c.num_few)} here.", *helps]
+    verb = "is" if best.manifest.world_size == 1 else "are"
+    more = "" if best is runs[-1] else f", more than {best.manifest.world_size} are not"
+    return [f"{processes(best.manifest.world_size)} {verb} worth it here{more}.", *helps]

@@ -1,0 +1,119 @@
+"""Which rank do the others wait for, why, and on how many cores do they run?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.units import count, seconds
+from evener.plan.balance import equal_shares, micro_batch_sizes
+from evener.report.summary import RankSummary, Summary
+
+CLEAR = 1.1  # a ratio of two timings nearer to 1 is taken for noise
+STRAGGLES = 0.05  # of the step: by how much the wait of two ranks must differ
+WORK = ("data_s", "compute_s", "optimizer_s")
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def processes(num: int) -> str:
+    """
+    >>> processes(1), processes(2)
+    ('1 process', '2 processes')
+    """
+    return "1 process" if num == 1 else f"{num} processes"
+
+
+def num_threads(num: int) -> str:
+    """
+    >>> num_threads(1), num_threads(2)
+    ('1 thread', '2 threads')
+    """
+    return "1 thread" if num == 1 else f"{num} threads"
+
+
+def last_done(summary: Summary) -> RankSummary:
+    """The rank that waits least: the one that the others wait for."""
+    return min(summary.ranks, key=lambda rank: rank.typical.wait_s or 0.0)
+
+
+def first_done(summary: Summary) -> RankSummary:
+    """The rank that waits most. Its step shows what waiting costs, and all else without it."""
+    return max(summary.ranks, key=lambda rank: rank.typical.wait_s or 0.0)
+
+
+def straggles(summary: Summary) -> bool:
+    """Is there one rank that the others wait for, or are they late in turns?"""
+    if len(summary.ranks) < 2 or not summary.step_p50_s:
+        return False
+    least, most = last_done(summary).typical.wait_s, first_done(summary).typical.wait_s
+    if least is None or most is None:
+        return False
+    return least < most / 2 and most - least > STRAGGLES * summary.step_p50_s
+
+
+def on_cpus(summary: Summary) -> bool:
+    """Do the ranks compute on CPU cores, not on GPUs?"""
+    return all(rank.device == "cpu" for rank in summary.manifest.ranks)
+
+
+def is_overbooked(summary: Summary) -> bool:
+    """Are there more threads than cores?"""
+    return on_cpus(summary) and sum(rank.threads for rank in summary.manifest.ranks) > summary.cores
+
+
+def cpus_at_work(summary: Summary, rank: RankSummary) -> float | None:
+    """Cores on which a rank ran while it was not waiting: at most its threads."""
+    work_s = sum(getattr(rank.typical, part) or 0.0 for part in WORK)
+    if rank.cpus is None or not work_s or not summary.step_p50_s:
+        return None
+    return min(rank.cpus * summary.step_p50_s / work_s, float(summary.manifest.ranks[rank.rank].threads))
+
+
+def sequences(summary: Summary) -> list[int]:
+    """Sequences in the first micro-batch of every rank: what the contention probe times."""
+    manifest = summary.manifest
+    train = manifest.spec.train
+    fitting = max(1, MICRO_BATCH_TOKENS // manifest.shape.block_size) if manifest.shape else train.batch
+    largest = train.micro_batch or fitting
+    return [micro_batch_sizes(share, largest)[0] for share in equal_shares(train.batch, manifest.world_size)]
+
+
+def per_sequence_s(summary: Summary) -> float | None:
+    """CPU time of forward and backward of one sequence, alone on the machine; on a GPU, time."""
+    contention = summary.manifest.contention
+    if contention is None:
+        return None
+    cpus = contention.alone_cpus if on_cpus(summary) else [1.0] * len(summary.ranks)
+    return mean([t * p / n for t, p, n in zip(contention.alone_s, cpus, sequences(summary), strict=True)])
+
+
+def why_slow(summary: Summary, slow: RankSummary, fast: RankSummary) -> str:
+    """Why one rank takes longer than another, with the figures that say so."""
+    if slow.tokens and fast.tokens and slow.tokens > 1.05 * fast.tokens:
+        return f"its share of the batch is larger, {count(slow.tokens)} tokens beside {count(fast.tokens)}"
+    behind_s = (fast.typical.wait_s or 0.0) - (slow.typical.wait_s or 0.0)
+    input_s = (slow.typical.data_s or 0.0) - (fast.typical.data_s or 0.0)
+    if input_s > behind_s / 2:
+        return (
+            f"it spends {seconds(slow.typical.data_s)} of a step waiting for input, rank {fast.rank} "
+            f"{seconds(fast.typical.data_s)}"
+        )
+    compute = (
+        f"forward and backward of the same number of tokens take it {seconds(slow.typical.compute_s)}, rank "
+        f"{fast.rank} {seconds(fast.typical.compute_s)}"
+    )
+    running, beside = cpus_at_work(summary, slow), cpus_at_work(summary, fast)
+    if not on_cpus(summary):
+        return compute
+    if running is None or beside is None:
+        return f"{compute}; whether it was really running was not measured"
+    threads = num_threads(summary.manifest.ranks[slow.rank].threads)
+    if beside > CLEAR * running:
+        return (
+            f"it was not always running: while it had work it had {running:.2f} cores for its {threads}, rank "
+            f"{fast.rank} had {beside:.2f}, so something else used its core"
+        )
+    return f"{compute}, although it was running all the time (on {running:.2f} cores): its core or its memory is slower"

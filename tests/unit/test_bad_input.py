@@ -1,0 +1,256 @@
+"""300 mistakes: each costs one line that says what is wrong, never a traceback, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import string
+import sys
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evener.cli.main import main
+from evener.core.machine import this_machine
+from evener.core.rundir import Checkpoint, Manifest, Rank, RunDir, digest_of, write_atomic
+from evener.core.shape import preset_shape
+from evener.core.spec import FLAGS, RunSpec
+from evener.launch import local
+
+WORDS = st.text(string.ascii_letters + string.digits + "-_./ é\n$", min_size=1, max_size=12)
+NUMBERS = [flag for flag in FLAGS.values() if "number" in flag.kind]
+CHOICES = [flag for flag in FLAGS.values() if "|" in flag.kind]
+
+
+SAVED = "checkpoints/step-000003"
+
+
+class Launched(Exception):
+    """The input was taken for good."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with a good corpus and a finished run."""
+    from evener.corpus.verbs import make_verbs
+    from evener.corpus.write import prepare
+
+    folder = tmp_path_factory.mktemp("world")
+    splits, files = make_verbs(0, 300, 0.1)
+    corpus = prepare(folder / "data" / "verbs", splits, tokenizer="byte", extra=files).corpus
+    run = RunDir(folder / "runs" / "good")
+    shape = preset_shape("tiny", corpus.vocab_size)
+    machine = this_machine()
+    spec = msgspec.structs.replace(RunSpec(), model=msgspec.structs.replace(RunSpec().model, model="tiny"))
+    run.write_manifest(
+        Manifest(
+            verdict="stopped", started=0.0, argv=[], versions={}, spec=spec, shape=shape, corpus=corpus, code_hash="",
+            params_by_group=shape.params_by_group(), num_params=shape.num_params(), backend="none", sync="none",
+            dtype="float32", compiled=False, hosts=[machine],
+            ranks=[Rank(rank=0, host=machine.host, device="cpu", threads=1, pid=0)],
+        )
+    )  # fmt: skip
+    saved = run.checkpoint_path(3)
+    write_atomic(saved / "weights.safetensors", b"weights")
+    checkpoint = Checkpoint(
+        step=3, world_size=1, val_loss=None, param_names=[], param_groups=[], scaler=None, replica_hashes=[[]],
+        files={"weights.safetensors": digest_of(saved / "weights.safetensors")},
+    )  # fmt: skip
+    write_atomic(saved / "state.json", msgspec.json.encode(checkpoint))
+    return folder
+
+
+def call(*args: str) -> tuple[int, str]:
+    """Exit status and stderr of `evener args`."""
+    out, err = io.StringIO(), io.StringIO()
+    refuse = mock.patch.object(local, "run", side_effect=Launched)
+    argv = mock.patch.object(sys, "argv", ["evener", *args])
+    with refuse, argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as left:
+            return int(left.code or 0), err.getvalue()
+    raise AssertionError("main() returns by exiting")
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def assert_refused(folder: Path, *args: str) -> None:
+    before = tree(folder)
+    status, told = call(*args)
+    assert status == 2, (args, status, told)
+    assert told.startswith("error: "), (args, told)
+    assert len(told.splitlines()) <= 2, (args, told)  # the error and its hint
+    assert "Traceback" not in told
+    assert tree(folder) == before
+
+
+def is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return not text.strip()  # nothing at all means: the default
+
+
+def is_known(word: str) -> bool:
+    """Could this be the beginning of a flag, or no flag at all?"""
+    names = [flag.name[2:] for flag in FLAGS.values()]
+    others = ["help", "json", "dry-run", "resume", "recompute", "no-recompute", "probe", "no-probe"]
+    return not word[0].isalpha() or any(name.startswith(word.split("=")[0]) for name in [*names, *others])
+
+
+not_numbers = WORDS.filter(lambda text: not is_number(text)) | st.sampled_from(
+    ["-1", "nan", "1e400", "--", "٣x", "1.5.2"]
+)
+bad_flags = st.one_of(
+    st.builds(lambda flag, text: [f"{flag.name}={text}"], st.sampled_from(NUMBERS), not_numbers),
+    st.builds(lambda flag, text: [f"{flag.name}={text}x"], st.sampled_from(CHOICES), WORDS),
+    WORDS.filter(lambda word: not is_known(word)).map(lambda word: [f"--{word}", "3"]),
+    st.sampled_from(["nonsense", "Char", "d99", "gpt5"]).map(lambda name: [f"--model={name}"]),
+    st.integers(2, 40).filter(lambda heads: 64 % heads).map(lambda heads: ["--model=tiny", f"--num-heads={heads}"]),
+    st.integers(2, 1024).map(lambda ranks: [f"--ranks={ranks}", f"--batch={ranks - 1}"]),
+    st.integers(2**20, 2**31).map(lambda size: [f"--block-size={size}"]),
+    st.sampled_from(
+        [
+            *("--data=nowhere", "--data=.", "--init-from=nowhere", "--resume=nowhere", "--resume=data/verbs"),
+            *("--out=data/verbs/train.bin", "--out=runs/good", "--batch=0", "--steps=0", "--warmup=999", "--min-lr=5"),
+        ]
+    ).map(lambda word: [word]),
+)
+words = WORDS.map(json.dumps)
+values = words | st.integers(-5, 5).map(str) | st.booleans().map(json.dumps) | st.just("[1]")
+bad_tomls = st.one_of(
+    st.text(max_size=30).map(lambda text: f"[train\n{text}"),
+    st.builds(lambda key, value: f"[train]\n{key} = {value}", words.filter(lambda key: key[1:-1] not in FLAGS), values),
+    st.sampled_from([f for f in NUMBERS if f.section]).map(lambda f: f'[{f.section}]\n{f.field} = "many"'),
+    st.sampled_from(["train = 3", "out = 3", "[tain]", "[model]\nsteps = 3", "\0", "[train]\nlr = nan"]),
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(args=bad_flags)
+def test_bad_flags(world, args, monkeypatch):
+    monkeypatch.chdir(world)
+    assert_refused(world, "train", "--data=data/verbs", "--model=tiny", *args)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=bad_tomls)
+def test_bad_toml(world, text, monkeypatch):
+    monkeypatch.chdir(world)
+    Path("run.toml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert_refused(world, "train", "run.toml", "--data=data/verbs")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    file=st.sampled_from(["meta.json", "tokenizer.json", "train.bin", "val.bin"]),
+    how=st.sampled_from(["gone", "cut", "empty", "noise"]),
+    where=st.floats(0, 1, exclude_max=True),
+)
+def test_a_damaged_corpus(world, file, how, where, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("damaged")
+    monkeypatch.chdir(folder)
+    shutil.copytree(world / "data", "data")
+    damage(Path("data/verbs") / file, how, where)
+    before = tree(folder)
+    try:
+        status, told = call("train", "--data=data/verbs", "--model=tiny")
+    except Launched:
+        assert how == "noise"  # another token is a token; another character of a name is a name
+        return
+    assert status == 2
+    assert told.startswith("error: ")
+    assert "data/verbs" in told
+    assert tree(folder) == before
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    file=st.sampled_from(["manifest.json", f"{SAVED}/state.json", f"{SAVED}/weights.safetensors"]),
+    how=st.sampled_from(["gone", "cut", "empty", "noise"]),
+    where=st.floats(0, 1, exclude_max=True),
+)
+def test_a_damaged_run(world, file, how, where, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("damaged")
+    monkeypatch.chdir(folder)
+    shutil.copytree(world / "data", "data")
+    shutil.copytree(world / "runs", "runs")
+    damage(Path("runs/good") / file, how, where)
+    before = tree(folder)
+    for verb in (["train", "--resume", "runs/good"], ["sample", "runs/good", "--step", "3"]):
+        with contextlib.suppress(Launched):
+            status, told = call(*verb)
+            assert status in (1, 2), (verb, told)
+            assert told.startswith("error: ")
+            assert "Traceback" not in told
+        assert tree(folder) == before
+
+
+def damage(path: Path, how: str, where: float) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "gone":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(content[: int(len(content) * where)])
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        content[int(len(content) * where)] ^= 0x15
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonsense"],
+        ["train", "--steps"],
+        ["report", "nowhere"],
+        ["report"],
+        ["verify", "nowhere"],
+        ["verify", "nowhere", "--tolerance", "-1"],
+        ["sample", "nowhere"],
+        ["sample", "runs/good", "--num-tokens", "0"],
+        ["sample", "runs/good", "--step", "7"],
+        ["bench", "--preset", "lab02"],
+        ["bench", "--seconds", "0"],
+        ["bench", "--model", "nonsense", "--data", "data/verbs"],
+        ["bench", "--ranks", "0"],
+        ["bench", "--batch", "1", "--ranks", "2", "--data", "data/verbs"],
+        ["bench", "--data", "nowhere"],
+        ["bench", "--data", "data/verbs", "--out", "runs"],
+        ["bench", "--preset", "lab01", "--data", "data/verbs", "--out", "runs"],
+        ["data", "nonsense"],
+        ["data", "text"],
+        ["data", "text", "nowhere"],
+        ["data", "verbs", "--tokenizer", "nonsense"],
+        ["data", "verbs", "--val-fraction", "2"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_other_verbs(world, args, monkeypatch):
+    monkeypatch.chdir(world)
+    assert_refused(world, *args)
+
+
+def test_a_disk_that_is_full_is_refused_before_anything_is_written(world, monkeypatch):
+    monkeypatch.chdir(world)
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert_refused(world, "train", "--data=data/verbs", "--model=tiny")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_that_may_not_be_written(world, monkeypatch):
+    monkeypatch.chdir(world)
+    assert_refused(world, "train", "--data=data/verbs", "--model=tiny", "--out=/proc/run")

@@ -1,0 +1,285 @@
+"""Each cause is planted alone; the paragraph must name it first and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.report.explain import explain_run, explain_scaling, limit
+from evener.report.summary import summarize
+
+MARKS = {  # words by which a paragraph names a cause
+    "cores": "because the cores were taken already",
+    "overbooked": "threads share",
+    "other programs": "because other programs took the cores",
+    "memory": "because the ranks share one memory",
+    "neighbours": "because the ranks slow each other down",
+    "small pieces": "are worked less efficiently",
+    "threads gain": "than one that divides every operation among",
+    "communication": "to communication that backward did not hide",
+    "straggler": "the slowest:",
+    "late": "now one rank is late",
+    "input": "waiting for input:",
+    "optimizer": "repeats the whole update",
+    "unexplained": "unexplained",
+    "unmeasured": "Not measured:",
+}
+
+
+def named(text: str) -> list[str]:
+    """Causes in the order in which the paragraph names them."""
+    return sorted((cause for cause, mark in MARKS.items() if mark in text), key=lambda cause: text.index(MARKS[cause]))
+
+
+@pytest.fixture
+def one(tmp_path, write_run, contention):
+    """One process with one thread on a machine with two cores: a second process finds a free core."""
+    probe = contention(1, alone_s=0.1)
+    return lambda **other: summarize(write_run(tmp_path / "1", [{}], **({"cpus": [0.99], "probe": probe} | other)))
+
+
+@pytest.fixture
+def two(tmp_path, write_run, contention):
+    """Two processes that find their cores free and halve the work, but for what `costs` and `other` say."""
+    half = {"data_s": 0.0005, "compute_s": 0.05, "optimizer_s": 0.002}
+
+    def make(costs=({}, {}), **other):
+        given = {"cpus": [0.99, 0.99], "probe": contention(2), "sync_s": 0.02} | other
+        return summarize(write_run(tmp_path / "2", [half | cost for cost in costs], **given))
+
+    return make
+
+
+def test_nothing_lost(one, two):
+    text = explain_scaling([one(), two()])
+    assert named(text) == []
+    assert "2.00 times as many" in text
+    assert "There was room for more: 0.99 cores were at work before, and now 1.98 are." in text
+    assert text.endswith("2 processes are worth it here.")
+    assert "as good as that" in text
+
+
+def test_memory_bandwidth(one, two, contention):
+    probe = contention(2, together_s=0.09, copy_together_Bps=6.2e9)
+    text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, probe=probe)])
+    assert named(text) == ["memory"]
+    assert "40 ms are lost because the ranks share one memory" in text
+    assert "1.80 times as long beside the others as alone although it keeps its 0.99 cores" in text
+    assert "12.0 GB/s alone, and 2 at once at 12.4 GB/s in all" in text
+    assert "another machine brings a memory of its own" in text
+
+
+def test_slow_neighbours_with_memory_to_spare(one, two, contention):
+    text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, probe=contention(2, together_s=0.09))])
+    assert named(text) == ["neighbours"]
+    assert "two hardware threads of one core" in text
+
+
+def test_cores_shared(tmp_path, write_run, one, two, contention):
+    before = one(cpus=[1.98], threads=2, probe=contention(1, alone_s=0.1, alone_cpus=1.98))
+    text = explain_scaling([before, two([{"compute_s": 0.1}] * 2, probe=contention(2, alone_s=0.1))])
+    assert named(text) == ["cores"]
+    assert "50 ms are lost because the cores were taken already: the one process ran on 1.98 of the 2 cores" in text
+    assert "Use 1 process here. The cores have work already: only another machine or a GPU would add to them." in text
+
+
+def test_cores_grow_less_than_the_processes(one, two, contention):
+    before = one(cpus=[2.9], threads=3, cores=4, probe=contention(1, alone_s=0.1, alone_cpus=2.9))
+    after = two([{"compute_s": 0.0725}] * 2, threads=2, cores=4, cpus=[2.0] * 2,
+                probe=contention(2, alone_s=0.0725, alone_cpus=2.0))  # fmt: skip
+    assert "because the cores did not grow with the processes" in explain_scaling([before, after])
+    assert "in all 1.4 times as many" in explain_scaling([before, after])
+
+
+def test_oversubscribed(one, two, contention):
+    probe = contention(2, alone_s=0.05, together_s=0.11, alone_cpus=1.9, together_cpus=1.0)
+    before = one(cpus=[1.9], threads=2, probe=contention(1, alone_s=0.1, alone_cpus=1.9))
+    cost = {"compute_s": 0.09, "wait_s": 0.04}
+    text = explain_scaling([before, two([cost, cost | {"wait_s": 0.038}], threads=2, cpus=[0.9] * 2, probe=probe)])
+    assert named(text) == ["overbooked"]
+    assert "80 ms are lost because 4 threads share 2 cores" in text
+    assert text.endswith("Use 1 process here. If 2 processes, then with 1 thread each: --threads 1.")
+
+
+def test_more_processes_than_cores(one, two, contention):
+    costs = [{"compute_s": 0.05, "wait_s": 0.06}, {"compute_s": 0.05, "wait_s": 0.055}]
+    text = explain_scaling([one(cores=1), two(costs, cores=1)])
+    assert named(text) == ["overbooked"]
+    assert "On 1 cores" not in text
+
+
+def test_other_programs(one, two, contention):
+    probe = contention(2, together_s=0.08, together_cpus=0.6)
+    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, cpus=[0.62] * 2, probe=probe)])
+    assert named(text) == ["other programs"]
+    assert "a rank had 0.60 for its 1 thread while all computed and 0.99 when it computed alone" in text
+    assert text.endswith("Measure again when nothing else runs on the machine.")
+
+
+def test_communication(one, two):
+    text = explain_scaling([one(), two([{"exposed_sync_s": 0.06}] * 2, sync_s=0.08)])
+    assert named(text) == ["communication"]
+    assert "60 ms are lost to communication that backward did not hide, 53% of the step" in text
+    assert "480.0 kB of gradients at 6.0 MB/s" in text
+    assert "with --batch 32 they would fall from 55% to 38% of it" in text
+
+
+@pytest.mark.parametrize(
+    ("costs", "other", "why"),
+    [
+        ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"cpus": [0.51, 0.5]}, "it was not always running"),
+        ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"cpus": [0.51, 0.99]}, "its core or its memory is slower"),
+        ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"cpus": None}, "whether it was really running was not measured"),
+        ([{"wait_s": 0.05}, {"data_s": 0.0505}], {}, "waiting for input, rank 0"),
+        ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"tokens": [400, 624]}, "its share of the batch is larger, 624 tokens"),
+    ],
+)
+def test_straggler(one, two, costs, other, why):
+    run = two(costs, **other)
+    text = explain_scaling([one(), run])
+    assert named(text) == ["straggler"]
+    assert "50 ms are lost waiting for rank 1, the slowest: " in text
+    assert why in text
+    assert "Give rank 1" in text
+    story = " ".join(explain_run(run))
+    assert "Rank 1 is the straggler: it waits least, 0 µs a step, and rank 0 waits 50 ms for it" in story
+    assert why in story
+    assert limit(run).startswith("Limited by")
+
+
+def test_ranks_late_in_turns(one, two):
+    text = explain_scaling([one(), two([{"wait_s": 0.03}, {"wait_s": 0.028}])])
+    assert named(text) == ["late"]
+    assert "28 ms to 30 ms a step" in text
+
+
+def test_input(one, two):
+    text = explain_scaling([one(), two([{"data_s": 0.04}] * 2)])
+    assert named(text) == ["input"]
+    assert "40 ms a step, and 1 ms with 1 process" in text
+
+
+def test_optimizer(tmp_path, write_run, two, contention):
+    before = summarize(write_run(tmp_path / "1", [{"optimizer_s": 0.08}], cpus=[0.99], probe=contention(1, alone_s=0.1)))
+    text = explain_scaling([before, two([{"optimizer_s": 0.08}] * 2)])
+    assert named(text) == ["optimizer"]
+    assert "40 ms are lost because every process repeats the whole update of 119.1k parameters: 80 ms, and 80 ms" in text
+    assert "Communication and update are paid once a step" in text
+
+
+def test_one_thread_uses_its_core_better(one, two, contention):
+    before = one(cpus=[1.98], threads=2, probe=contention(1, alone_s=0.1, alone_cpus=1.98))
+    text = explain_scaling([before, two([{"compute_s": 0.07}] * 2, probe=contention(2, alone_s=0.07))])
+    assert named(text) == ["threads gain", "cores"]
+    assert "30 ms are gained because a process with 1 thread uses its cores better" in text
+    assert "alone, a sequence takes a rank 8.66 ms of CPU time, and took 12.4 ms with 1 process" in text
+    assert "2 processes are worth it here" in text
+
+
+def test_small_pieces(one, two, contention):
+    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, probe=contention(2, alone_s=0.08))])
+    assert named(text) == ["small pieces"]
+    assert "pieces of 8 sequences" in text
+
+
+def test_unexplained_is_said(one, two):
+    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2)])
+    assert named(text) == ["unexplained"]
+    assert "30 ms remain unexplained" in text
+
+
+def test_what_was_not_measured_is_said_and_never_zero(one, two):
+    text = explain_scaling([one(cpus=None, probe=None), two([{"data_s": None}] * 2, cpus=None, probe=None)])
+    assert named(text) == ["unmeasured"]
+    assert "on how many cores the processes ran" in text
+    assert "beside the others (--probe measures it)" in text
+    assert "waiting for input" in text
+
+
+def test_compute_not_measured(one, two):
+    text = explain_scaling([one(), two([{"compute_s": None}] * 2)])
+    assert "Not measured: forward and backward" in text
+    assert "cores the processes ran" not in text
+
+
+def test_a_busy_machine_is_told_before_any_cause(one, two, contention):
+    text = explain_scaling([one(cpus=[0.5], probe=None), two(probe=contention(2, alone_cpus=0.6), cpus=[0.6] * 2)])
+    assert "0.50 cores for 1 thread of a process when there was 1, 0.60 cores for 1 thread of a process when" in text
+    assert text.endswith("Measure again when nothing else runs on the machine, and decide then.")
+
+
+def test_the_largest_cause_comes_first(one, two):
+    assert named(explain_scaling([one(), two([{"data_s": 0.02, "exposed_sync_s": 0.05}] * 2)])) == ["communication", "input"]
+    assert named(explain_scaling([one(), two([{"data_s": 0.05, "exposed_sync_s": 0.02}] * 2)])) == ["input", "communication"]
+
+
+def test_every_process_with_a_batch_of_its_own(one, two):
+    cost = {"data_s": 0.001, "compute_s": 0.1, "optimizer_s": 0.004, "exposed_sync_s": 0.03}
+    text = explain_scaling([one(), two([cost] * 2, tokens=[1024, 1024])])
+    assert named(text) == ["communication"]
+    assert "With 1 times the work a process and nothing lost, a step would take 105 ms" in text
+    assert "losses cannot be compared" in text
+
+
+def test_a_run_without_steps_is_left_out(tmp_path, write_run, one, two):
+    failed = summarize(write_run(tmp_path / "4", [{}] * 4, steps=0, verdict="failed"))
+    text = explain_scaling([one(), two(), failed])
+    assert text.startswith("The run with 4 processes recorded no step (failed): it is left out.")
+    assert "2.00 times as many" in text
+    assert "Nothing to compare" in explain_scaling([one()])
+    assert "Nothing to compare" in explain_scaling([])
+
+
+def test_the_losses_say_whether_it_is_the_same_model(one, two):
+    assert "equal to the last digit, so the same model was learned" in explain_scaling([one(), two()])
+    close = two(losses=lambda step: 3.0000003 / (step + 1))
+    assert "agree to 7 digits, so the same model" in explain_scaling([one(), close])
+    far = two(losses=lambda step: 3.3 / (step + 1))
+    assert "differ by up to 0.1 times their size over 20 common steps: more than" in explain_scaling([one(), far])
+    assert "as they may with dropout" in explain_scaling([one(dropout=0.2), far])
+    assert "losses were not measured" in explain_scaling([one(), two(losses=lambda step: None)])
+
+
+def test_two_machines_get_two_paragraphs(one, two, contention):
+    """The same run directories but for the probe: only what was measured beside the steps differs."""
+    slow = [{"compute_s": 0.09}] * 2
+    crowded = explain_scaling([one(), two(slow, cpus=[0.56] * 2, probe=contention(2, together_s=0.09, together_cpus=0.55))])
+    full_bus = explain_scaling([one(), two(slow, probe=contention(2, together_s=0.09, copy_together_Bps=6e9))])
+    assert named(crowded) == ["other programs"]
+    assert named(full_bus) == ["memory"]
+
+
+def test_one_rank(one):
+    story = explain_run(one())
+    assert len(story) == 3
+    assert "105 ms (p50; p95 105 ms): 9.8k tokens/s" in story[0]
+    assert "100 ms forward and backward (95%), 4 ms the update of the weights (4%)" in story[1]
+    assert "1 process with 1 thread on 2 cores: while it had work, a rank ran on 0.99 cores" in story[2]
+    assert limit(one()) == "Limited by forward and backward: 95% of each step."
+
+
+def test_two_ranks_in_step(two):
+    story = " ".join(explain_run(two([{"exposed_sync_s": 0.005}] * 2)))
+    assert "No rank holds the others up" in story
+    assert "480.0 kB in them, 24.0 MB/s" in story
+    assert "which hides 75% of their time" in story
+    assert "sharing the machine costs nothing" in story
+
+
+def test_a_run_of_which_little_was_measured(two):
+    story = " ".join(explain_run(two([{"wait_s": None, "exposed_sync_s": None}] * 2, cpus=None, sync_s=None)))
+    assert "waiting for other ranks was not measured" in story
+    assert "How long the ranks wait for each other was not measured." in story
+    assert "How long the all-reduces take was not measured." in story
+    assert "on how many cores they really ran was not measured" in story
+
+
+def test_no_steps(tmp_path, write_run):
+    assert explain_run(summarize(write_run(tmp_path / "r", [{}], steps=0))) == [
+        "No step was recorded, so there is nothing to explain."
+    ]
+
+
+def test_gpus_are_not_explained_by_cores(one, two):
+    text = explain_scaling([one(device="H200", cpus=[1.0]), two(device="H200", cpus=[1.0] * 2)])
+    assert named(text) == []
+    assert "cores" not in text

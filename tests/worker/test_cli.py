@@ -1,0 +1,193 @@
+"""The verbs as a person uses them: from a shell, in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from evener.core.rundir import RunDir
+
+from .conftest import TIMEOUT_S, wait_until
+
+EVENER = [sys.executable, "-c", "from evener.cli.main import main; main()"]
+TINY = ("--model", "tiny", "--eval-tokens", "1024", "--threads", "1")
+
+
+def evener(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*EVENER, *args], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@pytest.fixture
+def started(tmp_path, corpus):
+    """A run of two ranks that would take hours, some steps after its start: its launcher and its run directory."""
+    argv = ["train", "--data", str(corpus), *TINY, "--ranks", "2", "--steps", "1000000", "--eval-every", "0"]
+    with (tmp_path / "told").open("w") as told:
+        process = subprocess.Popen([*EVENER, *argv, "--out", "run"], cwd=tmp_path, stdout=told, stderr=told)
+    run = RunDir(tmp_path / "run")
+    wait_until(lambda: run.steps_path(1).exists() and len(run.records(1)) > 3, (tmp_path / "told").read_text)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 3  # torchrun and two workers
+    yield process, run, family
+    for member in [*family, psutil.Process(process.pid)] if process.poll() is None else family:
+        if member.is_running():
+            member.kill()
+
+
+def assert_all_gone(family: list[psutil.Process]) -> None:
+    psutil.wait_procs(family, timeout=20)
+    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_train_verify_sample_report(tmp_path, corpus):
+    flags = ("--data", str(corpus), *TINY, "--ranks", "2", "--steps", "6", "--out", "a run")
+    trained = evener(tmp_path, "train", *flags, "--json")
+    assert trained.returncode == 0, trained.stderr
+    result = json.loads(trained.stdout)
+    assert result["verdict"] == "finished"
+    assert result["replicas_agree"] is True
+    assert result["tokens_per_s"] > 0
+    assert len(result["ranks"]) == 2
+    assert set(result["ranks"][0]["cost"]) == {"data_s", "compute_s", "exposed_sync_s", "wait_s", "optimizer_s"}
+    run = RunDir(tmp_path / "a run")
+    assert run.manifest().params_by_group["MLP"] == 65536
+
+    again = evener(tmp_path, "train", *flags)
+    assert again.returncode == 2
+    assert again.stderr.startswith("error: --out a run: holds a run already")
+
+    verified = evener(tmp_path, "verify", "a run", "--json")
+    assert verified.returncode == 0, verified.stderr
+    assert json.loads(verified.stdout)["largest_difference"] == 0
+
+    first, second = (evener(tmp_path, "sample", "a run", "--prompt", "She ", "--num-tokens", "20") for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("She ")
+    assert len(first.stdout) > 10
+    assert first.stdout == second.stdout
+
+    reported = evener(tmp_path, "report", "a run")
+    assert reported.returncode == 0, reported.stderr
+    assert Path(tmp_path, reported.stdout.strip()).read_text().startswith("<!")
+
+
+def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):
+    shown = evener(
+        tmp_path, "train", "--data", str(corpus), *TINY, "--ranks", "2", "--out", "run", "--dry-run", "--json"
+    )
+    told = json.loads(shown.stdout)
+    assert told["argv"][1:3] == ["-m", "torch.distributed.run"]
+    assert "--nproc-per-node=2" in told["argv"]
+    assert told["env"]["OMP_NUM_THREADS"] == "1"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, started):
+    process, run, family = started
+    process.send_signal(signal.SIGINT)
+    assert process.wait(TIMEOUT_S) == 130
+    assert_all_gone(family)
+    manifest = run.manifest()
+    assert manifest.verdict == "stopped"
+    assert run.checkpoint_steps()[-1] == manifest.result.steps > 3
+    assert f"evener train --resume {run.path.name}" in (tmp_path / "told").read_text()
+
+    steps = manifest.result.steps + 5
+    resumed = evener(tmp_path, "train", "--resume", "run", "--steps", str(steps), "--lr", "0.0001", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [record.step for record in run.records(1)] == list(range(steps))
+
+
+def test_the_launcher_killed_takes_the_run_with_it(started):
+    process, _, family = started
+    process.kill()
+    process.wait()
+    assert_all_gone(family)
+
+
+def test_a_rank_killed_is_named(tmp_path, started):
+    process, run, family = started
+    pid = run.manifest().ranks[1].pid
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait(TIMEOUT_S) == 1
+    assert_all_gone(family)
+    told = (tmp_path / "told").read_text()
+    assert "error: rank 1 was killed by SIGKILL" in told
+    assert "Traceback" not in told
+    assert run.manifest().verdict == "failed"
+
+
+def test_max_s_stops_and_saves(tmp_path, corpus):
+    done = evener(
+        tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "1000000", "--max-s", "1", "--out", "run", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == "stopped"
+
+
+def test_bench(tmp_path, corpus):
+    argv = ["bench", "--data", str(corpus), "--model", "tiny", "--seconds", "2", "--ranks", "1", "--ranks", "2"]
+    done = evener(tmp_path, *argv)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "bench"
+    assert json.loads((folder / "bench.json").read_text())["series"] == {"verbs": ["verbs-1", "verbs-2"]}
+    assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert Path(tmp_path, done.stdout.strip()).samefile(folder / "report.html")
+    assert "speed-up" in done.stderr
+    one, two = (RunDir(folder / f"verbs-{n}").records(0) for n in (1, 2))
+    common = min(len(one), len(two))
+    assert common > 3
+    assert [r.loss for r in two[:common]] == pytest.approx([r.loss for r in one[:common]], rel=1e-4)
+
+    again = evener(tmp_path, *argv)
+    assert again.returncode == 2
+    assert "exists and is not empty" in again.stderr
+    forced = evener(tmp_path, *argv, "--force", "--json")
+    assert forced.returncode == 0, forced.stderr
+    series = json.loads(forced.stdout)["series"]["verbs"]
+    assert [run["run_dir"] for run in series["runs"]] == ["runs/bench/verbs-1", "runs/bench/verbs-2"]
+    assert series["largest_loss_gap"] < 1e-4
+    assert len(series["explanation"]) > 100
+
+
+def test_lab01_to_the_letter(tmp_path, corpus):
+    done = evener(tmp_path, "bench", "--preset", "lab01", "--data", str(corpus))
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "experiments" / "35-ddp-cpu"
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"timings.jsonl", "scaling.png", "manifest.json", "state-rank-0.pt", "state-rank-1.pt", "runs"}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    block_g = ("seed", "lab", "backend", "world_size", "model_params", "steps", "allreduce_p50_ms", "allreduce_p95_ms",
+               "tokens_per_sec_1proc", "tokens_per_sec_2proc", "byte_equivalent", "lesson_notes")  # fmt: skip
+    assert [key for key in manifest if key in block_g] == list(block_g)
+    assert (manifest["seed"], manifest["lab"], manifest["backend"]) == (35000, "01-ddp-on-cpu", "gloo")
+    assert (manifest["world_size"], manifest["steps"]) == (2, 100)
+    assert manifest["byte_equivalent"] is True
+    assert manifest["largest_difference"] == 0.0
+    assert 0 < manifest["allreduce_p50_ms"] <= manifest["allreduce_p95_ms"]
+    assert len(manifest["lesson_notes"]) > 100
+
+    total = len((corpus / "train.jsonl").read_text().splitlines())
+    assert sum(manifest["sentences"]) == manifest["sentences_total"] == total
+    assert manifest["first_sentence"][0] != manifest["first_sentence"][1]
+
+    timings = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    assert [timing["step"] for timing in timings] == list(range(100))
+    assert timings[-1]["loss"] < timings[0]["loss"]
+    # Variant A (barrier brackets) and variant B (hook) time the same thing: what communication adds to backward.
+    bracket, exposed = manifest["variant_a_mean_p50_p95_ms"][1], manifest["exposed_mean_p50_p95_ms"][1]
+    assert bracket == pytest.approx(exposed, abs=max(2.0, exposed))
+
+    verified = evener(tmp_path, "verify", str(folder))
+    assert verified.returncode == 0, verified.stderr
+    assert "agree to the bit" in verified.stdout
+    again = evener(tmp_path, "bench", "--preset", "lab01", "--data", str(corpus))
+    assert again.returncode == 2
+    assert "--force" in again.stderr
+    assert evener(tmp_path, "report", str(folder / "runs" / "2-process")).returncode == 0
