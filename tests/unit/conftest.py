@@ -76,7 +76,7 @@ def write_run(
     if result is None and verdict == "finished":
         result = Result(
             steps=steps,
-            loss=losses(steps - 1),
+            loss=losses(steps - 1) if steps else None,
             val_loss=1.25,
             replicas_agree=True if num > 1 else None,
             peak_memory_bytes=[400_000_000] * num,

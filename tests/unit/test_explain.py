@@ -55,7 +55,7 @@ def test_nothing_lost(one, two):
     assert "2.00 times as many" in text
     assert "There was room for more: 0.99 cores were at work before, and now 1.98 are." in text
     assert text.endswith("2 processes are worth it here.")
-    assert "as good as that" in text
+    assert "next to nothing was lost" in text
 
 
 def test_memory_bandwidth(one, two, contention):
@@ -104,7 +104,7 @@ def test_more_processes_than_cores(one, two, contention):
     costs = [{"compute_s": 0.05, "wait_s": 0.06}, {"compute_s": 0.05, "wait_s": 0.055}]
     text = explain_scaling([one(cores=1), two(costs, cores=1)])
     assert named(text) == ["overbooked"]
-    assert "On 1 cores" not in text
+    assert text.endswith("Use 1 process here. No more processes can compute at the same time than there are cores, 1.")
 
 
 def test_other_programs(one, two, contention):
@@ -130,7 +130,7 @@ def test_communication(one, two):
         ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"cpus": [0.51, 0.99]}, "its core or its memory is slower"),
         ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"cpus": None}, "whether it was really running was not measured"),
         ([{"wait_s": 0.05}, {"data_s": 0.0505}], {}, "waiting for input, rank 0"),
-        ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"tokens": [400, 624]}, "its share of the batch is larger, 624 tokens"),
+        ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"tokens": [400, 624]}, "its share of the batch is larger, 624"),
     ],
 )
 def test_straggler(one, two, costs, other, why):
@@ -139,7 +139,7 @@ def test_straggler(one, two, costs, other, why):
     assert named(text) == ["straggler"]
     assert "50 ms are lost waiting for rank 1, the slowest: " in text
     assert why in text
-    assert "Give rank 1" in text
+    assert text.endswith("What slows rank 1 slows all: look there first.")
     story = " ".join(explain_run(run))
     assert "Rank 1 is the straggler: it waits least, 0 µs a step, and rank 0 waits 50 ms for it" in story
     assert why in story
@@ -147,7 +147,7 @@ def test_straggler(one, two, costs, other, why):
 
 
 def test_ranks_late_in_turns(one, two):
-    text = explain_scaling([one(), two([{"wait_s": 0.03}, {"wait_s": 0.028}])])
+    text = explain_scaling([one(), two([{"wait_s": 0.03}, {"wait_s": 0.028, "compute_s": 0.052}])])
     assert named(text) == ["late"]
     assert "28 ms to 30 ms a step" in text
 
@@ -159,10 +159,11 @@ def test_input(one, two):
 
 
 def test_optimizer(tmp_path, write_run, two, contention):
-    before = summarize(write_run(tmp_path / "1", [{"optimizer_s": 0.08}], cpus=[0.99], probe=contention(1, alone_s=0.1)))
-    text = explain_scaling([before, two([{"optimizer_s": 0.08}] * 2)])
+    slow = {"optimizer_s": 0.08}
+    before = summarize(write_run(tmp_path / "1", [slow], cpus=[0.99], probe=contention(1, alone_s=0.1)))
+    text = explain_scaling([before, two([slow, slow])])
     assert named(text) == ["optimizer"]
-    assert "40 ms are lost because every process repeats the whole update of 119.1k parameters: 80 ms, and 80 ms" in text
+    assert "40 ms are lost because every process repeats the whole update of 119.1k parameters: 80 ms, and 80" in text
     assert "Communication and update are paid once a step" in text
 
 
@@ -208,15 +209,18 @@ def test_a_busy_machine_is_told_before_any_cause(one, two, contention):
 
 
 def test_the_largest_cause_comes_first(one, two):
-    assert named(explain_scaling([one(), two([{"data_s": 0.02, "exposed_sync_s": 0.05}] * 2)])) == ["communication", "input"]
-    assert named(explain_scaling([one(), two([{"data_s": 0.05, "exposed_sync_s": 0.02}] * 2)])) == ["input", "communication"]
+    far, slow = {"data_s": 0.02, "exposed_sync_s": 0.05}, {"data_s": 0.05, "exposed_sync_s": 0.02}
+    assert named(explain_scaling([one(), two([far, far])])) == ["communication", "input"]
+    assert named(explain_scaling([one(), two([slow, slow])])) == ["input", "communication"]
 
 
 def test_every_process_with_a_batch_of_its_own(one, two):
     cost = {"data_s": 0.001, "compute_s": 0.1, "optimizer_s": 0.004, "exposed_sync_s": 0.03}
     text = explain_scaling([one(), two([cost] * 2, tokens=[1024, 1024])])
     assert named(text) == ["communication"]
-    assert "With 1 times the work a process and nothing lost, a step would take 105 ms" in text
+    assert (
+        "Every process had a batch of its own: with nothing lost, a step would still take 105 ms; it took 135" in text
+    )
     assert "losses cannot be compared" in text
 
 
@@ -231,7 +235,7 @@ def test_a_run_without_steps_is_left_out(tmp_path, write_run, one, two):
 
 def test_the_losses_say_whether_it_is_the_same_model(one, two):
     assert "equal to the last digit, so the same model was learned" in explain_scaling([one(), two()])
-    close = two(losses=lambda step: 3.0000003 / (step + 1))
+    close = two(losses=lambda step: 3.0000001 / (step + 1))
     assert "agree to 7 digits, so the same model" in explain_scaling([one(), close])
     far = two(losses=lambda step: 3.3 / (step + 1))
     assert "differ by up to 0.1 times their size over 20 common steps: more than" in explain_scaling([one(), far])
@@ -242,8 +246,10 @@ def test_the_losses_say_whether_it_is_the_same_model(one, two):
 def test_two_machines_get_two_paragraphs(one, two, contention):
     """The same run directories but for the probe: only what was measured beside the steps differs."""
     slow = [{"compute_s": 0.09}] * 2
-    crowded = explain_scaling([one(), two(slow, cpus=[0.56] * 2, probe=contention(2, together_s=0.09, together_cpus=0.55))])
-    full_bus = explain_scaling([one(), two(slow, probe=contention(2, together_s=0.09, copy_together_Bps=6e9))])
+    without_cores = contention(2, together_s=0.09, together_cpus=0.55)
+    without_bandwidth = contention(2, together_s=0.09, copy_together_Bps=6e9)
+    crowded = explain_scaling([one(), two(slow, probe=without_cores)])
+    full_bus = explain_scaling([one(), two(slow, probe=without_bandwidth)])
     assert named(crowded) == ["other programs"]
     assert named(full_bus) == ["memory"]
 

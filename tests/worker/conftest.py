@@ -16,7 +16,8 @@ from evener.core.rundir import RunDir
 from evener.launch.torchrun import module_argv
 
 TIMEOUT_S = 180
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# Tests share the cores: a thread that waits must not keep one busy.
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,16 @@ import pytest
 
 from evener.core.rundir import RunDir
 
-from .conftest import TIMEOUT_S, wait_until
+from .conftest import ENV, TIMEOUT_S, wait_until
 
 EVENER = [sys.executable, "-c", "from evener.cli.main import main; main()"]
 TINY = ("--model", "tiny", "--eval-tokens", "1024", "--threads", "1")
 
 
 def evener(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*EVENER, *args], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return subprocess.run(
+        [*EVENER, *args], cwd=cwd, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def started(tmp_path, corpus):
     """A run of two ranks that would take hours, some steps after its start: its launcher and its run directory."""
     argv = ["train", "--data", str(corpus), *TINY, "--ranks", "2", "--steps", "1000000", "--eval-every", "0"]
     with (tmp_path / "told").open("w") as told:
-        process = subprocess.Popen([*EVENER, *argv, "--out", "run"], cwd=tmp_path, stdout=told, stderr=told)
+        process = subprocess.Popen([*EVENER, *argv, "--out", "run"], cwd=tmp_path, env=ENV, stdout=told, stderr=told)
     run = RunDir(tmp_path / "run")
     wait_until(lambda: run.steps_path(1).exists() and len(run.records(1)) > 3, (tmp_path / "told").read_text)
     family = psutil.Process(process.pid).children(recursive=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpe
 from evener.core.step import StepCost, StepRecord, split_blocked
 from evener.core.units import percentile
 from evener.corpus.tokenizer import load_tokenizer
+from evener.launch.local import session
 from evener.launch.tool import lines_of
 from evener.launch.torchrun import module_argv
 from evener.plan.cost import ring_all_reduce_bytes
@@ -84,7 +84,7 @@ def _fill(corpus_path: Path, folder: Path, out: Path, tell: Callable[[str], None
                "threads": threads}  # fmt: skip
         tell(f"{num_ranks} {'process' if num_ranks == 1 else 'processes'}: {STEPS} steps")
         started = time.time()
-        _launch(num_ranks, json.dumps(lab), work / "log.txt")
+        _launch(num_ranks, threads, json.dumps(lab), work / "log.txt")
         read = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
         shards = [lines[0] for lines in read]
         rows = read[0][1:]
@@ -138,11 +138,10 @@ def _sentences(corpus_path: Path) -> list[str]:
         raise UsageError(f"{path}: {error.strerror}", hint="evener data verbs makes the lab's corpus") from None
 
 
-def _launch(num_ranks: int, lab: str, log: Path) -> None:
-    with log.open("wb") as file:
-        status = subprocess.run(
-            module_argv(num_ranks, "evener.worker.lab01", [lab], log.parent), stdin=subprocess.DEVNULL, stdout=file, stderr=file
-        ).returncode
+def _launch(num_ranks: int, threads: int, lab: str, log: Path) -> None:
+    argv = module_argv(num_ranks, "evener.worker.lab01", [lab], log.parent)
+    with session(argv, {"OMP_NUM_THREADS": str(threads)}, log) as process:
+        status = process.wait()
     if status != 0:
         raise RunError(f"the lab's {num_ranks} processes failed", output=log.read_text(errors="replace")[-2000:])
 

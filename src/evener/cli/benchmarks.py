@@ -131,7 +131,7 @@ def _prepared(corpus: str, console: Console) -> str:
 
         prepare: Callable[..., Any] = {"data/verbs": data.verbs, "data/python": data.python}[corpus]
         console.print(f"preparing {corpus}")
-        prepare(out=corpus)
+        prepare(out=Path(corpus))
     return corpus
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from evener.corpus.text import Progress
     from evener.corpus.write import Prepared
 
@@ -137,7 +135,14 @@ def _progress() -> Iterator[Progress]:
     """On a terminal a bar with rate and end; elsewhere a plain line every five seconds. All on stderr."""
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            TaskID,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
         from rich.progress import Progress as Bars
 
         columns = (

@@ -4,8 +4,8 @@ A wrong id would end as an index error deep in an embedding, or on a GPU as a ke
 command line calls `check_token_ids` before a launch: one pass at the speed of the disk, far below a second for a corpus
 that is in the page cache. Where the vocabulary fills the type there is nothing to find, and nothing is read.
 
-A worker that reads tokens of its own accord (and may not import this layer) has the same check per batch: compare
-`ids.max()` with `corpus.vocab_size` and raise `evener.core.corpus.beyond_vocabulary`.
+Code that reads batches on its own has the same check at no cost: compare `ids.max()` with `corpus.vocab_size` and raise
+`evener.core.corpus.beyond_vocabulary`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,21 +47,8 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False) -> Manifest:
     (rundir.path / "logs").mkdir(parents=True, exist_ok=True)
     log_path = rundir.path / "logs" / "launcher.log"
     before = len(rundir.events())
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            worker_argv(spec, resume=resume),
-            env=os.environ | worker_env(spec),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )
-    try:
-        with _forwarding_signals(process):
-            status = _follow(process, rundir, before, observe)
-    finally:
-        _end_all(process)
+    with session(worker_argv(spec, resume=resume), worker_env(spec), log_path) as process:
+        status = _follow(process, rundir, before, observe)
     if status != 0:
         error = _failure(rundir, before, process.pid, status, log_path)
         if created and not rundir.is_run():
@@ -71,6 +58,26 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False) -> Manifest:
             rundir.write_manifest(msgspec.structs.replace(manifest, verdict="failed", ended=time.time()))
         raise error
     return rundir.manifest()
+
+
+@contextlib.contextmanager
+def session(argv: list[str], env: dict[str, str], log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that runs in a session of its own; when the block is left, nothing of that session is alive."""
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            argv,
+            env=os.environ | env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+    try:
+        with _forwarding_signals(process):
+            yield process
+    finally:
+        _end_all(process)
 
 
 def _follow(process: subprocess.Popen[bytes], rundir: RunDir, before: int, observe: Observer) -> int:
@@ -94,7 +101,7 @@ def _follow(process: subprocess.Popen[bytes], rundir: RunDir, before: int, obser
 
 
 @contextlib.contextmanager
-def _forwarding_signals(process: subprocess.Popen[bytes]) -> Any:
+def _forwarding_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Ctrl-C and SIGTERM ask the workers to save and leave; a second one ends them at once."""
     asked = 0
 

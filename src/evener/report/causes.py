@@ -23,10 +23,9 @@ from evener.report.ranks import (
     is_overbooked,
     last_done,
     mean,
-    num_threads,
     on_cpus,
     per_sequence_s,
-    processes,
+    plural,
     sequences,
     straggles,
     why_slow,
@@ -171,7 +170,7 @@ def _cores_because(c: Comparison, cost_s: float) -> str:
     if cost_s < 0:
         return f"because each of the {c.num} processes runs on {now} cores, where {_few(c)} ran on {before}"
     more = c.num * c.many_cpus / (c.num_few * (c.few_cpus or 1.0))
-    ran = f"{_few(c)} ran on {before} of the {c.many.cores} cores with {num_threads(c.few.threads)}"
+    ran = f"{_few(c)} ran on {before} of the {c.many.cores} cores with {plural(c.few.threads, 'thread')}"
     if more < CLEAR:
         return f"because the cores were taken already: {ran}, and each of the {c.num} has {now}: no core was added"
     return (
@@ -193,15 +192,15 @@ def _turns_s(c: Comparison) -> float | None:
 def _turns_because(c: Comparison, cost_s: float) -> str:
     if is_overbooked(c.many):
         return (
-            f"because {c.num * c.many.threads} threads share {c.many.cores} cores: the ranks take turns, and one waits "
-            f"while another computes"
+            f"because {c.num * c.many.threads} threads share {plural(c.many.cores, 'core')}: the ranks take turns, and one "
+            f"waits while another computes"
         )
     contention = c.many.manifest.contention
     running = mean(contention.together_cpus) if contention else cpus_at_work(c.many, c.many_rank) or 0.0
     alone = f" and {c.many_cpus:.2f} when it computed alone" if contention else ""
     return (
-        f"because other programs took the cores: a rank had {running:.2f} for its {num_threads(c.many.threads)} while "
-        f"all computed{alone}"
+        f"because other programs took the cores: a rank had {running:.2f} for its "
+        f"{plural(c.many.threads, 'thread')} while all computed{alone}"
     )
 
 
@@ -209,9 +208,9 @@ def _turns_advice(c: Comparison) -> str:
     if not is_overbooked(c.many):
         return "Measure again when nothing else runs on the machine."
     if c.num > c.many.cores:
-        return f"On {c.many.cores} cores no more than {processes(c.many.cores)} can compute at the same time."
+        return f"No more processes can compute at the same time than there are cores, {c.many.cores}."
     threads = c.many.cores // c.num
-    return f"If {processes(c.num)}, then with {num_threads(threads)} each: --threads {threads}."
+    return f"If {plural(c.num, 'process')}, then with {plural(threads, 'thread')} each: --threads {threads}."
 
 
 # --- efficiency: a core gets through a sequence faster or slower, with nobody beside it -------------------------------
@@ -220,11 +219,11 @@ def _turns_advice(c: Comparison) -> str:
 def _efficiency_because(c: Comparison, cost_s: float) -> str:
     before, now = seconds(per_sequence_s(c.few)), seconds(per_sequence_s(c.many))
     time = "CPU time" if on_cpus(c.many) else "time"
-    figures = f"alone, a sequence takes a rank {now} of {time}, and took {before} with {processes(c.num_few)}"
+    figures = f"alone, a sequence takes a rank {now} of {time}, and took {before} with {plural(c.num_few, 'process')}"
     if cost_s < 0 and c.many.threads < c.few.threads:
         return (
-            f"because a process with {num_threads(c.many.threads)} uses its cores better than one that divides every "
-            f"operation among {c.few.threads} threads, which wait for each other: {figures}"
+            f"because a process with {plural(c.many.threads, 'thread')} uses its cores better than one that divides "
+            f"every operation among {c.few.threads} threads, which wait for each other: {figures}"
         )
     if cost_s > 0 and sequences(c.many)[0] < sequences(c.few)[0]:
         return f"because pieces of {sequences(c.many)[0]} sequences are worked less efficiently: {figures}"
@@ -283,16 +282,16 @@ def _communication_because(c: Comparison, cost_s: float) -> str:
 def _optimizer_because(c: Comparison, cost_s: float) -> str:
     before, now = seconds(c.few_rank.typical.optimizer_s), seconds(c.many_rank.typical.optimizer_s)
     if cost_s < 0:
-        return f"in the update: it takes {now}, and took {before} with {processes(c.num_few)}"
+        return f"in the update: it takes {now}, and took {before} with {plural(c.num_few, 'process')}"
     return (
         f"because every process repeats the whole update of {count(c.many.manifest.num_params)} parameters: {now}, and "
-        f"{before} with {processes(c.num_few)}"
+        f"{before} with {plural(c.num_few, 'process')}"
     )
 
 
 def _input_because(c: Comparison, cost_s: float) -> str:
     before, now = seconds(c.few_rank.typical.data_s), seconds(c.many_rank.typical.data_s)
-    return f"waiting for input: {now} a step, and {before} with {processes(c.num_few)}"
+    return f"waiting for input: {now} a step, and {before} with {plural(c.num_few, 'process')}"
 
 
 def _larger_batch(c: Comparison) -> str:
@@ -306,8 +305,8 @@ def _larger_batch(c: Comparison) -> str:
         if speedup > WORTH_IT and speedup > WORTH_IT * work * c.few_s / c.many_s:
             return (
                 f"Communication and update are paid once a step: with --batch {factor * batch} they would fall from "
-                f"{once_s / c.many_s:.0%} to {once_s / many_s:.0%} of it, and {processes(c.num)} train about "
-                f"{speedup:.2f} times the tokens/s of {processes(c.num_few)}."
+                f"{once_s / c.many_s:.0%} to {once_s / many_s:.0%} of it, and {plural(c.num, 'process')} train about "
+                f"{speedup:.2f} times the tokens/s of {plural(c.num_few, 'process')}."
             )
     return ""
 
@@ -376,7 +375,7 @@ CAUSES: tuple[Cause, ...] = (
         cost_s=lambda c: c.growth_s("wait_s") if straggles(c.many) else 0.0,
         because=_straggler_because,
         unmeasured=_WAIT,
-        advice=lambda c: f"Give rank {last_done(c.many).rank} a core of its own or a smaller share of the batch.",
+        advice=lambda c: f"What slows rank {last_done(c.many).rank} slows all: look there first.",
     ),
     Cause(
         name="late",

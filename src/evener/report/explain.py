@@ -13,9 +13,8 @@ from evener.report.ranks import (
     is_overbooked,
     last_done,
     mean,
-    num_threads,
     on_cpus,
-    processes,
+    plural,
     straggles,
     why_slow,
 )
@@ -73,8 +72,8 @@ def _pace(summary: Summary) -> str:
         return text
     return (
         f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and computes "
-        "gradients on its own part of the batch. Before the update the ranks add their gradients up, which is called an "
-        "all-reduce. So all of them take the same step, and the replicas stay equal."
+        "gradients on its own part of the batch. Before the update the ranks add their gradients up, which is called "
+        "an all-reduce. So all of them take the same step, and the replicas stay equal."
     )
 
 
@@ -119,7 +118,7 @@ def _waiting(summary: Summary) -> str:
     )
     if not is_overbooked(summary):
         return text + "."
-    return f"{text}, because {_all_threads(summary)} threads share {summary.cores} cores."
+    return f"{text}, because {_all_threads(summary)} threads share {plural(summary.cores, 'core')}."
 
 
 def _all_reduce(summary: Summary) -> str:
@@ -143,8 +142,8 @@ def _all_reduce(summary: Summary) -> str:
 
 
 def _cores(summary: Summary) -> str:
-    threads, num = num_threads(summary.threads), len(summary.ranks)
-    each = f"{processes(num)} with {threads}{' each' if num > 1 else ''} on {summary.cores} cores"
+    threads, num = plural(summary.threads, "thread"), len(summary.ranks)
+    each = f"{plural(num, 'process')} with {threads}{' each' if num > 1 else ''} on {plural(summary.cores, 'core')}"
     running = [cpus for rank in summary.ranks if (cpus := cpus_at_work(summary, rank)) is not None]
     if not running:
         return f"{each}: on how many cores they really ran was not measured."
@@ -152,7 +151,7 @@ def _cores(summary: Summary) -> str:
     if min(running) >= DISTURBED * summary.threads:
         text += ", so it was really running on its threads."
     elif is_overbooked(summary):
-        text += f"; {_all_threads(summary)} threads do not fit on {summary.cores} cores."
+        text += f"; {_all_threads(summary)} threads do not fit on {plural(summary.cores, 'core')}."
     else:
         text += f". It was not really running on its {threads}: {_disturbance(summary.threads)}."
     contention = summary.manifest.contention
@@ -185,7 +184,7 @@ def explain_scaling(summaries: Sequence[Summary]) -> str:
     """
     runs = sorted((run for run in summaries if run.step_p50_s), key=lambda run: run.manifest.world_size)
     sentences = [
-        f"The run with {processes(run.manifest.world_size)} recorded no step ({run.manifest.verdict}): it is left out."
+        f"The run with {_processes(run)} recorded no step ({run.manifest.verdict}): it is left out."
         for run in summaries
         if not run.step_p50_s
     ]
@@ -219,25 +218,28 @@ def speedup(run: Summary, base: Summary) -> float:
     return run.tokens_per_s / base.tokens_per_s
 
 
+def _processes(run: Summary) -> str:
+    return plural(run.manifest.world_size, "process")
+
+
 def _speeds(runs: list[Summary]) -> str:
     base = runs[0]
-    told = [f"{processes(base.manifest.world_size)} trained {count(base.tokens_per_s)} tokens/s"]
-    told += [
-        f"{processes(run.manifest.world_size)} {count(run.tokens_per_s)}, {speedup(run, base):.2f} times as many"
-        for run in runs[1:]
-    ]
+    told = [f"{_processes(base)} trained {count(base.tokens_per_s)} tokens/s"]
+    told += [f"{_processes(run)} {count(run.tokens_per_s)}, {speedup(run, base):.2f} times as many" for run in runs[1:]]
     return "; ".join(told) + "."
 
 
 def _difference(c: Comparison) -> str:
+    few_s, ideal_s = seconds(c.few_s), seconds(c.ideal_s)
     if math.isclose(c.share, c.num_few / c.num, rel_tol=0.05):
-        ideal = f"With the work of a step divided by {c.num / c.num_few:.2g} and nothing lost"
+        ideal = f"Divided by {c.num / c.num_few:.2g} with nothing lost, a step of {few_s} would take {ideal_s}"
+    elif math.isclose(c.share, 1.0, rel_tol=0.05):
+        ideal = f"Every process had a batch of its own: with nothing lost, a step would still take {ideal_s}"
     else:
-        ideal = f"With {c.share:.2g} times the work a process and nothing lost"
-    text = f"{ideal}, a step would take {seconds(c.ideal_s)} instead of {seconds(c.few_s)}; it took {seconds(c.many_s)}"
+        ideal = f"With {c.share:.2g} times the work and nothing lost, a step of {few_s} would take {ideal_s}"
     if abs(c.gap_s) < NAMED * c.many_s:
-        return f"{text}, as good as that."
-    return f"{text}, {seconds(abs(c.gap_s))} {'more' if c.gap_s > 0 else 'less'} than that."
+        return f"{ideal}; it took {seconds(c.many_s)}: next to nothing was lost."
+    return f"{ideal}; it took {seconds(c.many_s)}, {seconds(abs(c.gap_s))} {'more' if c.gap_s > 0 else 'less'}."
 
 
 def _disturbed(c: Comparison) -> list[str]:
@@ -249,7 +251,7 @@ def _disturbed(c: Comparison) -> list[str]:
             continue
         had = mean(contention.alone_cpus) if contention and num > 1 else cpus_at_work(run, rank)
         if had is not None and had < DISTURBED * min(run.threads, run.cores):
-            found.append(f"{had:.2f} cores for {num_threads(run.threads)} of a process when there {_were(num)}")
+            found.append(f"{had:.2f} cores for {plural(run.threads, 'thread')} of a process when there {_were(num)}")
             threads = max(threads, run.threads)
     if not found:
         return []
@@ -315,7 +317,7 @@ def _advice(runs: list[Summary], c: Comparison, losses: list[Cause]) -> list[str
         return ["Measure again when nothing else runs on the machine, and decide then."]
     helps = [text for cause in losses if (text := cause.advice(c))][:1]
     if speedup(best, base) < FASTER:
-        return [f"Use {processes(c.num_few)} here.", *helps]
+        return [f"Use {plural(c.num_few, 'process')} here.", *helps]
     verb = "is" if best.manifest.world_size == 1 else "are"
     more = "" if best is runs[-1] else f", more than {best.manifest.world_size} are not"
-    return [f"{processes(best.manifest.world_size)} {verb} worth it here{more}.", *helps]
+    return [f"{_processes(best)} {verb} worth it here{more}.", *helps]

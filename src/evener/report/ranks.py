@@ -18,20 +18,13 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def processes(num: int) -> str:
-    """
-    >>> processes(1), processes(2)
-    ('1 process', '2 processes')
-    """
-    return "1 process" if num == 1 else f"{num} processes"
+def plural(number: int, noun: str) -> str:
+    """A number of things.
 
-
-def num_threads(num: int) -> str:
+    >>> plural(1, "process"), plural(2, "process"), plural(2, "core")
+    ('1 process', '2 processes', '2 cores')
     """
-    >>> num_threads(1), num_threads(2)
-    ('1 thread', '2 threads')
-    """
-    return "1 thread" if num == 1 else f"{num} threads"
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 def last_done(summary: Summary) -> RankSummary:
@@ -110,7 +103,7 @@ def why_slow(summary: Summary, slow: RankSummary, fast: RankSummary) -> str:
         return compute
     if running is None or beside is None:
         return f"{compute}; whether it was really running was not measured"
-    threads = num_threads(summary.manifest.ranks[slow.rank].threads)
+    threads = plural(summary.manifest.ranks[slow.rank].threads, "thread")
     if beside > CLEAR * running:
         return (
             f"it was not always running: while it had work it had {running:.2f} cores for its {threads}, rank "
