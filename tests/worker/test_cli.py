@@ -14,7 +14,7 @@ import pytest
 
 from evener.core.rundir import RunDir
 
-from .conftest import ENV, TIMEOUT_S, wait_until
+from ..conftest import ENV, TIMEOUT_S, wait_until
 
 EVENER = [sys.executable, "-c", "from evener.cli.main import main; main()"]
 TINY = ("--model", "tiny", "--eval-tokens", "1024", "--threads", "1")

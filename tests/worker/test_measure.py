@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 import statistics
 import subprocess
-import sys
 
 import pytest
 
 from evener.core.rundir import RunDir
 from evener.core.step import PARTS
+from evener.launch.torchrun import module_argv
 from evener.report.summary import summarize
 
 
@@ -71,13 +71,14 @@ def test_waiting_is_charged_to_the_rank_that_waits(tmp_path, run_script):
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")
 def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus):
     """2(n-1)/n · P per rank and step, against the counter of a loopback that nobody else uses."""
+    flags = f"--data {corpus} --model tiny --width 256 --eval-tokens 64 --threads 1"
+    argv = " ".join(module_argv(3, "evener.worker", [], tmp_path))
     source = f"""
 set -e
 ip link set lo up
+export GLOO_SOCKET_IFNAME=docker0  # a run on one machine takes the loopback whatever is set or resolved
 sent() {{ cat /sys/class/net/lo/statistics/tx_bytes; }}
-run() {{ {sys.executable} -m torch.distributed.run --nproc-per-node=3 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 \
-    --local-addr=127.0.0.1 --log-dir={tmp_path} -m evener.worker --data {corpus} --model tiny --width 256 --eval-tokens 64 --threads 1 \
-    --out {tmp_path}/$1 --steps $2 > {tmp_path}/$1.log 2>&1; }}
+run() {{ {argv} {flags} --out {tmp_path}/$1 --steps $2 > {tmp_path}/$1.log 2>&1; }}
 a=$(sent); run short 5; b=$(sent); run long 45; c=$(sent)
 echo $((c - b - (b - a)))
 """

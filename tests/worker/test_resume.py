@@ -10,10 +10,11 @@ import time
 
 import psutil
 import pytest
-from .conftest import wait_until
 
 from evener.core.errors import CheckpointError
 from evener.core.rundir import read_checkpoint
+
+from ..conftest import wait_until
 
 STEPS = ("--steps", "40", "--checkpoint-every", "10", "--eval-every", "20", "--dropout", "0.1")
 

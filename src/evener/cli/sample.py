@@ -24,6 +24,7 @@ def sample(
 
     import msgspec
 
+    from evener.core.corpus import TOKENIZER_FILES
     from evener.core.errors import CheckpointError, UsageError
     from evener.core.rundir import RunDir, read_checkpoint
     from evener.corpus.tokenizer import load_tokenizer
@@ -40,7 +41,8 @@ def sample(
         raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
     folder = rundir.checkpoint_path(step if step is not None else steps[-1])
     read_checkpoint(folder)
-    tokenizer = load_tokenizer(manifest.corpus.path)
+    has_tokenizer = any((rundir.path / name).exists() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(rundir.path if has_tokenizer else manifest.corpus.path)
     request = {
         "checkpoint": str(folder),
         "shape": msgspec.to_builtins(manifest.shape),

@@ -36,6 +36,7 @@ from evener.core.errors import DataError
 FORMAT = 1
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
 SPLITS = ("train", "val")
+TOKENIZER_FILES = ("tokenizer.json", "meta.pkl")  # ours, nanoGPT's; its GPT-2 folders have none
 MIN_TOKENS = 2  # one token and the one to predict after it
 GPT2_VOCAB_SIZE = 50257
 PARTIAL_SUFFIX = ".partial"

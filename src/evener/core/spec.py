@@ -29,13 +29,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One table of the TOML file."""
 
 
-class DataSpec(Section):
+class DataSpec(Section, frozen=True, kw_only=True):
     """What is read."""
 
     data: Annotated[str, Meta(description="folder that `evener data` or nanoGPT prepared")] = "data/verbs"
 
 
-class ModelSpec(Section):
+class ModelSpec(Section, frozen=True, kw_only=True):
     """What is trained, and in which arithmetic."""
 
     model: Annotated[str, Meta(description="preset: tiny, char, gpt2, d4 … d20")] = "char"
@@ -54,7 +54,7 @@ class ModelSpec(Section):
     ] = "auto"
 
 
-class TrainSpec(Section):
+class TrainSpec(Section, frozen=True, kw_only=True):
     """How it is trained. The defaults are nanoGPT's for its character model on a small machine."""
 
     steps: Annotated[Count, Meta(description="optimizer steps")] = 200
@@ -71,14 +71,14 @@ class TrainSpec(Section):
     max_s: Annotated[NotNegative | None, Meta(description="save and stop after this many seconds")] = None
 
 
-class EvalSpec(Section):
+class EvalSpec(Section, frozen=True, kw_only=True):
     """How it is judged while it trains."""
 
     eval_every: Annotated[CountOrZero, Meta(description="steps between evaluations; 0: only at the end")] = 100
     eval_tokens: Annotated[Count, Meta(description="tokens of the validation split in one evaluation")] = 16384
 
 
-class CheckpointSpec(Section):
+class CheckpointSpec(Section, frozen=True, kw_only=True):
     """What is kept, and how the replicas are proved equal."""
 
     checkpoint_every: Annotated[CountOrZero, Meta(description="steps between checkpoints; 0: only at the end")] = 100
@@ -86,7 +86,7 @@ class CheckpointSpec(Section):
     verify_every: Annotated[CountOrZero, Meta(description="steps between replica checks; 0: only at the end")] = 100
 
 
-class MachineSpec(Section):
+class MachineSpec(Section, frozen=True, kw_only=True):
     """On what it runs."""
 
     ranks: Annotated[Few, Meta(description="processes on this machine")] = 1
@@ -96,7 +96,7 @@ class MachineSpec(Section):
     probe: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
 
 
-class RunSpec(Section):
+class RunSpec(Section, frozen=True, kw_only=True):
     """A whole run. `RunSpec()` trains nanoGPT's character model on the verb corpus."""
 
     out: Annotated[str | None, Meta(description="run directory [runs/DATE-MODEL-DATA]")] = None

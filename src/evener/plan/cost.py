@@ -12,8 +12,8 @@ def ring_all_reduce_bytes(size_bytes: int, num_ranks: int) -> int:
     return round(2 * (num_ranks - 1) / num_ranks * size_bytes)
 
 
-# What torch.compile costs and gains on one rank. Measured on 2 cores of an AMD EPYC (Zen 4), 2026-11; the GPU's row is an
-# assumption.
+# What torch.compile costs and gains on one rank. Measured on 2 cores of an AMD EPYC (Zen 4), 2026-11; the GPU's figures
+# are an assumption.
 COMPILE_S = {"cpu": 40.0, "cuda": 60.0}
 COMPILE_GAIN = {"cpu": 0.1, "cuda": 0.2}
 EAGER_FLOPS = {"cpu": 1e11, "cuda": 5e13}

@@ -192,8 +192,8 @@ def _turns_s(c: Comparison) -> float | None:
 def _turns_because(c: Comparison, cost_s: float) -> str:
     if is_overbooked(c.many):
         return (
-            f"because {c.num * c.many.threads} threads share {plural(c.many.cores, 'core')}: the ranks take turns, and one "
-            f"waits while another computes"
+            f"because {c.num * c.many.threads} threads share {plural(c.many.cores, 'core')}: the ranks take turns, and "
+            f"one waits while another computes"
         )
     contention = c.many.manifest.contention
     running = mean(contention.together_cpus) if contention else cpus_at_work(c.many, c.many_rank) or 0.0

@@ -81,8 +81,8 @@ class Group:
 def leave(status: int) -> NoReturn:
     """End the process without taking the interpreter apart.
 
-    On a busy machine one of Gloo's threads may still be about to let go of a tensor. It needs the interpreter's lock for
-    that, and an interpreter that is ending kills a thread that asks:
+    On a busy machine one of Gloo's threads may still be about to let go of a tensor. That needs the interpreter's lock,
+    and an interpreter that is ending kills a thread that asks for it:
 
         main thread      barrier done, destroy_process_group, Py_Finalize
         Gloo's thread    … preempted …                                    drop tensor → take lock → std::terminate

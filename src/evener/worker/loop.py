@@ -64,8 +64,9 @@ def build(resolved: Resolved) -> GPT:
     if spec.init_from is not None and resolved.resume is None:
         shape, weights = load_gpt2(Path(spec.init_from), resolved.shape.num_heads)
         if shape != msgspec.structs.replace(resolved.shape, dropout=shape.dropout):
+            difference = _difference(shape, resolved.shape)
             raise UsageError(
-                f"--init-from {spec.init_from}: its shape is not that of --model {spec.model}: {_difference(shape, resolved.shape)}",
+                f"--init-from {spec.init_from}: its shape is not that of --model {spec.model}: {difference}",
                 hint="--model gpt2, its block size, layers and width, and a corpus in GPT-2's tokens",
             )
         model.load_state_dict(weights)

@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import evener
+from evener.core.corpus import TOKENIZER_FILES
 from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.machine import Machine, this_machine
 from evener.core.resolve import Resolved, new_run_path
@@ -227,6 +229,7 @@ class Run:
         )
         if self.rank == 0:
             self.dir.write_manifest(self._manifest)
+            self._keep_tokenizer()
             self.dir.add_event("start", step=first, ranks=self.world_size)
         self.tell(
             f"{count(self._manifest.num_params)} parameters: "
@@ -237,6 +240,13 @@ class Run:
             f"{self._manifest.dtype}{', compiled' if self.compiled else ''}; run directory {self.dir}"
         )
         return first
+
+    def _keep_tokenizer(self) -> None:
+        """A copy, so that the run can write text when its corpus is gone."""
+        if self._manifest.corpus is not None:
+            for name in TOKENIZER_FILES:
+                if (file := Path(self._manifest.corpus.path) / name).exists():
+                    shutil.copy(file, self.dir.path / name)
 
     def _restore_rng(self, first: int) -> None:
         resume = self._resolved.resume if self._resolved else None
@@ -446,8 +456,7 @@ class Step:
         recorder.lap("optimizer_s")
         recorder.end(
             want_stop=run._stop_wanted
-            or (run.spec.train.max_s is not None
-            and time.perf_counter() - run._begun > run.spec.train.max_s),
+            or (run.spec.train.max_s is not None and time.perf_counter() - run._begun > run.spec.train.max_s),
             sync_s=run._sync.take_sync_s(),
             step=self.index,
             tokens=self._num_tokens,

@@ -1,0 +1,262 @@
+"""Which pictures does a report show? Figures for plotly.js as plain dicts; colours of text and grid come from the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evener.core.step import PARTS, StepCost, StepRecord
+from evener.core.units import percentile, seconds
+from evener.report.summary import Summary
+
+Figure = dict[str, Any]
+
+MAX_POINTS = 800  # of one line; more cannot be told apart
+PART_NAMES = {
+    "compute_s": "forward, backward",
+    "exposed_sync_s": "exposed communication",
+    "wait_s": "waiting for others",
+    "optimizer_s": "update",
+    "data_s": "input",
+}
+# Okabe and Ito's colours, which all kinds of colour vision tell apart, here and there a little lighter for dark pages
+PART_COLOURS = {
+    "compute_s": "#2a7fc1",
+    "exposed_sync_s": "#e69f00",
+    "wait_s": "#cc6d9f",
+    "optimizer_s": "#0a9e76",
+    "data_s": "#8fc7ea",
+}
+SERIES_COLOURS = ("#2a7fc1", "#d9752b", "#0a9e76", "#cc6d9f", "#e69f00", "#8fc7ea")
+assert set(PART_NAMES) == set(PART_COLOURS) == set(PARTS)
+
+
+def loss(losses: Sequence[float | None], evaluations: Sequence[tuple[int, float]]) -> Figure:
+    """Loss of every step, and of the validation split where it was evaluated."""
+    steps, values = thinned([(step, value) for step, value in enumerate(losses) if value is not None])
+    training = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "training",
+        "x": steps,
+        "y": values,
+        "line": {"color": SERIES_COLOURS[0], "width": 1.5},
+        "hovertemplate": "%{y:.4f}",
+    }
+    validation = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "validation",
+        "x": [step for step, _ in evaluations],
+        "y": [_short(value) for _, value in evaluations],
+        "line": {"color": SERIES_COLOURS[1], "width": 2},
+        "marker": {"size": 7},
+        "hovertemplate": "%{y:.4f}",
+    }
+    layout = {"height": 320, "xaxis": {"title": "step"}, "yaxis": {"title": "loss"}, "hovermode": "x unified"}
+    return {"data": [training, validation] if evaluations else [training], "layout": layout}
+
+
+def bars(costs: Mapping[str, StepCost]) -> Figure:
+    """One bar a label: the parts of a step end to end, in milliseconds."""
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": PART_NAMES[part],
+            "y": list(costs),
+            "x": [_ms(getattr(cost, part)) for cost in costs.values()],
+            "marker": {"color": PART_COLOURS[part]},
+            "hovertemplate": f"{PART_NAMES[part]}: %{{x:.4~g}} ms<extra>%{{y}}</extra>",
+        }
+        for part in PART_NAMES
+    ]
+    layout = {
+        "barmode": "stack",
+        "height": 130 + 34 * len(costs),
+        "bargap": 0.35,
+        "xaxis": {"title": "ms of a step", "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False, "type": "category"},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def areas(records: Sequence[Sequence[StepRecord]]) -> Figure:
+    """The parts of every step stacked, in milliseconds: a layer of traces for the mean of all ranks and one for each.
+
+    `group` of a trace names its layer; the page shows one at a time.
+    """
+    num_steps = min(len(of_rank) for of_rank in records)
+    layers: dict[str, Sequence[Sequence[StepRecord]]] = {"mean of all ranks": records} if len(records) > 1 else {}
+    layers |= {f"rank {rank}": [of_rank] for rank, of_rank in enumerate(records)}
+    first = next(iter(layers))
+    traces = []
+    for layer, of_ranks in layers.items():
+        for part in PART_NAMES:
+            points = []
+            for step in range(num_steps):
+                costs = [getattr(of_rank[step].cost, part) for of_rank in of_ranks]
+                measured = [cost for cost in costs if cost is not None]
+                if measured:
+                    points.append((of_ranks[0][step].step, sum(measured) / len(measured) * 1e3))
+            steps, values = thinned(points)
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "stackgroup": layer,
+                    "meta": layer,
+                    "visible": layer == first,
+                    "name": PART_NAMES[part],
+                    "x": steps,
+                    "y": values,
+                    "line": {"width": 0},
+                    "fillcolor": PART_COLOURS[part],
+                    "marker": {"color": PART_COLOURS[part]},
+                    "hovertemplate": "%{y:.4~g} ms",
+                }
+            )
+    walls_ms = [record.wall_s * 1e3 for of_rank in records for record in of_rank]
+    layout = {
+        "height": 340,
+        "hovermode": "x unified",
+        "xaxis": {"title": "step"},
+        "yaxis": {"title": "ms", "range": [0, _short(1.25 * percentile(walls_ms, 0.98))]},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def all_reduce(records: Sequence[Sequence[StepRecord]], summary: Summary) -> Figure:
+    """All-reduces of every step on the slowest rank: the time they were in flight, and what backward did not hide."""
+    in_flight, exposed = [], []
+    for of_step in zip(*records, strict=False):
+        total = [record.sync_s for record in of_step if record.sync_s is not None]
+        stood = [record.cost.exposed_sync_s for record in of_step if record.cost.exposed_sync_s is not None]
+        in_flight += [(of_step[0].step, max(total) * 1e3)] if total else []
+        exposed += [(of_step[0].step, max(stood) * 1e3)] if stood else []
+    traces = []
+    for name, points, colour in (
+        ("in flight", in_flight, SERIES_COLOURS[0]),
+        ("exposed", exposed, PART_COLOURS["exposed_sync_s"]),
+    ):
+        steps, values = thinned(points)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": name,
+                "x": steps,
+                "y": values,
+                "line": {"color": colour, "width": 1.5},
+                "hovertemplate": "%{y:.4~g} ms",
+            }
+        )
+    marks = [("p50", summary.sync_p50_s, "dash"), ("p95", summary.sync_p95_s, "dot")]
+    shown = [(name, value, dash) for name, value, dash in marks if value is not None]
+    highest = max((value for _, value in in_flight + exposed), default=1.0)
+    usual = percentile([value for _, value in in_flight + exposed], 0.98) if in_flight + exposed else 1.0
+    layout = {
+        "height": 320,
+        "hovermode": "x unified",
+        "xaxis": {"title": "step"},
+        "yaxis": {"title": "ms", "range": [0, _short(min(1.05 * highest, 1.5 * usual))]},
+        "shapes": [
+            {
+                "type": "line",
+                "xref": "paper",
+                "x0": 0,
+                "x1": 1,
+                "y0": value * 1e3,
+                "y1": value * 1e3,
+                "line": {"color": SERIES_COLOURS[0], "width": 1, "dash": dash},
+            }
+            for _, value, dash in shown
+        ],
+        "annotations": [
+            {
+                "xref": "paper",
+                "x": 1,
+                "xanchor": "right",
+                "y": value * 1e3,
+                "yanchor": "bottom",
+                "showarrow": False,
+                "text": f"{name} {seconds(value)}",
+            }
+            for name, value, _ in shown
+        ],
+    }
+    return {"data": traces, "layout": layout}
+
+
+def scaling(series: Mapping[str, Sequence[Summary]]) -> Figure:
+    """Tokens/s over processes, a line a corpus, and dashed what the first run promises if nothing were lost."""
+    traces: list[Figure] = []
+    for index, (corpus, runs) in enumerate(series.items()):
+        colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
+        points = measured_points(runs)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": corpus,
+                "x": [num for num, _ in points],
+                "y": [_short(rate) for _, rate in points],
+                "line": {"color": colour, "width": 2.5},
+                "marker": {"size": 9},
+                "hovertemplate": "%{y:.4~s} tokens/s",
+            }
+        )
+        ideal = ideal_points(runs)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"{corpus}, nothing lost",
+                "x": [num for num, _ in ideal],
+                "y": [_short(rate) for _, rate in ideal],
+                "line": {"color": colour, "width": 1.5, "dash": "dash"},
+                "hoverinfo": "skip",
+            }
+        )
+    counts = sorted({num for runs in series.values() for num, _ in measured_points(runs)})
+    layout = {
+        "height": 380,
+        "xaxis": {"title": "processes", "tickvals": counts},
+        "yaxis": {"title": "tokens/s", "rangemode": "tozero"},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def measured_points(runs: Sequence[Summary]) -> list[tuple[int, float]]:
+    """(processes, tokens/s) of the runs that have both, ascending."""
+    return sorted((run.manifest.world_size, run.tokens_per_s) for run in runs if run.tokens_per_s)
+
+
+def ideal_points(runs: Sequence[Summary]) -> list[tuple[int, float]]:
+    """The line from the run with the fewest processes up to the cores, each process as fast as there."""
+    points = measured_points(runs)
+    if not points:
+        return []
+    num, rate = points[0]
+    last = min(max(run.cores for run in runs), points[-1][0])
+    return [(num, rate), (last, rate / num * last)] if last > num else []
+
+
+def thinned(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """At most MAX_POINTS of a line: each the mean of as many neighbours as that takes.
+
+    >>> thinned([(0, 1.0), (1, 2.0)])
+    ([0, 1], [1.0, 2.0])
+    """
+    size = -(-len(points) // MAX_POINTS) or 1
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [group[0][0] for group in groups], [_short(sum(v for _, v in group) / len(group)) for group in groups]
+
+
+def _ms(value_s: float | None) -> float | None:
+    return None if value_s is None else _short(value_s * 1e3)
+
+
+def _short(value: float) -> float:
+    """Five significant digits: what a picture can show."""
+    return float(f"{value:.5g}")

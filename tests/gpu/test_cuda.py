@@ -1,0 +1,34 @@
+"""The same on a GPU, where one is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evener.core.step import PARTS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def test_a_gpu_trains_the_same_model_and_its_parts_sum_to_the_step(tmp_path, train):
+    flags = ("--steps", "20", "--micro-batch", "4", "--dtype", "fp32", "--compile", "off")
+    cpu = train(tmp_path / "cpu", *flags, "--device", "cpu")
+    gpu = train(tmp_path / "gpu", *flags, "--device", "cuda")
+    assert [r.loss for r in gpu.records(0)] == pytest.approx([r.loss for r in cpu.records(0)], rel=1e-3)
+    for record in gpu.records(0):
+        assert all(getattr(record.cost, part) is not None for part in PARTS)
+        assert record.cost.total_s == pytest.approx(record.wall_s, rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_over_nccl_agree_to_the_bit(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "20", ranks=2)
+    assert run.manifest().backend == "nccl"
+    assert run.manifest().result.replicas_agree is True
+    assert all(record.sync_s > 0 for record in run.records(0))
+
+
+def test_gloo_moves_gpu_tensors_when_it_is_told_to(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "5", "--device", "cuda", "--backend", "gloo", ranks=2)
+    assert run.manifest().backend == "gloo"
+    assert run.manifest().result.replicas_agree is True
