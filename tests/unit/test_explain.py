@@ -143,7 +143,7 @@ def test_straggler(one, two, costs, other, why):
     story = " ".join(explain_run(run))
     assert "Rank 1 is the straggler: it waits least, 0 µs a step, and rank 0 waits 50 ms for it" in story
     assert why in story
-    assert limit(run).startswith("Limited by")
+    assert limit(run).startswith("Limited by rank 1, for which others wait 49% of each step")
 
 
 def test_ranks_late_in_turns(one, two):
@@ -260,7 +260,7 @@ def test_one_rank(one):
     assert "105 ms (p50; p95 105 ms): 9.8k tokens/s" in story[0]
     assert "100 ms forward and backward (95%), 4 ms the update of the weights (4%)" in story[1]
     assert "1 process with 1 thread on 2 cores: while it had work, a rank ran on 0.99 cores" in story[2]
-    assert limit(one()) == "Limited by forward and backward: 95% of each step."
+    assert limit(one()) == "Limited by computing: forward and backward are 95% of each step."
 
 
 def test_two_ranks_in_step(two):
@@ -277,6 +277,7 @@ def test_a_run_of_which_little_was_measured(two):
     assert "How long the ranks wait for each other was not measured." in story
     assert "How long the all-reduces take was not measured." in story
     assert "on how many cores they really ran was not measured" in story
+    assert "not all parts of a step were measured" in limit(two([{"wait_s": None}] * 2))
 
 
 def test_no_steps(tmp_path, write_run):

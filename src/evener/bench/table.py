@@ -1,51 +1,39 @@
-"""How do the runs of a bench compare, in one table?"""
+"""How do the runs of a bench compare, in one table? Figures down, runs across, so that it fits a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from evener.core.units import count, seconds
 from evener.report.summary import Summary
 
-COLUMNS = (
-    "processes",
-    "threads each",
-    "tokens/s",
-    "speed-up",
-    "efficiency",
-    "step",
-    "compute",
-    "all-reduce p50 / p95",
-    "exposed",
-    "wait",
-)
-
 
 def rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """One row a run, in the order of COLUMNS; the first run is what the others are compared with."""
+    """A row a figure: its name, then its value in each run. The first run is what the others are compared with."""
     base = summaries[0].tokens_per_s
-    return [_row(summary, base) for summary in summaries]
 
+    def speedup(summary: Summary) -> float | None:
+        return summary.tokens_per_s / base if summary.tokens_per_s and base else None
 
-def markdown(summaries: Sequence[Summary]) -> str:
-    """The table for a page of text."""
-    lines = [COLUMNS, tuple("---:" for _ in COLUMNS), *rows(summaries)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    def efficiency(summary: Summary) -> str:
+        ratio = speedup(summary)
+        return "not measured" if ratio is None else f"{ratio / summary.manifest.world_size:.0%}"
 
+    def of_several(figure: Callable[[Summary], float | None]) -> Callable[[Summary], str]:
+        return lambda summary: "–" if summary.manifest.world_size == 1 else seconds(figure(summary))
 
-def _row(summary: Summary, base: float | None) -> tuple[str, ...]:
-    ranks = summary.manifest.world_size
-    speedup = summary.tokens_per_s / base if summary.tokens_per_s and base else None
-    alone = ranks == 1
-    return (
-        str(ranks),
-        str(summary.threads),
-        count(summary.tokens_per_s),
-        "not measured" if speedup is None else f"{speedup:.2f}",
-        "not measured" if speedup is None else f"{speedup / ranks:.0%}",
-        seconds(summary.step_p50_s),
-        seconds(summary.mean_part("compute_s")),
-        "–" if alone else f"{seconds(summary.sync_p50_s)} / {seconds(summary.sync_p95_s)}",
-        "–" if alone else seconds(summary.mean_part("exposed_sync_s")),
-        "–" if alone else seconds(summary.mean_part("wait_s")),
-    )
+    figures: list[tuple[str, Callable[[Summary], str]]] = [
+        ("processes", lambda summary: str(summary.manifest.world_size)),
+        ("threads of each", lambda summary: str(summary.threads)),
+        ("tokens/s", lambda summary: count(summary.tokens_per_s)),
+        ("speed-up", lambda summary: "not measured" if (ratio := speedup(summary)) is None else f"{ratio:.2f}"),
+        ("efficiency", efficiency),
+        ("step", lambda summary: seconds(summary.step_p50_s)),
+        ("  compute", lambda summary: seconds(summary.mean_part("compute_s"))),
+        ("  exposed communication", of_several(lambda summary: summary.mean_part("exposed_sync_s"))),
+        ("  wait for another rank", of_several(lambda summary: summary.mean_part("wait_s"))),
+        ("  optimizer", lambda summary: seconds(summary.mean_part("optimizer_s"))),
+        ("all-reduce p50", of_several(lambda summary: summary.sync_p50_s)),
+        ("all-reduce p95", of_several(lambda summary: summary.sync_p95_s)),
+    ]
+    return [(name, *(figure(summary) for summary in summaries)) for name, figure in figures]

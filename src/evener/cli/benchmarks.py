@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from evener.bench import lab01 as lab
 from evener.bench import scaling as bench
-from evener.bench.table import COLUMNS, rows
+from evener.bench.table import rows
 from evener.cli import follow
 from evener.core.errors import UsageError
 from evener.core.machine import usable_cores
@@ -81,12 +82,13 @@ def scaling(
         print()
         return 0
     for corpus, runs in found.items():
-        table = Table(title=f"{corpus}: {model}, {runs[0].tokens_per_step} tokens a step", title_justify="left")
-        for column in COLUMNS:
-            table.add_column(column, justify="right")
-        for row in rows(runs):
+        title, *figures = rows(runs)
+        table = Table(*title[:1], box=box.SIMPLE_HEAD)
+        for processes in title[1:]:
+            table.add_column(processes, justify="right")
+        for row in figures:
             table.add_row(*row)
-        console.print()
+        console.print(f"\n{corpus}: {model}, {runs[0].tokens_per_step} tokens a step", markup=False)
         console.print(table)
         console.print(textwrap.fill(explained[corpus], width=min(console.width, 100)), markup=False)
     console.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="")

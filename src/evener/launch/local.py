@@ -49,6 +49,7 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False) -> Manifest:
     before = len(rundir.events())
     with session(worker_argv(spec, resume=resume), worker_env(spec), log_path) as process:
         status = _follow(process, rundir, before, observe)
+    shutil.rmtree(rundir.path / "logs" / "torchrun", ignore_errors=True)  # empty folders: the ranks keep their own logs
     if status != 0:
         error = _failure(rundir, before, process.pid, status, log_path)
         if created and not rundir.is_run():

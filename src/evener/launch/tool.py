@@ -1,4 +1,4 @@
-"""How does a verb have something done that needs torch? By a worker program whose output is JSON lines."""
+"""How does a verb have something done that needs torch? By a worker program that prints a line for each piece of it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ import msgspec
 from evener.core import errors
 from evener.core.errors import EvenerError, RunError
 
+ERROR = '{"error"'  # how a worker's own EvenerError begins
+
 
 def lines_of(module: str, *args: str) -> Iterator[str]:
-    """Lines that `python -m module args` prints, as they come; the worker's own EvenerError where it reports one."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    last = ""
-    try:
-        for line in process.stdout:
-            last = line.rstrip("\n")
-            if not last.startswith('{"error"'):
-                yield last
-    finally:
-        process.stdout.close()
-        if process.poll() is None and sys.exc_info()[0] is not None:
-            process.terminate()
-        status = process.wait()
-    if status == 0:
-        return
-    if last.startswith('{"error"'):
-        told = msgspec.json.decode(last, type=dict[str, str])
-        kind = getattr(errors, told["kind"])
+    """Lines that `python -m module args` prints, as they come.
+
+    Raises the EvenerError that the program reports, RunError if it failed otherwise.
+    """
+    argv = [sys.executable, "-m", module, *args]
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = ""
+        try:
+            for line in process.stdout:
+                if line.startswith(ERROR):
+                    told = line
+                else:
+                    yield line.rstrip("\n")
+        except BaseException:
+            process.terminate()  # the reader wants no more
+            raise
+    if told:
+        error = msgspec.json.decode(told, type=dict[str, str])
+        kind = getattr(errors, error["kind"])
         assert issubclass(kind, EvenerError)
-        raise kind(told["error"], hint=told["hint"])
-    raise RunError(f"{module} exited with status {status}", hint="what it printed above is a bug in evener")
+        raise kind(error["error"], hint=error["hint"])
+    if process.returncode != 0:
+        raise RunError(f"{module} exited with status {process.returncode}", hint="its output stands above")

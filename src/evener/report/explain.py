@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from evener.core.units import count, seconds, size
 from evener.report.causes import CAUSES, Cause, Comparison
@@ -22,6 +23,7 @@ from evener.report.summary import RankSummary, Summary
 
 NAMED = 0.05  # of a step: smaller costs are not worth a sentence
 MOST_NAMED = 4  # causes in a paragraph
+LIMITS = 0.15  # of a step: from here on what is not computing is what limits it
 FASTER = 1.05  # a speed-up that is one
 SAME_MODEL = 1e-4  # relative difference of losses: beyond this it is not the rounding of sums in another order
 DISTURBED = 0.8  # of the cores that a rank's threads should have
@@ -50,16 +52,21 @@ def explain_run(summary: Summary) -> list[str]:
 
 
 def limit(summary: Summary) -> str:
-    """One sentence: what takes most of a step?"""
+    """One sentence: what keeps a step from being shorter?"""
     if not summary.step_p50_s:
         return "No step was recorded."
     cost = first_done(summary).typical
     shares = {part: (getattr(cost, part) or 0.0) / summary.step_p50_s for part in PARTS}
-    largest, second = sorted(shares, key=lambda part: -shares[part])[:2]
+    if any(getattr(cost, part) is None for part in PARTS):
+        return "What limits it is not known: not all parts of a step were measured."
+    computing = f"forward and backward are {shares.pop('compute_s'):.0%} of each step"
+    largest = max(shares, key=lambda part: shares[part])
+    if shares[largest] < LIMITS:
+        return f"Limited by computing: {computing}."
     if largest == "wait_s" and straggles(summary):
-        return f"Limited by rank {last_done(summary).rank}: others wait for it {shares[largest]:.0%} of each step."
-    text = f"Limited by {PARTS[largest]}: {shares[largest]:.0%} of each step"
-    return text + (f", then {PARTS[second]}, {shares[second]:.0%}." if shares[second] >= NAMED else ".")
+        slow = f"rank {last_done(summary).rank}, for which others wait"
+        return f"Limited by {slow} {shares[largest]:.0%} of each step; {computing}."
+    return f"Limited by {PARTS[largest]}, {shares[largest]:.0%} of each step; {computing}."
 
 
 def _pace(summary: Summary) -> str:
@@ -149,7 +156,7 @@ def _cores(summary: Summary) -> str:
         return f"{each}: on how many cores they really ran was not measured."
     text = f"{each}: while it had work, a rank ran on {mean(running):.2f} cores"
     if min(running) >= DISTURBED * summary.threads:
-        text += ", so it was really running on its threads."
+        text += f", so it was really running on its {threads}."
     elif is_overbooked(summary):
         text += f"; {_all_threads(summary)} threads do not fit on {plural(summary.cores, 'core')}."
     else:
@@ -177,27 +184,41 @@ def _disturbance(threads: int) -> str:
 # --- a series of runs -------------------------------------------------------------------------------------------------
 
 
-def explain_scaling(summaries: Sequence[Summary]) -> str:
-    """One paragraph about runs of the same work on 1, 2, … processes: what more of them bring, why, and what to do.
+@dataclass(frozen=True)
+class Story:
+    """What is told of a series of runs, in sentences."""
 
-    The run with the most processes is explained against the one with the fewest.
-    """
+    result: list[str]  # how fast they were, and how fast they would be with nothing lost
+    causes: list[str]  # where the difference comes from, the largest first
+    conclusion: list[str]  # what is not known, whether it is the same model, what to do
+
+
+def explain_scaling(summaries: Sequence[Summary]) -> str:
+    """One paragraph about runs of the same work on 1, 2, … processes: what more of them bring, why, and what to do."""
+    story = scaling_story(summaries)
+    return " ".join(story.result + story.causes + story.conclusion)
+
+
+def scaling_story(summaries: Sequence[Summary]) -> Story:
+    """The same in sentences. The run with the most processes is explained against the one with the fewest."""
     runs = sorted((run for run in summaries if run.step_p50_s), key=lambda run: run.manifest.world_size)
-    sentences = [
+    result = [
         f"The run with {_processes(run)} recorded no step ({run.manifest.verdict}): it is left out."
         for run in summaries
         if not run.step_p50_s
     ]
     if len(runs) < 2:
-        return " ".join([*sentences, "Nothing to compare: that takes two runs with recorded steps."])
+        return Story([*result, "Nothing to compare: that takes two runs with recorded steps."], [], [])
     c = Comparison(runs[0], runs[-1])
     costs = {cause: cause.cost_s(c) for cause in CAUSES}
     named = [(cause, cost) for cause, cost in costs.items() if cost and abs(cost) >= NAMED * c.many_s]
     named = sorted(named, key=lambda found: -abs(found[1]))[:MOST_NAMED]
-    sentences += [_speeds(runs), _difference(c), *_disturbed(c), *_because(c, named)]
-    sentences += [*_unexplained(c, costs), *_unmeasured(c, costs), _same_model(runs)]
-    sentences += _advice(runs, c, [cause for cause, cost in named if cost > 0])
-    return " ".join(sentences)
+    helpful = [cause for cause, cost in named if cost > 0]
+    return Story(
+        result=[*result, _speeds(runs), _difference(c), *_disturbed(c)],
+        causes=[*_because(c, named), *_unexplained(c, costs)],
+        conclusion=[*_unmeasured(c, costs), _same_model(runs), *_advice(runs, c, helpful)],
+    )
 
 
 def largest_loss_gap(summaries: Sequence[Summary]) -> float | None:

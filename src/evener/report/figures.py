@@ -1,8 +1,8 @@
-"""Which pictures does a report show? Figures for plotly.js as plain dicts; colours of text and grid come from the page."""
+"""Which pictures does a report show? Figures for plotly.js as plain dicts; the page adds colours of text and grid."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from evener.core.step import PARTS, StepCost, StepRecord
@@ -11,6 +11,7 @@ from evener.report.summary import Summary
 
 Figure = dict[str, Any]
 
+ALL_RANKS = "mean of all ranks"
 MAX_POINTS = 800  # of one line; more cannot be told apart
 PART_NAMES = {
     "compute_s": "forward, backward",
@@ -70,15 +71,22 @@ def bars(costs: Mapping[str, StepCost]) -> Figure:
             "hovertemplate": f"{PART_NAMES[part]}: %{{x:.4~g}} ms<extra>%{{y}}</extra>",
         }
         for part in PART_NAMES
+        if any(getattr(cost, part) for cost in costs.values())
     ]
     layout = {
         "barmode": "stack",
-        "height": 130 + 34 * len(costs),
+        "height": 80 + 36 * len(costs),
         "bargap": 0.35,
         "xaxis": {"title": "ms of a step", "rangemode": "tozero"},
         "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False, "type": "category"},
     }
     return {"data": traces, "layout": layout}
+
+
+def unmeasured(costs: Iterable[StepCost]) -> list[str]:
+    """Parts of the step that none of these costs knows."""
+    known = list(costs)
+    return [part for part in PART_NAMES if all(getattr(cost, part) is None for cost in known)]
 
 
 def areas(records: Sequence[Sequence[StepRecord]]) -> Figure:
@@ -87,7 +95,7 @@ def areas(records: Sequence[Sequence[StepRecord]]) -> Figure:
     `group` of a trace names its layer; the page shows one at a time.
     """
     num_steps = min(len(of_rank) for of_rank in records)
-    layers: dict[str, Sequence[Sequence[StepRecord]]] = {"mean of all ranks": records} if len(records) > 1 else {}
+    layers: dict[str, Sequence[Sequence[StepRecord]]] = {ALL_RANKS: records} if len(records) > 1 else {}
     layers |= {f"rank {rank}": [of_rank] for rank, of_rank in enumerate(records)}
     first = next(iter(layers))
     traces = []

@@ -220,8 +220,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Dropout(nn.Dropout):
     """Dropout that is not slow on a CPU.
 
-    torch draws a number for each element, one after the other: 8 ns each. Sixteen bits are enough for a decision, so
-    here a 64-bit draw makes four: 2 ns each (measured on an AMD EPYC). p is rounded to a multiple of 2⁻¹⁶.
+    torch draws a number for each element, one after the other: 8 ns an element. Sixteen bits are enough for a decision,
+    so here a 64-bit draw makes four: 3 ns (both measured on an AMD EPYC). p is rounded to a multiple of 2⁻¹⁶.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,49 @@
+"""evener report: what happened, and why."""
+
+from __future__ import annotations
+
+import typer
+
+
+def report(
+    run: str = typer.Argument(..., help="run directory, or the folder of a bench"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+) -> int:
+    """Write report.html, one page that opens offline: how fast a run was, where its time went, and why.
+
+    Prints the page's path, and beside it (on stderr) the explanation. Of the folder of a bench it makes a page that
+    compares its runs.
+
+    Example: `evener report runs/demo`.
+    """
+    import json
+    import shutil
+    import sys
+    import textwrap
+    from typing import Any
+
+    from evener.core.rundir import RunDir
+    from evener.report import benchpage
+    from evener.report.explain import explain_run, explain_scaling
+    from evener.report.page import write_page
+    from evener.report.summary import as_result, summarize
+
+    rundir = RunDir(run)
+    found: dict[str, Any]
+    if benchpage.is_bench(rundir.path):
+        series = benchpage.summaries(rundir.path)
+        explanation = [f"{corpus}: {explain_scaling(runs)}" for corpus, runs in series.items()]
+        found = {"series": {corpus: [as_result(summary) for summary in runs] for corpus, runs in series.items()}}
+    else:
+        summary = summarize(rundir)
+        explanation = explain_run(summary)
+        found = as_result(summary)
+    page = write_page(rundir)
+    if as_json:
+        print(json.dumps(found | {"explanation": explanation, "page": str(page)}))
+        return 0
+    width = min(shutil.get_terminal_size().columns, 100)
+    for paragraph in explanation:
+        print(textwrap.fill(paragraph, width), end="\n\n", file=sys.stderr)
+    print(page)
+    return 0
