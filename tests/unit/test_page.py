@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from evener.core.errors import CheckpointError
+from evener.cli.report import report
+from evener.core.errors import CheckpointError, UsageError
 from evener.core.rundir import RunDir, write_atomic
 from evener.report.page import run_page, write_page
 from evener.report.picture import scaling_png
@@ -54,7 +55,9 @@ class Page(HTMLParser):
 def page_of(rundir: RunDir) -> Page:
     path = write_page(rundir)
     assert path == rundir.path / "report.html"
-    return Page(path.read_text())
+    page = Page(path.read_text())
+    assert set(page.figures) <= set(page.ids), "a figure without a place stops the script"
+    return page
 
 
 @pytest.fixture
@@ -81,7 +84,6 @@ def test_the_page_needs_nothing_but_itself(run):
 def test_every_figure_has_its_place(run):
     page = page_of(run())
     assert set(page.figures) == {"loss", "parts", "areas", "sync"}
-    assert set(page.figures) < set(page.ids)
     validation = page.figures["loss"]["data"][1]
     assert (validation["x"], validation["y"]) == ([10, 20], [2.0, 1.25])
     parts = {trace["name"]: trace["x"] for trace in page.figures["parts"]["data"]}
@@ -162,7 +164,7 @@ def test_what_was_not_measured_is_said(run):
     page = page_of(run([unknown] * 2, cpus=None, sync_s=None, losses=lambda step: None, evaluations={}))
     assert "Not measured: exposed communication, waiting for others, update, input." in page.text
     assert [trace["name"] for trace in page.figures["parts"]["data"]] == ["forward, backward"]
-    assert "Loss  It was not measured." in page.text
+    assert "Loss It was not measured." in page.text
 
 
 def test_a_long_run_is_thinned(run):
@@ -214,3 +216,32 @@ def test_the_picture(tmp_path, run):
         scaling_png(series, tmp_path / name)
         width, height = (int.from_bytes((tmp_path / name).read_bytes()[at : at + 4]) for at in (16, 20))
         assert (width, height) == (1200, 750)
+
+
+def test_the_verb_writes_the_page_and_tells_its_path(run, capsys):
+    rundir = run()
+    assert report(str(rundir), as_json=False) == 0
+    told = capsys.readouterr()
+    assert told.out == f"{rundir}/report.html\n"
+    assert told.err.startswith("A step trains on 1,024 tokens")
+    assert max(map(len, told.err.splitlines())) <= 100
+
+
+def test_the_verb_as_json(tmp_path, run, capsys):
+    rundir = run(name="verbs-2")
+    report(str(rundir), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["page"] == f"{rundir}/report.html"
+    assert found["replicas_agree"] is True
+    assert len(found["explanation"]) == 5
+    write_atomic(tmp_path / "bench.json", json.dumps({"format": 1, "series": {"verbs": ["verbs-2"]}}).encode())
+    report(str(tmp_path), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["series"]["verbs"][0]["run_dir"] == str(rundir)
+    assert found["explanation"][0].startswith("verbs: ")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="not a run directory"):
+        report(str(tmp_path), as_json=False)
+    assert list(tmp_path.iterdir()) == []

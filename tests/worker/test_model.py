@@ -235,6 +235,23 @@ def test_attention_drops_weights_while_training_alone():
     assert not torch.equal(dropped, reference)
 
 
+def test_dropout_is_where_nanogpt_has_it():
+    shape = small("char", dropout=0.5)
+    model, (tokens, targets) = build(shape), batch(shape)
+    dropped = []
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(lambda _module, _args, y, name=name: dropped.append((name, tuple(y.shape))))
+    model(tokens, targets)
+    stream, weights = (4, 16, 32), (4, 2, 16, 16)
+    expected = [("dropout", stream)]
+    for layer in range(3):
+        block = f"blocks.{layer}"
+        expected += [(f"{block}.attention.dropout", weights), (f"{block}.attention.dropout", stream)]
+        expected += [(f"{block}.mlp.dropout", stream)]
+    assert dropped == expected
+
+
 # Against nanoGPT
 
 
@@ -293,6 +310,42 @@ def test_loss_and_gradients_are_nanogpts(bias):
         )
 
 
+# Against nanochat
+
+
+def test_logits_are_nanochats_written_out():
+    """Rotation by complex numbers, softmax by hand, one head at a time."""
+    shape = small("d4", width=32, num_heads=2)
+    model, (tokens, _) = build(shape), batch(shape, 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(10)  # so that every part shows in the logits
+    w = {name: p.detach().double() for name, p in model.named_parameters()}
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt()
+
+    position = torch.arange(16, dtype=torch.float64)[:, None]
+    turn = torch.polar(torch.ones(16, 8).double(), -position * 10000 ** -(torch.arange(8) / 8).double())  # (T, D/2)
+
+    def head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # (T, D) each
+        q, k = (norm(torch.view_as_real(torch.complex(x[:, :8], x[:, 8:]) * turn).flatten(1)) for x in (q, k))
+        future = torch.ones(16, 16).triu(1).bool()
+        return (q @ k.T / 4).masked_fill(future, -math.inf).softmax(-1) @ v
+
+    x = norm(w["token_embedding.weight"][tokens[0]])
+    for layer in range(3):
+        block = f"blocks.{layer}."
+        q, k, v = (norm(x) @ w[block + "attention.qkv.weight"].T).split(32, dim=1)
+        if layer in (0, 2):
+            v = v + w[block + "attention.value_embedding.weight"][tokens[0]]
+        y = torch.cat([head(q[:, i : i + 16], k[:, i : i + 16], v[:, i : i + 16]) for i in (0, 16)], dim=1)
+        x = x + y @ w[block + "attention.out.weight"].T
+        x = x + (norm(x) @ w[block + "mlp.up.weight"].T).clamp(min=0) ** 2 @ w[block + "mlp.down.weight"].T
+    logits = norm(x) @ w["head.weight"].T
+    torch.testing.assert_close(model(tokens)[0].detach().double(), logits, rtol=1e-4, atol=1e-4)
+
+
 # Against transformers
 
 
@@ -327,6 +380,13 @@ def test_gpt2_weights_give_the_published_architectures_logits(huggingface, prefi
         exact_gelu = GPT(msgspec.structs.replace(shape, activation="gelu"))
         exact_gelu.load_state_dict(weights)
         assert (exact_gelu(tokens) - theirs(tokens).logits).abs().max() > 1e-4  # so the activation matters
+
+
+def test_half_precision_files_become_fp32(huggingface, tmp_path):
+    tensors = {name: tensor.half() for name, tensor in load_file(huggingface[0]).items()}
+    save_file(tensors, tmp_path / "half.safetensors")
+    _, weights = load_gpt2(tmp_path / "half.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
 def change(tensors: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:

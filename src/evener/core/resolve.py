@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -90,9 +91,10 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:
     place = rundir.path.absolute()
     while not place.exists():
         place = place.parent
-    needed = (
-        shape.num_params() * BYTES_PER_PARAM_ON_DISK * (spec.checkpoint.keep + 2)
-    )  # the best, and one in the making
+    if not os.access(place, os.W_OK):
+        raise UsageError(f"{place}: may not be written", hint="another --out")
+    num_kept = spec.checkpoint.keep + 2  # the best, and one in the making
+    needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * num_kept
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UsageError(
