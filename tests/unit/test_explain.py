@@ -78,7 +78,7 @@ def test_cores_shared(tmp_path, write_run, one, two, contention):
     before = one(cpus=[1.98], threads=2, probe=contention(1, alone_s=0.1, alone_cpus=1.98))
     text = explain_scaling([before, two([{"compute_s": 0.1}] * 2, probe=contention(2, alone_s=0.1))])
     assert named(text) == ["cores"]
-    assert "50 ms are lost because the cores were taken already: the one process ran on 1.98 of the 2 cores" in text
+    assert "50 ms are lost because the cores were taken already: the one process ran on 1.98 of 2 cores" in text
     assert "Use 1 process here. The cores have work already: only another machine or a GPU would add to them." in text
 
 
@@ -96,7 +96,7 @@ def test_oversubscribed(one, two, contention):
     cost = {"compute_s": 0.09, "wait_s": 0.04}
     text = explain_scaling([before, two([cost, cost | {"wait_s": 0.038}], threads=2, cpus=[0.9] * 2, probe=probe)])
     assert named(text) == ["overbooked"]
-    assert "80 ms are lost because 4 threads share 2 cores" in text
+    assert "80 ms are lost because 4 threads share 2 cores, of which the one process used 1.90: the ranks take" in text
     assert text.endswith("Use 1 process here. If 2 processes, then with 1 thread each: --threads 1.")
 
 
@@ -196,6 +196,11 @@ def test_what_was_not_measured_is_said_and_never_zero(one, two):
     assert "waiting for input" in text
 
 
+def test_a_probe_whose_clocks_were_too_coarse_counts_as_none(one, two, contention):
+    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, probe=contention(2, together_cpus=0.0))])
+    assert named(text) == ["unexplained", "unmeasured"]
+
+
 def test_compute_not_measured(one, two):
     text = explain_scaling([one(), two([{"compute_s": None}] * 2)])
     assert "Not measured: forward and backward" in text
@@ -237,6 +242,9 @@ def test_the_losses_say_whether_it_is_the_same_model(one, two):
     assert "equal to the last digit, so the same model was learned" in explain_scaling([one(), two()])
     close = two(losses=lambda step: 3.0000001 / (step + 1))
     assert "agree to 7 digits, so the same model" in explain_scaling([one(), close])
+    drifting = two(steps=60, losses=lambda step: (3.003 if step >= 50 else 3.0000001) / (step + 1))
+    told = explain_scaling([one(steps=60), drifting])
+    assert "first 50 steps agree to 7 digits, so it is the same training; later they differ by up to 0.001" in told
     far = two(losses=lambda step: 3.3 / (step + 1))
     assert "differ by up to 0.1 times their size over 20 common steps: more than" in explain_scaling([one(), far])
     assert "as they may with dropout" in explain_scaling([one(dropout=0.2), far])

@@ -132,8 +132,11 @@ def test_no_steps(run):
 
 def test_the_first_failure_is_told_first(run):
     rundir = run(verdict="failed", evaluations={})
+    rundir.add_event("failure", rank=0, error="of an earlier start", kind="RuntimeError", hint="")
+    rundir.add_event("start", step=10, ranks=2)
+    rundir.add_event("run.peer-exit", rank=0, error="Connection closed by peer", kind="RuntimeError", hint="")
     rundir.add_event("failure", rank=1, error="killed by SIGKILL", kind="exit", hint="evener train --resume x")
-    rundir.add_event("failure", rank=0, error="Connection closed by peer", kind="RuntimeError", hint="")
+    rundir.add_event("failure", rank=0, error="something that followed", kind="RuntimeError", hint="")
     text = page_of(rundir).text
     assert "after 20 steps: rank 1: killed by SIGKILL." in text
     assert "The first failure:  rank 1: killed by SIGKILL evener train --resume x" in text

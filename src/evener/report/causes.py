@@ -26,6 +26,7 @@ from evener.report.ranks import (
     on_cpus,
     per_sequence_s,
     plural,
+    probe,
     sequences,
     straggles,
     why_slow,
@@ -61,13 +62,13 @@ class Comparison:
         """Cores on which a rank of the smaller run computed."""
         if self.num_few == 1 and self.few_rank.cpus is not None:
             return self.few_rank.cpus
-        contention = self.few.manifest.contention
+        contention = probe(self.few)
         return mean(contention.together_cpus) if contention else None
 
     @functools.cached_property
     def many_cpus(self) -> float:
         """Cores on which a rank of the larger run computes when the others let it; unmeasured: its threads."""
-        contention = self.many.manifest.contention
+        contention = probe(self.many)
         return mean(contention.alone_cpus) if contention else float(self.many.threads)
 
     @functools.cached_property
@@ -79,7 +80,7 @@ class Comparison:
     @functools.cached_property
     def neighbours(self) -> float | None:
         """CPU time for the same work: while all ranks compute over alone. Above 1: they slow each other down."""
-        contention = self.many.manifest.contention
+        contention = probe(self.many)
         if contention is None or is_overbooked(self.many):  # threads without a core keep the others spinning
             return None
         ratio = mean(contention.together_s) / mean(contention.alone_s)
@@ -91,7 +92,7 @@ class Comparison:
         """Have the ranks of the larger run fewer cores than they have work for?"""
         if not on_cpus(self.many):
             return False
-        contention = self.many.manifest.contention
+        contention = probe(self.many)
         if contention:
             lost = mean(contention.alone_cpus) / mean(contention.together_cpus)
         else:
@@ -109,7 +110,7 @@ class Comparison:
         if growth_s is None or not now_s or growth_s >= now_s:
             return {}
         cores: dict[str, float] = {}
-        if not on_cpus(self.many):
+        if not on_cpus(self.many) or is_overbooked(self.many):  # overbooked: that they take turns says it all
             cores["cores"] = 0.0
         elif self.few_cpus:
             cores["cores"] = math.log(self.few_cpus / self.many_cpus)
@@ -170,7 +171,7 @@ def _cores_because(c: Comparison, cost_s: float) -> str:
     if cost_s < 0:
         return f"because each of the {c.num} processes runs on {now} cores, where {_few(c)} ran on {before}"
     more = c.num * c.many_cpus / (c.num_few * (c.few_cpus or 1.0))
-    ran = f"{_few(c)} ran on {before} of the {c.many.cores} cores with {plural(c.few.threads, 'thread')}"
+    ran = f"{_few(c)} ran on {before} of {plural(c.many.cores, 'core')} with {plural(c.few.threads, 'thread')}"
     if more < CLEAR:
         return f"because the cores were taken already: {ran}, and each of the {c.num} has {now}: no core was added"
     return (
@@ -191,11 +192,12 @@ def _turns_s(c: Comparison) -> float | None:
 
 def _turns_because(c: Comparison, cost_s: float) -> str:
     if is_overbooked(c.many):
+        used = f", of which {_few(c)} used {c.few_cpus:.2f}" if c.few_cpus else ""
         return (
-            f"because {c.num * c.many.threads} threads share {plural(c.many.cores, 'core')}: the ranks take turns, and "
-            f"one waits while another computes"
+            f"because {c.num * c.many.threads} threads share {plural(c.many.cores, 'core')}{used}: the ranks take "
+            "turns, and one waits while another computes"
         )
-    contention = c.many.manifest.contention
+    contention = probe(c.many)
     running = mean(contention.together_cpus) if contention else cpus_at_work(c.many, c.many_rank) or 0.0
     alone = f" and {c.many_cpus:.2f} when it computed alone" if contention else ""
     return (
@@ -235,7 +237,7 @@ def _efficiency_because(c: Comparison, cost_s: float) -> str:
 
 def _bus_Bps(c: Comparison) -> tuple[float, float]:  # noqa: N802  the unit
     """Bandwidth of a copy through memory: of one rank alone, and of all ranks together."""
-    contention = c.many.manifest.contention
+    contention = probe(c.many)
     assert contention is not None
     return mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
 
@@ -246,7 +248,7 @@ def _bus_is_full(c: Comparison) -> bool:
 
 
 def _neighbours_because(c: Comparison, cost_s: float) -> str:
-    contention = c.many.manifest.contention
+    contention = probe(c.many)
     assert contention is not None
     ratio = mean(contention.together_s) / mean(contention.alone_s)
     alone, together = _bus_Bps(c)

@@ -16,6 +16,7 @@ from evener.report.ranks import (
     mean,
     on_cpus,
     plural,
+    probe,
     straggles,
     why_slow,
 )
@@ -25,6 +26,7 @@ NAMED = 0.05  # of a step: smaller costs are not worth a sentence
 MOST_NAMED = 4  # causes in a paragraph
 LIMITS = 0.15  # of a step: from here on what is not computing is what limits it
 FASTER = 1.05  # a speed-up that is one
+EARLY_STEPS = 50  # in which rounding has not grown yet
 SAME_MODEL = 1e-4  # relative difference of losses: beyond this it is not the rounding of sums in another order
 DISTURBED = 0.8  # of the cores that a rank's threads should have
 PARTS = {
@@ -161,7 +163,7 @@ def _cores(summary: Summary) -> str:
         text += f"; {_all_threads(summary)} threads do not fit on {plural(summary.cores, 'core')}."
     else:
         text += f". It was not really running on its {threads}: {_disturbance(summary.threads)}."
-    contention = summary.manifest.contention
+    contention = probe(summary)
     if contention is None or num == 1:
         return text
     ratio = mean(contention.together_s) / mean(contention.alone_s)
@@ -201,11 +203,11 @@ def explain_scaling(summaries: Sequence[Summary]) -> str:
 
 def scaling_story(summaries: Sequence[Summary]) -> Story:
     """The same in sentences. The run with the most processes is explained against the one with the fewest."""
-    runs = sorted((run for run in summaries if run.step_p50_s), key=lambda run: run.manifest.world_size)
+    runs = sorted((run for run in summaries if run.tokens_per_s), key=lambda run: run.manifest.world_size)
     result = [
         f"The run with {_processes(run)} recorded no step ({run.manifest.verdict}): it is left out."
         for run in summaries
-        if not run.step_p50_s
+        if not run.tokens_per_s
     ]
     if len(runs) < 2:
         return Story([*result, "Nothing to compare: that takes two runs with recorded steps."], [], [])
@@ -221,12 +223,12 @@ def scaling_story(summaries: Sequence[Summary]) -> Story:
     )
 
 
-def largest_loss_gap(summaries: Sequence[Summary]) -> float | None:
-    """The largest relative difference between the losses of the first run and of any other, over their common steps."""
+def largest_loss_gap(summaries: Sequence[Summary], num_steps: int | None = None) -> float | None:
+    """The largest relative difference of losses between the first run and any other, over all or the first steps."""
     gaps = [
         abs(ours - theirs) / abs(theirs)
         for summary in summaries[1:]
-        for ours, theirs in zip(summary.losses, summaries[0].losses, strict=False)
+        for ours, theirs in zip(summary.losses[:num_steps], summaries[0].losses, strict=False)
         if ours is not None and theirs
     ]
     return max(gaps, default=None)
@@ -267,7 +269,7 @@ def _disturbed(c: Comparison) -> list[str]:
     """Did the runs have the cores that they asked for? If not, the reader must know before any cause is named."""
     found, threads = [], 1
     for run, rank in ((c.few, c.few_rank), (c.many, c.many_rank)):
-        contention, num = run.manifest.contention, run.manifest.world_size
+        contention, num = probe(run), run.manifest.world_size
         if not on_cpus(run) or (num > 1 and is_overbooked(run)):
             continue
         had = mean(contention.alone_cpus) if contention and num > 1 else cpus_at_work(run, rank)
@@ -289,7 +291,7 @@ def _because(c: Comparison, named: list[tuple[Cause, float]]) -> list[str]:
     losses = [f"{seconds(cost)} are lost {cause.because(c, cost)}." for cause, cost in named if cost > 0]
     if speedup(c.many, c.few) < FASTER:
         return losses + gains
-    contention = c.many.manifest.contention
+    contention = probe(c.many)
     now = c.num * mean(contention.together_cpus) if contention else None
     before = c.num_few * c.few_cpus if c.few_cpus else None
     if on_cpus(c.many) and now and before and now > FASTER * before:
@@ -318,18 +320,24 @@ def _same_model(runs: list[Summary]) -> str:
     base, steps = runs[0], min(run.num_steps for run in runs)
     if any(run.tokens_per_step != base.tokens_per_step for run in runs):
         return "The runs did not train on the same batches, so their losses cannot be compared."
-    gap = largest_loss_gap(runs)
-    if gap is None:
+    gap, early = largest_loss_gap(runs), largest_loss_gap(runs, EARLY_STEPS)
+    if gap is None or early is None:
         return "Whether they learned the same model is not known: losses were not measured."
-    if gap == 0:
-        return f"The losses of all {steps} common steps are equal to the last digit, so the same model was learned."
     if gap <= SAME_MODEL:
-        digits = math.floor(-math.log10(gap))
-        return f"The losses of all {steps} common steps agree to {digits} digits, so the same model was learned."
+        return f"The losses of all {steps} common steps {_agree(gap)}, so the same model was learned."
+    if early <= SAME_MODEL:
+        return (
+            f"The losses of the first {EARLY_STEPS} steps {_agree(early)}, so it is the same training; later they "
+            f"differ by up to {gap:.2g} times their size, since every step builds on the rounding of the last."
+        )
     text = f"The losses differ by up to {gap:.2g} times their size over {steps} common steps"
     if base.manifest.shape and base.manifest.shape.dropout > 0:
         return f"{text}, as they may with dropout, which draws other random numbers on another number of processes."
     return f"{text}: more than the rounding of sums explains, so these are not quite the same models."
+
+
+def _agree(gap: float) -> str:
+    return f"agree to {math.floor(-math.log10(gap))} digits" if gap else "are equal to the last digit"
 
 
 def _advice(runs: list[Summary], c: Comparison, losses: list[Cause]) -> list[str]:

@@ -36,7 +36,8 @@ from evener.report.summary import Summary, summarize
 
 SILENT_S = 60.0  # a running job that wrote nothing for so long (or for 20 steps) is not running any more
 SILENT_STEPS = 20
-FAILURES = ("failure", "run.nonfinite", "run.diverged", "run.peer-exit")
+FAILURES = ("failure", "run.nonfinite", "run.diverged")
+CONSEQUENCES = ("run.peer-exit",)  # a rank that lost its peer is loud, and not the one that failed
 NOTE = "soft small"
 MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "bad", "no word": "bad"}
 
@@ -60,13 +61,7 @@ def run_page(rundir: RunDir, now: float) -> str:
     """The page of one run; `now` tells a run that is silent from one that is running."""
     summary, events = summarize(rundir), rundir.events()
     records = [rundir.records(rank)[: summary.num_steps] for rank in range(summary.manifest.world_size)]
-    evaluations = [
-        (event["step"], event["val_loss"])
-        for event in events
-        if event.get("event") == "evaluation"
-        and isinstance(event.get("step"), int)
-        and isinstance(event.get("val_loss"), float)
-    ]
+    evaluations = _evaluations(events)
     name = rundir.path.resolve().name
     drawn: dict[str, figures.Figure] = {}
     body = [_verdict(name, summary, events, evaluations, _last_word(summary, records, events), now)]
@@ -146,9 +141,9 @@ def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, n
     resume = tag("code", f"evener train --resume {summary.run_dir}")
     if manifest.verdict == "stopped":
         return "stopped", joined([f"after {_steps(summary)}, before its end. It goes on with ", resume, "."])
-    failures = [event for event in events if event.get("event") in FAILURES]
     if manifest.verdict == "failed":
-        why = f": {_describe(failures[0])}" if failures else ", and no rank could say why: see its logs"
+        failure = _first_failure(events)
+        why = f": {_describe(failure)}" if failure else ", and no rank could say why: see its logs"
         return "failed", html(f"after {_steps(summary)}{why}.")
     if manifest.verdict != "running":
         return manifest.verdict, html(f"after {_steps(summary)}.")
@@ -187,6 +182,16 @@ def _last_word(summary: Summary, records: Sequence[Sequence[StepRecord]], events
     times = [of_rank[-1].ended for of_rank in records if of_rank]
     times += [event["time"] for event in events if isinstance(event.get("time"), int | float)]
     return max([summary.manifest.started, *times])
+
+
+def _evaluations(events: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Validation loss by step; of a step that a resumed run took again, the later one."""
+    found = {}
+    for event in events:
+        step, val_loss = event.get("step"), event.get("val_loss")
+        if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(val_loss, float):
+            found[step] = val_loss
+    return sorted(found.items())
 
 
 # --- figures with their words -----------------------------------------------------------------------------------------
@@ -244,22 +249,32 @@ def _all_reduces(summary: Summary, figure: figures.Figure) -> Html:
 def _events(manifest: Manifest, events: list[dict[str, Any]]) -> Html:
     if not events:
         return section("Events", tag("p", "None was recorded.", class_="soft"))
-    failures = [event for event in events if event.get("event") in FAILURES]
-    first = failures[0] if failures else None
+    first = _first_failure(events)
     alarm: list[Html] = []
-    if first:
+    if first and manifest.verdict != "finished":
         hint = tag("p", first["hint"]) if first.get("hint") else ""
         alarm = [panel(tag("strong", "The first failure: ", class_="bad"), _describe(first), hint)]
     rows = [
         [
             _offset(event.get("time"), manifest.started),
-            tag("span", event.get("event"), class_="bad" if event in failures else ""),
+            tag("span", event.get("event"), class_="bad" if event.get("event") in FAILURES + CONSEQUENCES else ""),
             _describe(event),
         ]
         for event in events
     ]
     listed = tag("div", table(["since start", "event", "what"], rows, numbers=[0]), class_="events")
     return section("Events", *alarm, listed)
+
+
+def _first_failure(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What ended the run since it was last started: a failure before what merely followed from one."""
+    starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
+    since = events[starts[-1] :] if starts else events
+    for kinds in (FAILURES, CONSEQUENCES):
+        found = [event for event in since if event.get("event") in kinds]
+        if found:
+            return found[0]
+    return None
 
 
 def _describe(event: dict[str, Any]) -> str:

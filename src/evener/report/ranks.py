@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.rundir import Contention
 from evener.core.units import count, seconds
 from evener.plan.balance import equal_shares, micro_batch_sizes
 from evener.report.summary import RankSummary, Summary
@@ -65,6 +68,16 @@ def cpus_at_work(summary: Summary, rank: RankSummary) -> float | None:
     return min(rank.cpus * summary.step_p50_s / work_s, float(summary.manifest.ranks[rank.rank].threads))
 
 
+def probe(summary: Summary) -> Contention | None:
+    """What the contention probe found, if it ran and its clocks could tell anything."""
+    contention = summary.manifest.contention
+    if contention is None:
+        return None
+    found: list[list[float]] = list(msgspec.structs.asdict(contention).values())
+    complete = all(len(figures) == len(summary.ranks) and min(figures) > 0 for figures in found)
+    return contention if complete else None
+
+
 def sequences(summary: Summary) -> list[int]:
     """Sequences in the first micro-batch of every rank: what the contention probe times."""
     manifest = summary.manifest
@@ -76,7 +89,7 @@ def sequences(summary: Summary) -> list[int]:
 
 def per_sequence_s(summary: Summary) -> float | None:
     """CPU time of forward and backward of one sequence, alone on the machine; on a GPU, time."""
-    contention = summary.manifest.contention
+    contention = probe(summary)
     if contention is None:
         return None
     cpus = contention.alone_cpus if on_cpus(summary) else [1.0] * len(summary.ranks)

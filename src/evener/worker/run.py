@@ -101,7 +101,9 @@ class Run:
         """The module on this rank's device, compiled where that pays, wrapped so that backward synchronizes."""
         self.module = module.to(self.device)
         if self.compiled:
-            getattr(module, "compile_blocks", functools.partial(module.compile, dynamic=False))()
+            # Whole is fastest. Under DDP a whole backward would hand over all gradients at its end, and hide nothing.
+            whole = functools.partial(module.compile, dynamic=False)
+            (getattr(module, "compile_blocks", whole) if self.world_size > 1 else whole)()
         self._sync = make_sync(self.world_size, self.device, self._clock, self._lap)
         return self._sync.wrap(self.module)
 
