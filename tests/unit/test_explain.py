@@ -188,6 +188,19 @@ def test_unexplained_is_said(one, two):
     assert "30 ms remain unexplained" in text
 
 
+def test_a_part_that_shrank_is_a_gain(tmp_path, write_run, two, contention):
+    long = {"data_s": 0.05, "exposed_sync_s": 0.06, "optimizer_s": 0.08}  # a busy machine, or DDP of one rank
+    before = summarize(write_run(tmp_path / "1", [long], cpus=[0.99], probe=contention(1, alone_s=0.1)))
+    text = explain_scaling([before, two()])
+    for part in (
+        "the update: 2 ms a step, and 80 ms",
+        "communication that backward did not hide: 0 µs a step",
+        "input",
+    ):
+        assert f"are gained in {part}" in text or f"are gained in waiting for {part}" in text
+    assert "lost" not in text
+
+
 def test_what_was_not_measured_is_said_and_never_zero(one, two):
     text = explain_scaling([one(cpus=None, probe=None), two([{"data_s": None}] * 2, cpus=None, probe=None)])
     assert named(text) == ["unmeasured"]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from evener.core.errors import CheckpointError
-from evener.core.rundir import read_checkpoint
+from evener.core.rundir import RunDir, read_checkpoint
 
 from ..conftest import wait_until
 
@@ -125,3 +125,37 @@ def test_a_full_disk_loses_nothing(tmp_path, train, start):
     assert "Traceback" not in started.text()
     assert run.checkpoint_steps() == [2, 4]
     assert json.loads(run.manifest_path.read_text())["verdict"] == "failed"
+
+
+OWN_LOOP = """
+import sys, numpy, torch, evener
+from torch import nn
+from evener.core.spec import parse_args
+
+class Numbers:
+    def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 8))
+    def num_tokens(self, samples): return len(samples)
+    def load(self, samples, device): return torch.from_numpy(samples).float()
+
+spec = parse_args(["--out", sys.argv[1], "--batch", "5", "--steps", sys.argv[2], "--threads", "1"])
+with evener.join(spec, resume=len(sys.argv) > 3) as run:
+    model = run.model(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
+    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), 1e-2))
+    for step in run.steps(Numbers()):
+        for batch in step.micro_batches():
+            step.backward(model(batch).square().sum())
+        step.update(optimizer)
+"""
+
+
+def test_a_loop_of_the_users_own_resumes_bit_for_bit(tmp_path, run_script):
+    def run(out, *args):
+        done = run_script(OWN_LOOP, str(tmp_path / out), *args, ranks=2)
+        assert done.returncode == 0, done.stderr
+        return RunDir(tmp_path / out)
+
+    whole = run("whole", "30")
+    run("parts", "15")
+    parts = run("parts", "30", "resume")
+    assert [r.loss for r in parts.records(1)] == [r.loss for r in whole.records(1)]
+    assert weights(parts) == weights(whole)

@@ -11,7 +11,7 @@ import msgspec
 
 from evener.core.corpus import Corpus, check_block, load_corpus
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.rundir import Checkpoint, Manifest, RunDir, read_checkpoint
+from evener.core.rundir import Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import GPTShape, preset_shape
 from evener.core.spec import RunSpec
 
@@ -26,7 +26,6 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     corpus: Corpus
     shape: GPTShape
     resume: Checkpoint | None  # the checkpoint to go on from
-    resumed: Manifest | None  # of the run that it belongs to
 
     @property
     def micro_batch(self) -> int:
@@ -49,10 +48,10 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
     if model.init_from is not None and not resume and not Path(model.init_from).is_file():
         raise UsageError(f"--init-from {model.init_from}: no such file")
     rundir = RunDir(spec.out or "runs")
-    checkpoint = manifest = None
+    checkpoint = None
     if resume:
-        manifest = rundir.manifest()
-        checkpoint = _latest(rundir, manifest, shape, corpus, spec)
+        checkpoint = newest_checkpoint(rundir)
+        _check_fits(rundir, checkpoint, shape, corpus, spec)
     elif spec.out is not None and rundir.is_run():
         raise UsageError(
             f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
@@ -60,7 +59,7 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
     elif rundir.path.exists() and not rundir.path.is_dir():
         raise UsageError(f"--out {rundir}: a file is in the way")
     _check_disk(rundir, shape, spec)
-    return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint, resumed=manifest)
+    return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
 
 
 def new_run_path(spec: RunSpec) -> str:
@@ -68,10 +67,17 @@ def new_run_path(spec: RunSpec) -> str:
     return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
 
 
-def _latest(rundir: RunDir, manifest: Manifest, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> Checkpoint:
+def newest_checkpoint(rundir: RunDir) -> Checkpoint:
+    """What a resumed run goes on from; CheckpointError where there is none or it is damaged."""
+    rundir.manifest()
     steps = rundir.checkpoint_steps()
     if not steps:
         raise CheckpointError(f"{rundir}: it has no complete checkpoint to resume from", hint="start it again")
+    return read_checkpoint(rundir.checkpoint_path(steps[-1]))
+
+
+def _check_fits(rundir: RunDir, checkpoint: Checkpoint, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> None:
+    manifest = rundir.manifest()
     if manifest.shape != shape:
         raise CheckpointError(f"{rundir}: its model has another shape than {spec.model.model} with these flags")
     if manifest.corpus is not None and manifest.corpus.tokenizer_hash != corpus.tokenizer_hash:
@@ -79,12 +85,10 @@ def _latest(rundir: RunDir, manifest: Manifest, shape: GPTShape, corpus: Corpus,
             f"{rundir}: it was trained on {manifest.corpus.path}; the tokenizer of {corpus.path} is another",
             hint=f"--data {manifest.corpus.path}",
         )
-    checkpoint = read_checkpoint(rundir.checkpoint_path(steps[-1]))
     if checkpoint.step >= spec.train.steps:
         raise UsageError(
             f"{rundir}: it has taken all its {checkpoint.step} steps", hint=f"--steps {2 * checkpoint.step} goes on"
         )
-    return checkpoint
 
 
 def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:

@@ -202,7 +202,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     val_loss: float | None
     param_names: list[str]
-    param_groups: list[dict[str, Any]]
     scaler: dict[str, float] | None
     replica_hashes: list[list[str]]  # [rank][tensor]: what every rank held
     files: dict[str, str]  # name: blake2b

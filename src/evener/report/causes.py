@@ -24,11 +24,12 @@ from evener.report.ranks import (
     last_done,
     mean,
     on_cpus,
-    per_sequence_s,
     plural,
     probe,
+    probed_token_s,
     sequences,
     straggles,
+    token_s,
     why_slow,
 )
 from evener.report.summary import Summary
@@ -72,10 +73,16 @@ class Comparison:
         return mean(contention.alone_cpus) if contention else float(self.many.threads)
 
     @functools.cached_property
-    def efficiency(self) -> float | None:
-        """CPU time for a sequence, alone: of a rank of the larger run over that of the smaller. Below 1: a gain."""
-        before, now = per_sequence_s(self.few), per_sequence_s(self.many)
-        return None if before is None or now is None else now / before
+    def token_s(self) -> tuple[float, float] | None:
+        """CPU time for a token with few ranks and with many, as each rank's own work and no neighbour makes it.
+
+        From the probes; where they did not run, from whole steps, but only if it shrank: neighbours can make it grow.
+        """
+        before, now = probed_token_s(self.few), probed_token_s(self.many)
+        if before and now:
+            return before, now
+        before, now = token_s(self.few), token_s(self.many)
+        return (before, now) if before and now and now < before and on_cpus(self.many) else None
 
     @functools.cached_property
     def neighbours(self) -> float | None:
@@ -114,9 +121,10 @@ class Comparison:
             cores["cores"] = 0.0
         elif self.few_cpus:
             cores["cores"] = math.log(self.few_cpus / self.many_cpus)
+        efficiency = self.token_s[1] / self.token_s[0] if self.token_s else None
         probed = {
             name: 0.0 if 1 / CLEAR < ratio < CLEAR else math.log(ratio)
-            for name, ratio in (("efficiency", self.efficiency), ("neighbours", self.neighbours))
+            for name, ratio in (("efficiency", efficiency), ("neighbours", self.neighbours))
             if ratio is not None
         }
         probed, rest = settle(probed, math.log(now_s / (now_s - growth_s)) - sum(cores.values()))
@@ -157,6 +165,12 @@ class Cause:
     because: Callable[[Comparison, float], str]  # continues "3.2 ms are lost" or "are gained"
     unmeasured: str  # continues "Not measured: "
     advice: Callable[[Comparison], str]  # what helps, a sentence; "" where nothing does
+
+
+def _shorter(c: Comparison, part: str, name: str) -> str:
+    """What is said of a part that shrank by more than the work did."""
+    before, now = (getattr(rank.typical, part) for rank in (c.few_rank, c.many_rank))
+    return f"in {name}: {seconds(now)} a step, and {seconds(before)} with {plural(c.num_few, 'process')}"
 
 
 def _few(c: Comparison) -> str:
@@ -219,9 +233,10 @@ def _turns_advice(c: Comparison) -> str:
 
 
 def _efficiency_because(c: Comparison, cost_s: float) -> str:
-    before, now = seconds(per_sequence_s(c.few)), seconds(per_sequence_s(c.many))
+    assert c.token_s is not None
+    before, now = (seconds(1000 * token_s) for token_s in c.token_s)
     time = "CPU time" if on_cpus(c.many) else "time"
-    figures = f"alone, a sequence takes a rank {now} of {time}, and took {before} with {plural(c.num_few, 'process')}"
+    figures = f"1,000 tokens take {now} of {time}, and took {before} with {plural(c.num_few, 'process')}"
     if cost_s < 0 and c.many.threads < c.few.threads:
         return (
             f"because a process with {plural(c.many.threads, 'thread')} uses its cores better than one that divides "
@@ -274,6 +289,8 @@ def _neighbours_advice(c: Comparison) -> str:
 
 
 def _communication_because(c: Comparison, cost_s: float) -> str:
+    if cost_s < 0:
+        return _shorter(c, "exposed_sync_s", "communication that backward did not hide")
     rank = last_done(c.many)
     text = f"to communication that backward did not hide, {cost_s / c.many_s:.0%} of the step"
     if rank.bytes and rank.sync_s:
@@ -282,9 +299,9 @@ def _communication_because(c: Comparison, cost_s: float) -> str:
 
 
 def _optimizer_because(c: Comparison, cost_s: float) -> str:
-    before, now = seconds(c.few_rank.typical.optimizer_s), seconds(c.many_rank.typical.optimizer_s)
     if cost_s < 0:
-        return f"in the update: it takes {now}, and took {before} with {plural(c.num_few, 'process')}"
+        return _shorter(c, "optimizer_s", "the update")
+    before, now = seconds(c.few_rank.typical.optimizer_s), seconds(c.many_rank.typical.optimizer_s)
     return (
         f"because every process repeats the whole update of {count(c.many.manifest.num_params)} parameters: {now}, and "
         f"{before} with {plural(c.num_few, 'process')}"
@@ -292,6 +309,8 @@ def _optimizer_because(c: Comparison, cost_s: float) -> str:
 
 
 def _input_because(c: Comparison, cost_s: float) -> str:
+    if cost_s < 0:
+        return _shorter(c, "data_s", "waiting for input")
     before, now = seconds(c.few_rank.typical.data_s), seconds(c.many_rank.typical.data_s)
     return f"waiting for input: {now} a step, and {before} with {plural(c.num_few, 'process')}"
 
@@ -322,6 +341,8 @@ def _straggler_because(c: Comparison, cost_s: float) -> str:
 
 
 def _late_because(c: Comparison, cost_s: float) -> str:
+    if cost_s < 0:
+        return _shorter(c, "wait_s", "waiting for other ranks")
     waits = sorted(rank.typical.wait_s or 0.0 for rank in c.many.ranks)
     least, most = seconds(waits[0]), seconds(waits[-1])
     return f"because now one rank is late, now another, and the rest wait, {least} to {most} a step"

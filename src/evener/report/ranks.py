@@ -87,13 +87,22 @@ def sequences(summary: Summary) -> list[int]:
     return [micro_batch_sizes(share, largest)[0] for share in equal_shares(train.batch, manifest.world_size)]
 
 
-def per_sequence_s(summary: Summary) -> float | None:
-    """CPU time of forward and backward of one sequence, alone on the machine; on a GPU, time."""
-    contention = probe(summary)
-    if contention is None:
+def probed_token_s(summary: Summary) -> float | None:
+    """CPU time of forward and backward for a token, of a rank alone on the machine; on a GPU, time."""
+    contention, shape = probe(summary), summary.manifest.shape
+    if contention is None or shape is None:
         return None
     cpus = contention.alone_cpus if on_cpus(summary) else [1.0] * len(summary.ranks)
-    return mean([t * p / n for t, p, n in zip(contention.alone_s, cpus, sequences(summary), strict=True)])
+    of_sequence = [t * p / n for t, p, n in zip(contention.alone_s, cpus, sequences(summary), strict=True)]
+    return mean(of_sequence) / shape.block_size
+
+
+def token_s(summary: Summary) -> float | None:
+    """CPU time of all ranks together for a token, over whole steps."""
+    cpus = [rank.cpus for rank in summary.ranks if rank.cpus is not None]
+    if len(cpus) < len(summary.ranks) or not summary.tokens_per_s:
+        return None
+    return sum(cpus) / summary.tokens_per_s
 
 
 def why_slow(summary: Summary, slow: RankSummary, fast: RankSummary) -> str:

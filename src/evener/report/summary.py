@@ -68,7 +68,7 @@ def summarize(rundir: RunDir) -> Summary:
     walls = [record.wall_s for record in warm[0]]
     of_steps = ([record.sync_s for record in step if record.sync_s is not None] for step in zip(*warm, strict=True))
     syncs = [max(of_step) for of_step in of_steps if of_step]
-    tokens = sum(of_rank[-1].tokens for of_rank in records) if num_steps else 0
+    tokens = round(median([sum(record.tokens for record in step) for step in zip(*warm, strict=True)]) or 0)
     step_p50_s = median(walls)
     by_wall = sorted(range(len(walls)), key=walls.__getitem__)
     middle = by_wall[len(walls) // 4 : len(walls) - len(walls) // 4]

@@ -53,9 +53,6 @@ def save(
             world_size=len(rng_states),
             val_loss=val_loss,
             param_names=list(names.values()),
-            param_groups=[
-                {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-            ],
             scaler=scaler,
             replica_hashes=replica_hashes,
             files={file.name: digest_of(file) for file in sorted(folder.iterdir())},
@@ -72,7 +69,7 @@ def save(
     return folder
 
 
-def load(folder: Path, checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put the weights and the optimizer's state back, exactly as they were saved."""
     load_weights(folder, module)
     tensors = load_file(folder / "optimizer.safetensors")
@@ -84,8 +81,6 @@ def load(folder: Path, checkpoint: Checkpoint, module: nn.Module, optimizer: tor
         parameter = parameters[name]
         device = "cpu" if value.ndim == 0 and not optimizer.defaults.get("fused") else parameter.device
         optimizer.state[parameter][key] = value.to(device)
-    for group, saved in zip(optimizer.param_groups, checkpoint.param_groups, strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
 
 
 def load_weights(folder: Path, module: nn.Module) -> None:

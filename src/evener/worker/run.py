@@ -4,7 +4,7 @@ checkpoints and proof that the replicas agree. Our own loop (`loop.py`) is writt
     with evener.join(spec) as run:
         model = run.model(MyModel())                  # wrapped by the run's way to synchronize
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), 3e-4))
-        for step in run.steps(dataset):               # resumes, records, checkpoints, verifies
+        for step in run.steps(dataset):               # records, checkpoints, verifies
             for batch in step.micro_batches():        # this rank's share of the global batch
                 step.backward(loss_sum(model, batch)) # a sum over tokens, not a mean
             step.update(optimizer)
@@ -36,7 +36,7 @@ import evener
 from evener.core.corpus import TOKENIZER_FILES
 from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.machine import Machine, this_machine
-from evener.core.resolve import Resolved, new_run_path
+from evener.core.resolve import Resolved, new_run_path, newest_checkpoint
 from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir, code_hash, read_checkpoint
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
@@ -64,18 +64,18 @@ class Dataset(Protocol):
         """The samples as the training program wants them."""
 
 
-def join(spec: RunSpec | None = None, resolved: Resolved | None = None) -> Run:
-    """Take part in the run that torchrun started, or be a world of one.
+def join(spec: RunSpec | None = None, resolved: Resolved | None = None, *, resume: bool = False) -> Run:
+    """Take part in the run that torchrun started, or be a world of one; with `resume` go on with the run in `spec.out`.
 
     `resolved` is there when the model and the corpus are evener's own.
     """
-    return Run(spec or RunSpec(), resolved)
+    return Run(spec or RunSpec(), resolved, resume)
 
 
 class Run:
     """One rank of a run."""
 
-    def __init__(self, spec: RunSpec, resolved: Resolved | None) -> None:
+    def __init__(self, spec: RunSpec, resolved: Resolved | None, resume: bool) -> None:
         self.spec, self._resolved = spec, resolved
         self._recorder: Recorder | None = None
         self.group = Group(spec.machine.device, spec.machine.backend)
@@ -84,13 +84,16 @@ class Run:
         torch.set_num_threads(spec.machine.threads or max(1, self._machine.cores // self.group.local_world_size))
         self.dir = RunDir(self._agree_on(spec.out or new_run_path(spec)))
         self._redirect_output()
+        if resolved is not None:
+            self._resume = resolved.resume
+        else:
+            self._resume = newest_checkpoint(self.dir) if resume else None
         self._clock = CudaClock() if self.device.type == "cuda" else HostClock()
         self.dtype = _dtype(spec.model.dtype, self.device)
         self._scaler = torch.amp.GradScaler("cuda", enabled=self.dtype == torch.float16)
         self.compiled = self._compiles()
         self.contention: Contention | None = None
         self._stop_wanted = False
-        self._verdict = "failed"
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._want_stop)
         torch.manual_seed(spec.train.seed)  # the same weights on every rank
@@ -184,10 +187,10 @@ class Run:
 
     def _start(self) -> int:
         """Load what there is to resume, write the manifest, and return the first step."""
-        resume = self._resolved.resume if self._resolved else None
+        resume = self._resume
         first = resume.step if resume else 0
         if resume:
-            checkpoints.load(self.dir.checkpoint_path(first), resume, self.module, self._optimizer)
+            checkpoints.load(self.dir.checkpoint_path(first), self.module, self._optimizer)
             if resume.scaler:
                 self._scaler.load_state_dict(resume.scaler)
             if self.rank == 0:
@@ -209,7 +212,7 @@ class Run:
         params_by_group = self._params_by_group()
         self._manifest = Manifest(
             verdict="running",
-            started=self._resolved.resumed.started if self._resolved and self._resolved.resumed else time.time(),
+            started=self.dir.manifest().started if resume else time.time(),
             argv=sys.argv,
             versions={
                 "evener": evener.__version__,
@@ -251,7 +254,7 @@ class Run:
                     shutil.copy(file, self.dir.path / name)
 
     def _restore_rng(self, first: int) -> None:
-        resume = self._resolved.resume if self._resolved else None
+        resume = self._resume
         if resume and resume.world_size == self.world_size:
             states = checkpoints.load_rng(self.dir.checkpoint_path(first), self.rank)
             checkpoints.restore_rng(states, self.device)
@@ -334,7 +337,6 @@ class Run:
             )
             self.dir.write_manifest(self._manifest)
             self.dir.add_event(verdict, step=step)
-        self._verdict = verdict
         self.group.barrier()
 
     def _report_failure(self, error: BaseException) -> None:
@@ -378,8 +380,8 @@ class Run:
             has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
         if wish == "on" and not has_compiler:
             raise UsageError("--compile on: this machine has no compiler", hint="apt install g++, or --compile off")
-        if self._resolved and self._resolved.resumed:
-            return self._resolved.resumed.compiled  # the same arithmetic as before
+        if self._resume:
+            return self.dir.manifest().compiled  # the same arithmetic as before
         if wish != "auto" or self._resolved is None:
             return wish == "on"
         shape, train = self._resolved.shape, self.spec.train
