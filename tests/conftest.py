@@ -77,7 +77,8 @@ def start(corpus: Path) -> Callable[..., Started]:
     """Start `evener.worker` with these flags; `out` is its run directory."""
 
     def start(out: Path, *args: str, ranks: int = 1) -> Started:
-        flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--out", str(out), "--threads", "1"]
+        flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--out", str(out)]
+        flags += ["--threads", "1", "--dtype", "fp32"]
         return Started(out, ranks, [*flags, *args])
 
     return start

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-STEPS = ("--steps", "50", "--batch", "16", "--eval-every", "25")  # 16 cannot be divided by 3
+STEPS = ("--steps", "50", "--batch", "16", "--eval-every", "25", "--lr", "0.001")  # 16 cannot be divided by 3
 
 
 @pytest.fixture(scope="module")

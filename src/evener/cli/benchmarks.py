@@ -49,8 +49,8 @@ def scaling(
         raise UsageError(f"{folder}: exists and is not empty", hint="--force replaces it, or another --out")
     counts = sorted(set(ranks)) if ranks else bench.process_counts(usable_cores())
     base = RunSpec(
-        model=ModelSpec(model=model, dropout=0.0, compile="off"),
-        train=TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=10),
+        model=ModelSpec(model=model, dropout=0.0, compile="off", dtype="fp32"),  # so that the losses can be compared
+        train=TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=20),
         eval=EvalSpec(eval_every=0),
         machine=MachineSpec(probe=True),
     )

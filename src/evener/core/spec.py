@@ -55,12 +55,12 @@ class ModelSpec(Section, frozen=True, kw_only=True):
 
 
 class TrainSpec(Section, frozen=True, kw_only=True):
-    """How it is trained. The defaults are nanoGPT's for its character model on a small machine."""
+    """How it is trained. AdamW's settings are those of nanoGPT's character model; lr is for batches of some 1000 tokens."""
 
     steps: Annotated[Count, Meta(description="optimizer steps")] = 200
     batch: Annotated[Count, Meta(description="sequences in one global batch, over all ranks")] = 16
     micro_batch: Annotated[Count | None, Meta(description="sequences in one backward [16384 tokens at most]")] = None
-    lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 1e-3
+    lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NotNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
     warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None
     weight_decay: Annotated[NotNegative, Meta(description="of AdamW, on matrices")] = 0.1

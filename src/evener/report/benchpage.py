@@ -12,7 +12,7 @@ from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir
 from evener.core.units import count, seconds
 from evener.report import figures
-from evener.report.explain import scaling_story, speedup
+from evener.report.explain import scaling_story, speedup, worth_it
 from evener.report.markup import Html, document, facts, joined, legend, panel, plot, section, table, tag
 from evener.report.ranks import first_done, plural
 from evener.report.summary import Summary, summarize
@@ -103,11 +103,14 @@ def _verdict(name: str, found: dict[str, list[Summary]]) -> Html:
         if not measured:
             shown[corpus] = (None, "no step was recorded")
             continue
-        base, best = measured[0], max(measured, key=lambda run: run.tokens_per_s or 0.0)
-        remark = f"{count(best.tokens_per_s)} tokens/s"
-        if best is not base:
-            remark += f", {speedup(best, base):.2f} times {plural(base.manifest.world_size, 'process')}"
-        shown[f"fastest on {corpus}"] = (plural(best.manifest.world_size, "process"), remark)
+        best = worth_it(measured)
+        others = [
+            f"{plural(run.manifest.world_size, 'process')} {speedup(run, best):.2f} times"
+            for run in measured
+            if run is not best
+        ]
+        remark = ", ".join([f"{count(best.tokens_per_s)} tokens/s", *others])
+        shown[f"best on {corpus}"] = (plural(best.manifest.world_size, "process"), remark)
     machines = {host.cpu: host.cores for runs in found.values() for run in runs for host in run.manifest.hosts}
     models = sorted({run.manifest.spec.model.model for runs in found.values() for run in runs})
     what = [*models, *(f"{cpu}, {plural(cores, 'core')}" for cpu, cores in machines.items())]

@@ -241,6 +241,13 @@ def speedup(run: Summary, base: Summary) -> float:
     return run.tokens_per_s / base.tokens_per_s
 
 
+def worth_it(runs: Sequence[Summary]) -> Summary:
+    """The fastest of some runs with recorded steps; the one with the fewest processes where that is about as fast."""
+    base = min(runs, key=lambda run: run.manifest.world_size)
+    best = max(runs, key=lambda run: run.tokens_per_s or 0.0)
+    return best if speedup(best, base) >= FASTER else base
+
+
 def _processes(run: Summary) -> str:
     return plural(run.manifest.world_size, "process")
 
@@ -341,12 +348,11 @@ def _agree(gap: float) -> str:
 
 
 def _advice(runs: list[Summary], c: Comparison, losses: list[Cause]) -> list[str]:
-    base, best = runs[0], max(runs, key=lambda run: run.tokens_per_s or 0.0)
     if _disturbed(c):
         return ["Measure again when nothing else runs on the machine, and decide then."]
     helps = [text for cause in losses if (text := cause.advice(c))][:1]
-    if speedup(best, base) < FASTER:
-        return [f"Use {plural(c.num_few, 'process')} here.", *helps]
-    verb = "is" if best.manifest.world_size == 1 else "are"
+    best = worth_it(runs)
+    if best is runs[0]:
+        return [f"Use {_processes(best)} here.", *helps]
     more = "" if best is runs[-1] else f", more than {best.manifest.world_size} are not"
-    return [f"{_processes(best)} {verb} worth it here{more}.", *helps]
+    return [f"{_processes(best)} are worth it here{more}.", *helps]

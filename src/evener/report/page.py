@@ -140,7 +140,10 @@ def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, n
         return "finished", html(f"{plural(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
     resume = tag("code", f"evener train --resume {summary.run_dir}")
     if manifest.verdict == "stopped":
-        return "stopped", joined([f"after {_steps(summary)}, before its end. It goes on with ", resume, "."])
+        max_s = manifest.spec.train.max_s
+        in_time = max_s is not None and manifest.ended is not None and manifest.ended - manifest.started >= max_s
+        why = f"when its {seconds(max_s)} were over" if in_time else "before its end"
+        return "stopped", joined([f"after {_steps(summary)}, {why}. It goes on with ", resume, "."])
     if manifest.verdict == "failed":
         failure = _first_failure(events)
         why = f": {_describe(failure)}" if failure else ", and no rank could say why: see its logs"

@@ -477,7 +477,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-        return torch.float32
+        units = torch.cpu.get_capabilities()  # without them bf16 is emulated, and slower than fp32
+        return torch.bfloat16 if units.get("avx512_bf16") or units.get("amx_bf16") else torch.float32
     if name == "fp16" and device.type == "cpu":
         raise UsageError("--dtype fp16: loss scaling needs a GPU", hint="--dtype bf16 or fp32")
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
