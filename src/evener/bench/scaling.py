@@ -75,14 +75,3 @@ def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer) -> dict
     names = {corpus: [Path(summary.run_dir).name for summary in runs] for corpus, runs in found.items()}
     write_atomic(out / "bench.json", msgspec.json.format(msgspec.json.encode(Bench(series=names)), indent=2))
     return found
-
-
-def largest_loss_gap(summaries: Sequence[Summary]) -> float | None:
-    """The largest relative difference between the losses of the first run and of any other, over their common steps."""
-    gaps = [
-        abs(ours - theirs) / abs(theirs)
-        for summary in summaries[1:]
-        for ours, theirs in zip(summary.losses, summaries[0].losses, strict=False)
-        if ours is not None and theirs is not None
-    ]
-    return max(gaps, default=None)

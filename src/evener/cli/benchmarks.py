@@ -24,7 +24,7 @@ from evener.core.machine import usable_cores
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
-from evener.report.explain import explain_scaling
+from evener.report.explain import explain_scaling, largest_loss_gap
 from evener.report.page import write_page
 from evener.report.picture import scaling_png
 from evener.report.summary import as_result
@@ -73,7 +73,7 @@ def scaling(
         results = {
             corpus: {
                 "runs": [as_result(summary) for summary in runs],
-                "largest_loss_gap": bench.largest_loss_gap(runs),
+                "largest_loss_gap": largest_loss_gap(runs),
                 "explanation": explained[corpus],
             }
             for corpus, runs in found.items()

@@ -55,7 +55,7 @@ class ModelSpec(Section, frozen=True, kw_only=True):
 
 
 class TrainSpec(Section, frozen=True, kw_only=True):
-    """How it is trained. AdamW's settings are those of nanoGPT's character model; lr is for batches of some 1000 tokens."""
+    """How it is trained. AdamW's settings are those of nanoGPT's character model; lr is for small batches."""
 
     steps: Annotated[Count, Meta(description="optimizer steps")] = 200
     batch: Annotated[Count, Meta(description="sequences in one global batch, over all ranks")] = 16

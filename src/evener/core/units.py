@@ -9,16 +9,16 @@ from collections.abc import Sequence
 def seconds(value: float | None) -> str:
     """A duration with three significant digits, or what it is when nobody measured it.
 
-    >>> seconds(0.01234), seconds(2.5), seconds(4020), seconds(None)
-    ('12.3 ms', '2.50 s', '1 h 07 min', 'not measured')
+    >>> seconds(0.01234), seconds(0.000999999), seconds(2.5), seconds(4020), seconds(None)
+    ('12.3 ms', '1 ms', '2.50 s', '1 h 07 min', 'not measured')
     """
     if value is None:
         return "not measured"
     if value < 0:
         return "-" + seconds(-value)
-    if value < 1e-3:
+    if value < 0.9995e-3:
         return f"{value * 1e6:.0f} µs"
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
     if value < 60:
         return f"{value:.2f} s"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from evener.core.errors import UsageError
 
 TIMEOUT = timedelta(minutes=10)
+SETTLE_S = 2.0
 
 
 class Group:
@@ -73,20 +77,33 @@ class Group:
             dist.barrier(group=self.control)
 
     def close(self) -> None:
-        """Leave the world."""
+        """Leave the world, and wait until the threads that served it have nothing left to do.
+
+        On a busy machine one of Gloo's threads may still be about to let go of a tensor. That needs the interpreter's
+        lock, and an interpreter that is ending kills a thread that asks for it:
+
+            main thread      barrier done, destroy_process_group, Py_Finalize
+            Gloo's thread    … preempted …                                    drop tensor → take lock → std::terminate
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+            deadline = time.monotonic() + SETTLE_S
+            while _other_threads_run() and time.monotonic() < deadline:
+                time.sleep(0.005)  # without the lock
+
+
+def _other_threads_run() -> bool:
+    """Does any thread but this one run or wait for a processor? Linux says; elsewhere nobody knows."""
+    try:
+        tasks = [task for task in os.listdir("/proc/self/task") if int(task) != threading.get_native_id()]
+        states = [Path(f"/proc/self/task/{task}/stat").read_text().rpartition(") ")[2][0] for task in tasks]
+    except OSError:  # a thread has just ended: look again
+        return Path("/proc/self/task").exists()
+    return "R" in states
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without taking the interpreter apart.
-
-    On a busy machine one of Gloo's threads may still be about to let go of a tensor. That needs the interpreter's lock,
-    and an interpreter that is ending kills a thread that asks for it:
-
-        main thread      barrier done, destroy_process_group, Py_Finalize
-        Gloo's thread    … preempted …                                    drop tensor → take lock → std::terminate
-    """
+    """End a worker without taking the interpreter apart: no thread then asks for what is gone (see `Group.close`)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
