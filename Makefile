@@ -25,7 +25,10 @@ format: .venv/installed
 bench: .venv/installed
 	$(BIN)/python bench/against_ddp.py
 	$(BIN)/python bench/against_nanogpt.py
+	$(BIN)/python bench/against_nanogpt.py --compile
+	$(BIN)/python bench/against_nanogpt.py --dtype auto
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/prepare.py
 
 docs: .venv/installed
 	$(BIN)/python docs/reference.py

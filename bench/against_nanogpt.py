@@ -1,6 +1,6 @@
 """evener's loop beside nanoGPT's way of training the same shape: one process, a step of one and a step of the other.
 
-    python bench/against_nanogpt.py [--dropout 0.2] [--compile] [--steps 20]
+    python bench/against_nanogpt.py [--dropout 0.2] [--compile] [--dtype bf16] [--steps 20]
 
 The ratio is tokens/s of evener / tokens/s of nanoGPT, the median of pairs. With --compile both run torch.compile:
 nanoGPT the whole model, evener block by block.
@@ -23,13 +23,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--dtype", default="fp32", help="evener's; nanoGPT trains in fp32 on a CPU")
     options = parser.parse_args()
     for variable in ("RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
 
     from evener.worker.run import join
 
-    flags = ["--dropout", str(options.dropout), "--compile", "on" if options.compile else "off"]
+    flags = ["--dropout", str(options.dropout), "--dtype", options.dtype, "--compile", "on" if options.compile else "off"]
     what = resolved("char", options.batch, options.steps, *flags)
     seconds: dict[str, list[float]] = {"evener": [], "nanoGPT": []}
     with join(what.spec, what) as run:
@@ -48,7 +49,7 @@ def main() -> None:
     ratios = [theirs / ours for theirs, ours in zip(seconds["nanoGPT"], seconds["evener"], strict=True)]
     for name, values in seconds.items():
         print(f"{name:>7}: step p50 {statistics.median(values) * 1e3:.1f} ms")
-    how = "compiled" if options.compile else "eager"
+    how = f"{'compiled' if options.compile else 'eager'}, {options.dtype}"
     print(
         f"evener / nanoGPT tokens/s, char, dropout {options.dropout}, {how}: {statistics.median(ratios):.3f}, "
         f"median of {len(ratios)} pairs"
