@@ -30,7 +30,8 @@ def main() -> None:
 
     from evener.worker.run import join
 
-    flags = ["--dropout", str(options.dropout), "--dtype", options.dtype, "--compile", "on" if options.compile else "off"]
+    flags = ["--dropout", str(options.dropout), "--dtype", options.dtype]
+    flags += ["--compile", "on" if options.compile else "off"]
     what = resolved("char", options.batch, options.steps, *flags)
     seconds: dict[str, list[float]] = {"evener": [], "nanoGPT": []}
     with join(what.spec, what) as run:
