@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 STEPS = ("--steps", "50", "--batch", "16", "--eval-every", "25", "--lr", "0.001")  # 16 cannot be divided by 3
 
@@ -52,3 +54,24 @@ def test_bf16_learns_nearly_the_same(tmp_path, train):
     bf16 = train(tmp_path / "bf16", "--steps", "20", "--dtype", "bf16", ranks=2)
     assert bf16.manifest().dtype == "bfloat16"
     assert bf16.records(0)[-1].loss == pytest.approx(fp32.records(0)[-1].loss, rel=0.02)
+
+
+def test_a_run_starts_from_gpt2_weights(tmp_path, train, start):
+    """At a learning rate of 0 what is saved is what was loaded; another shape is refused."""
+    transformers = pytest.importorskip("transformers")
+    from evener.worker.gpt2 import load_gpt2
+
+    config = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    shape = ("--model", "gpt2", "--block-size", "64", "--num-layers", "2", "--num-heads", "1", "--width", "64")
+    run = train(tmp_path / "run", *shape, "--init-from", str(file), "--steps", "1", "--lr", "0", ranks=2)
+    _, weights = load_gpt2(file)
+    saved = load_file(run.checkpoint_path(1) / "weights.safetensors")
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+
+    refused = start(tmp_path / "other", *shape[:-2], "--width", "128", "--init-from", str(file), "--steps", "1")
+    assert refused.wait() == 2
+    assert "its shape is not that of --model gpt2" in refused.text()
+    assert "Traceback" not in refused.text()

@@ -236,10 +236,10 @@ def write_folder_atomic(folder: Path, write: Any) -> None:
     try:
         write(temporary)
         for file in temporary.iterdir():
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         temporary.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -251,7 +251,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -288,7 +288,8 @@ def follow_lines(path: Path) -> Iterator[list[bytes]]:
         yield complete.split(b"\n")[:-1]
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

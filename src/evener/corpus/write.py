@@ -35,6 +35,7 @@ from evener.core.corpus import (
     token_dtype,
 )
 from evener.core.errors import DataError, UsageError
+from evener.core.rundir import sync
 from evener.corpus.text import Part, Progress, Splits, read_text, survey
 from evener.corpus.tokenizer import (
     BPE_VOCAB_SIZE,
@@ -170,7 +171,7 @@ def _building(out: Path, *, may_replace: bool) -> Iterator[Path]:
         try:
             _empty(partial)
             yield partial
-            _sync(partial)
+            sync(partial)
             if _is_filled(out) and not may_replace:
                 raise DataError(f"another run has just prepared {out}", hint="run it again")
             _take_place(partial, Path(os.path.realpath(out)))
@@ -237,16 +238,8 @@ def _take_place(partial: Path, real: Path) -> None:
     if _is_filled(real):
         os.rename(real, aside)
     os.rename(partial, real)
-    _sync(real.parent)
+    sync(real.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_mb(path: Path) -> int:
