@@ -125,6 +125,22 @@ def test_a_rank_killed_is_named(tmp_path, started):
     assert run.manifest().verdict == "failed"
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dtype", "fp16", "--device", "cpu"), "error: --dtype fp16: loss scaling needs a GPU"),
+        (("--init-from", "junk"), "error: junk: cannot be read as safetensors"),
+    ],
+)
+def test_what_only_the_worker_can_see_is_one_line_too_and_leaves_nothing(tmp_path, corpus, flags, message):
+    (tmp_path / "junk").write_text("junk")
+    done = evener(tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "3", *flags, "--out", "run")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_max_s_stops_and_saves(tmp_path, corpus):
     done = evener(
         tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "1000000", "--max-s", "1", "--out", "run", "--json"

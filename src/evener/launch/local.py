@@ -158,7 +158,8 @@ def _failure(rundir: RunDir, before: int, pid: int, status: int, log_path: Path)
         return RunError(
             f"rank {first['rank']}: {first['kind']}: {first['error']}", hint=_logs_hint(rundir, first["rank"])
         )
-    log = log_path.read_text(errors="replace")
+    logs = sorted(log_path.parent.glob("*.log"))  # a rank's own, and what came before it had one
+    log = "".join(path.read_text(errors="replace") for path in logs)
     told = re.search(r"^error: (.*)\n(?:hint:  (.*))?", log, re.MULTILINE)
     if told:
         return errors.UsageError(told[1], hint=told[2] or "")
