@@ -31,7 +31,7 @@ from evener.core.units import percentile
 from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.local import session
 from evener.launch.tool import lines_of
-from evener.launch.torchrun import module_argv, threads_env
+from evener.launch.torchrun import module_argv
 from evener.plan.cost import ring_all_reduce_bytes
 from evener.report.explain import explain_scaling
 from evener.report.picture import scaling_png
@@ -140,7 +140,7 @@ def _sentences(corpus_path: Path) -> list[str]:
 
 def _launch(num_ranks: int, threads: int, lab: str, log: Path) -> None:
     argv = module_argv(num_ranks, "evener.worker.lab01", [lab], log.parent)
-    with session(argv, threads_env(threads), log) as process:
+    with session(argv, {"OMP_NUM_THREADS": str(threads)}, log) as process:
         status = process.wait()
     if status != 0:
         raise RunError(f"the lab's {num_ranks} processes failed", output=log.read_text(errors="replace")[-2000:])

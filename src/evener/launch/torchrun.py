@@ -41,14 +41,4 @@ def _torchrun(num_ranks: int, logs: Path) -> list[str]:
 def worker_env(spec: RunSpec) -> dict[str, str]:
     """What is set on top of the caller's environment."""
     threads = spec.machine.threads or max(1, usable_cores() // spec.machine.ranks)
-    return threads_env(threads) | {"EVENER_LOGS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def threads_env(threads: int) -> dict[str, str]:
-    """Threads of one rank, and how long one that waits for the others keeps its core busy (libgomp).
-
-    libgomp's own count of spins is for a machine of one's own: beside another program that took half a core, the
-    character model on two threads fell from 2300 to 530 tokens/s, and with this count stayed at 2200. Without it, tiny
-    models gain too. (Measured on 2 cores of an AMD EPYC, 2026-11.)
-    """
-    return {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "20000"}
+    return {"OMP_NUM_THREADS": str(threads), "EVENER_LOGS": "1", "PYTHONUNBUFFERED": "1"}
