@@ -1,0 +1,214 @@
+"""`evener lab`: hosts and links emulated on this machine, to try everything on before real machines see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from evener.lab.lab import Lab
+
+app = typer.Typer(
+    help="Emulated hosts on this machine: each with its own network, hostname, processes, files and sshd.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+InLab = Annotated[str | None, typer.Option("--name", help="Which lab, where several are up.")]
+
+
+@app.command(epilog="Example: `evener lab up --hosts 2 --rate 1Gbit && evener lab status && evener lab down`")
+def up(
+    spec_file: Annotated[
+        Path | None, typer.Argument(metavar="[LAB.toml]", help="A lab as TOML. Flags win over it, in every host.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the lab. [lab]", show_default=False)] = None,
+    hosts: Annotated[int | None, typer.Option(help="How many: a, b, c … [2]", show_default=False)] = None,
+    names: Annotated[str | None, typer.Option(help="Names of the hosts, with commas.", metavar="A,B")] = None,
+    rate: Annotated[str | None, typer.Option(help="Of each link, both ways: 1Gbit, 100Mbit. [unlimited]")] = None,
+    rate_up: Annotated[str | None, typer.Option(help="What a host sends at most. [--rate]")] = None,
+    rate_down: Annotated[str | None, typer.Option(help="What a host receives at most. [--rate]")] = None,
+    mtu: Annotated[int | None, typer.Option(help="Largest packet, in bytes. [1500]", show_default=False)] = None,
+    cpus: Annotated[float | None, typer.Option(help="Processor time of a host, in cores. [unlimited]")] = None,
+    cores: Annotated[str | None, typer.Option(help="Cores that a host is pinned to: 0,1.", metavar="N,N")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory limit of a host: 2GB. [unlimited]")] = None,
+    interface: Annotated[str | None, typer.Option(help="Name of its interface. [eth0]")] = None,
+    more_interfaces: Annotated[
+        str | None, typer.Option(help="docker0 (a bridge), tun0 (an overlay), wlan0 (a second link) …", metavar="A,B")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Fleet file to write.")] = Path("lab.toml"),
+    as_json: AsJson = False,
+) -> None:
+    """Make a lab, wait until every host takes ssh logins, and write its fleet file."""
+    from evener.core.errors import UsageError
+    from evener.core.units import seconds
+    from evener.lab.lab import Lab
+    from evener.lab.spec import LabSpec, default_names, read_spec, with_values
+
+    if (hosts is not None) + (names is not None) + (spec_file is not None) > 1:
+        raise UsageError("--hosts, --names and a TOML file each say which hosts there are", hint="give one of them")
+    spec = read_spec(spec_file) if spec_file else LabSpec()
+    if hosts is not None or names is not None:
+        listed = default_names(hosts) if hosts is not None else _words(names)
+        if len(set(listed)) < len(listed):
+            raise UsageError(f"--names {names}: a name stands there twice")
+        spec = LabSpec(name=spec.name, hosts=dict.fromkeys(listed, next(iter(spec.hosts.values()))))
+    values = {
+        "rate": rate, "rate_up": rate_up, "rate_down": rate_down, "mtu": mtu, "cpus": cpus, "memory": memory,
+        "interface": interface, "cores": _numbers(cores), "more_interfaces": _words(more_interfaces),
+    }  # fmt: skip
+    spec = with_values(spec, {key: value for key, value in values.items() if value not in (None, [])})
+    if name is not None:
+        spec = LabSpec(name=name, hosts=spec.hosts)
+    started = time.monotonic()
+    lab = Lab.up(spec, out=out)
+    took_s = time.monotonic() - started
+    if lab.rootless and any(host.cpus or host.memory for host in spec.hosts.values()):
+        print("warning: without root a lab limits neither cpus nor memory; cores are pinned", file=sys.stderr)
+    if as_json:
+        print(json.dumps(_describe(lab)))
+        return
+    print(f"lab {lab.name} is up after {seconds(took_s)}: {', '.join(lab.state.hosts)}; its fleet file is {out}")
+    print(f"next: evener lab exec {lab.hosts[0].name} -- ip -brief address", file=sys.stderr)
+
+
+@app.command()
+def status(name: Annotated[str | None, typer.Argument(help="One lab. [all]")] = None, as_json: AsJson = False) -> None:
+    """Every lab of yours: which hosts it has, and whether they live."""
+    from evener.lab import state
+    from evener.lab.lab import Lab
+
+    names = [name] if name is not None else state.lab_names()
+    labs = {one: Lab.find(one) if name or state.load(state.root() / one) else None for one in names}
+    if as_json:
+        described = [_describe(lab) if lab else {"name": one, "state": "half made"} for one, lab in labs.items()]
+        print(json.dumps(described[0] if name is not None else {"labs": described}))
+        return
+    if not labs:
+        print("no lab is up; `evener lab up` makes one", file=sys.stderr)
+    for one, lab in labs.items():
+        if lab is None:
+            print(f"{one}: half made, or by another version of evener; `evener lab down {one}` cleans up")
+            continue
+        fleet = f", fleet file {lab.state.fleet_file}" if lab.state.fleet_file else ""
+        print(f"{one}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
+        rows = [("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")]
+        for host in _describe(lab)["hosts"].values():
+            limits = (_rate(host["up_bps"]), _rate(host["down_bps"]) + " policed" * host["policed"], host["mtu"],
+                      host["cpus"] or "all", ",".join(map(str, host["cores"])) or "all")  # fmt: skip
+            rows.append(
+                (host["name"], host["address"], *map(str, limits), str(host["processes"] or "dead"), str(host["pid"]))
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+@app.command(
+    "exec",
+    context_settings={"allow_interspersed_args": False},
+    epilog="Example: `evener lab exec a -- ip -brief address`",
+)
+def exec_(
+    host: Annotated[str, typer.Argument(help="Where.")],
+    command: Annotated[list[str], typer.Argument(help="What, after --.")],
+    name: InLab = None,
+) -> None:
+    """Run a program in a host, entering it directly. Its exit status is ours."""
+    from evener.lab.host import Host
+
+    inside: Host = _find(name).host(host)
+    inside.check_alive()
+    if command[0] == "--":
+        del command[0]
+    sys.stdout.flush()
+    argv = inside.argv(command)
+    os.execvp(argv[0], argv)  # noqa: S606  no shell between
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument(help="Which. [the only one]", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every lab of yours.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """End a lab and remove every trace of it: processes, networks, cgroups, files. Twice does no harm."""
+    from evener.core.errors import UsageError
+    from evener.lab import state
+    from evener.lab.lab import take_down
+
+    labs = state.lab_names()
+    if every or (name is None and len(labs) < 2):
+        names = labs
+    elif name is not None:
+        names = [name]
+    else:
+        raise UsageError(f"which lab? {', '.join(labs)}", hint="evener lab down --all ends them all")
+    ended = [one for one in names if take_down(one)]
+    if as_json:
+        print(json.dumps({"down": ended}))
+    else:
+        print(f"down: {', '.join(ended)}" if ended else f"no lab {name or ''}".rstrip() + " is up: nothing to do")
+
+
+def _find(name: str | None) -> Lab:
+    """The lab of this name, or the only one."""
+    from evener.core.errors import UsageError
+    from evener.lab import state
+    from evener.lab.lab import Lab
+
+    if name is None:
+        labs = state.lab_names()
+        if not labs:
+            raise UsageError("no lab is up", hint="evener lab up")
+        if len(labs) > 1:
+            raise UsageError(f"which lab? {', '.join(labs)}", hint=f"--name {shlex.quote(labs[0])}")
+        name = labs[0]
+    return Lab.find(name)
+
+
+def _describe(lab: Lab) -> dict[str, Any]:
+    """A lab as JSON."""
+    return {
+        "name": lab.name,
+        "state": "up" if lab.is_alive() else "crashed",
+        "rootless": lab.rootless,
+        "fleet_file": lab.state.fleet_file,
+        "state_dir": str(lab.path),
+        "hosts": {
+            host.name: {
+                "name": host.name, "address": host.address, "address6": host.address6, "pid": host.pid,
+                "processes": len(host.pids()) if host.is_alive() else 0, "interface": host.spec.interface,
+                "up_bps": host.spec.up_bps, "down_bps": host.spec.down_bps, "policed": host.spec.policed,
+                "mtu": host.spec.mtu, "cpus": host.spec.cpus, "cores": list(host.spec.cores or ()),
+            }
+            for host in lab.hosts
+        },
+    }  # fmt: skip
+
+
+def _rate(bps: int | None) -> str:
+    from evener.core.units import count
+
+    return "unlimited" if bps is None else f"{count(bps)}bit"
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in text.split(",")] if text else []
+
+
+def _numbers(text: str | None) -> list[int]:
+    from evener.core.errors import UsageError
+
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise UsageError(f"--cores {text}: expected whole numbers with commas", hint="--cores 0,1") from None

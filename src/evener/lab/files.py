@@ -1,0 +1,141 @@
+"""What does a host find in its files, and what does the fleet file say about it?"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from evener.core.errors import EvenerError, UsageError
+from evener.lab.init import PATH
+from evener.lab.needs import find_programs
+from evener.lab.spec import HostSpec
+
+FLEET_HEAD = "# a lab of evener's"
+PROXY = Path(__file__).with_name("proxy.py")
+
+
+def etc(name: str, spec: HostSpec, addresses: dict[str, str], home: Path, rootless: bool) -> dict[str, str]:
+    """The files of its own /etc that differ from this machine's."""
+    user = pwd.getpwuid(os.getuid())
+    shell = user.pw_shell if not user.pw_shell.endswith(("/nologin", "/false")) else ""
+    entry = f"{user.pw_name}:*:{user.pw_uid}:{user.pw_gid}:{user.pw_gecos}:{home}:{shell or '/bin/sh'}"
+    others = [line for line in Path("/etc/passwd").read_text().splitlines() if line.split(":")[0] != user.pw_name]
+    own = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    if spec.loopback_hostname:
+        own.append(f"127.0.1.1 {name}")
+        addresses = {other: address for other, address in addresses.items() if other != name}
+    differing = {
+        "hostname": f"{name}\n",
+        "hosts": "".join(f"{line}\n" for line in [*own, *(f"{address} {host}" for host, address in addresses.items())]),
+        "passwd": "".join(f"{line}\n" for line in [entry, *others]),
+        "shadow": f"{user.pw_name}:*:1::::::\n",
+        "resolv.conf": "# a lab has no name server\n",
+    }
+    if rootless:  # sshd may give a terminal to no group but its own; where there is no tty group, it does not try
+        groups = Path("/etc/group").read_text().splitlines()
+        differing["group"] = "".join(f"{line}\n" for line in groups if not line.startswith("tty:"))
+    return differing
+
+
+def sshd_config(folder: Path) -> str:
+    """sshd for one host; `folder` holds its host key. The key exchange is a quick one: tests log in often."""
+    return f"""\
+Port 22
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder.parent.parent}/id_ed25519.pub
+PidFile none
+StrictModes no
+UsePAM no
+KexAlgorithms curve25519-sha256
+UseDNS no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+PrintLastLog no
+PermitUserEnvironment yes
+MaxStartups 1000
+MaxSessions 1000
+AcceptEnv LANG LC_*
+SetEnv PATH={PATH}
+Subsystem sftp internal-sftp
+"""
+
+
+def make_keys(files: list[Path]) -> None:
+    """A fresh ed25519 key at each path, its public half beside it."""
+    [keygen] = find_programs("ssh-keygen")
+    making = [
+        subprocess.Popen(
+            [keygen, "-q", "-t", "ed25519", "-N", "", "-C", "evener-lab", "-f", str(file)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for file in files
+    ]  # fmt: skip
+    for one in making:
+        said, _ = one.communicate()
+        if one.returncode:
+            raise EvenerError("ssh-keygen cannot make a key", output=said)
+
+
+def known_hosts(folder: Path, addresses: dict[str, str]) -> str:
+    """The host keys, by address."""
+    lines = []
+    for name, address in addresses.items():
+        kind, key, _ = (folder / "hosts" / name / "host_key.pub").read_text().split()
+        lines.append(f"{address} {kind} {key}\n")
+    return "".join(lines)
+
+
+def fleet_text(lab: str, folder: Path, addresses: dict[str, str]) -> str:
+    """The fleet file: how ssh reaches each host."""
+    proxy = [sys.executable, "-I", "-S", str(PROXY), str(folder)]
+    options = [
+        f"ProxyCommand={shlex.join(proxy)} %h %p",
+        "ProxyUseFdpass=yes",
+        f"UserKnownHostsFile={folder}/known_hosts",
+        "GlobalKnownHostsFile=/dev/null",
+        "StrictHostKeyChecking=yes",
+        "IdentitiesOnly=yes",
+    ]
+    user = pwd.getpwuid(os.getuid()).pw_name
+    tables = [f"{FLEET_HEAD}: hosts emulated on this machine, until `evener lab down {lab}`\n"]
+    for name, address in addresses.items():
+        tables.append(
+            f"[hosts.{name}]\n"
+            f"address = {_quoted(address)}\n"
+            f"user = {_quoted(user)}\n"
+            f"identity_file = {_quoted(f'{folder}/id_ed25519')}\n"
+            f"ssh_options = [\n" + "".join(f"    {_quoted(option)},\n" for option in options) + "]\n"
+            f"python = {_quoted(sys.executable)}\n"
+        )
+    return "\n".join(tables)
+
+
+def check_fleet_file(file: Path) -> None:
+    """Raise UsageError where a fleet file cannot be written, or would replace one that a person wrote."""
+    if not file.resolve().parent.is_dir():
+        raise UsageError(f"{file}: no such folder")
+    if file.exists() and not (file.is_file() and file.read_text(errors="replace").startswith(FLEET_HEAD)):
+        raise UsageError(
+            f"{file} is not a lab's fleet file and would be overwritten", hint="--out gives it another name"
+        )
+
+
+def write_fleet_file(file: Path, text: str) -> None:
+    """In one stroke."""
+    draft = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(file)
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,216 @@
+"""What can be done in a host of a lab, and what can be broken there?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from evener.core.errors import EvenerError, UsageError
+from evener.lab import state
+from evener.lab.init import PATH
+from evener.lab.needs import find_programs
+from evener.lab.spec import HostSpec
+from evener.lab.state import HostState
+from evener.lab.switch import Switch
+
+if TYPE_CHECKING:
+    from evener.lab.lab import Lab
+
+TIMED_OUT = 124  # what timeout(1) exits with
+
+
+class Counters(NamedTuple):
+    """The kernel's counters of an interface since it was made."""
+
+    tx_bytes: int
+    rx_bytes: int
+
+
+class Host:
+    """One host of a lab: run things in it, and break it."""
+
+    def __init__(self, lab: Lab, name: str) -> None:
+        self.lab = lab
+        self.name = name
+
+    @property
+    def spec(self) -> HostSpec:
+        """What it is now: `set_rate` and `set_mtu` change it."""
+        return self.lab.state.spec.hosts[self.name]
+
+    @property
+    def _state(self) -> HostState:
+        return self.lab.state.hosts[self.name]
+
+    @property
+    def address(self) -> str:
+        """Of its main interface."""
+        return self._state.address
+
+    @property
+    def address6(self) -> str:
+        """Of its main interface, IPv6."""
+        return self._state.address6
+
+    @property
+    def pid(self) -> int:
+        """Its first process, as this machine numbers it."""
+        return self._state.init.pid
+
+    @property
+    def home(self) -> Path:
+        """The home of whoever logs in, as a path of this machine."""
+        return self.lab.path / "hosts" / self.name / "home"
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._state.init.is_alive()
+
+    def kill(self) -> None:
+        """Power off: every process of the host ends at once, and its link is gone."""
+        self._state.init.kill()
+        state.wait_until(lambda: not self.is_alive(), f"host {self.name} did not end")
+
+    def argv(self, command: Sequence[str]) -> list[str]:
+        """The command line that enters the host: its limits, its namespaces, its user's home and environment."""
+        folder = self.lab.path / "hosts" / self.name
+        limits = "".join(f"echo $$ >{shlex.quote(procs)}; " for procs in json.loads((folder / "cgroups").read_text()))
+        nsenter, setpriv, taskset = find_programs("nsenter", "setpriv", "taskset")
+        pin = [taskset, "-c", ",".join(map(str, self.spec.cores))] if self.spec.cores else []
+        user = ["--user", "--preserve-credentials"] if self.lab.rootless else []
+        enter = [nsenter, "-t", str(self.pid), *user, "-m", "-u", "-i", "-n", "-p", "-C", "--"]
+        environment = [f"PATH={PATH}", f"HOME={self.home}", "LANG=C.UTF-8", f"TERM={os.environ.get('TERM', 'dumb')}"]
+        inside = [setpriv, "--pdeathsig", "KILL", "env", "-i", "-C", str(self.home), *environment, *command]
+        return ["sh", "-c", limits + 'exec "$@"', "sh", *pin, *enter, *inside]
+
+    def exec(
+        self, command: Sequence[str], *, stdin: str | None = None, check: bool = True, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program in the host, not by ssh but directly, and wait for it."""
+        self.check_alive()
+        done = subprocess.run(
+            self.argv(["timeout", "--kill-after=2", str(timeout_s), *command]),
+            input=stdin or "",
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode == TIMED_OUT:
+            raise EvenerError(
+                f"host {self.name}: {shlex.join(command)}: not done after {timeout_s:.0f} s",
+                output=done.stdout + done.stderr,
+            )
+        if check and done.returncode:
+            raise EvenerError(
+                f"host {self.name}: {shlex.join(command)}: exit status {done.returncode}",
+                output=done.stdout + done.stderr,
+            )
+        return done
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a program in the host; `options` are those of subprocess.Popen, whose `kill` ends the program."""
+        self.check_alive()
+        return subprocess.Popen(self.argv(command), **options)
+
+    def set_rate(self, rate: str | None = None, *, up: str | None = None, down: str | None = None,
+                 policed: bool = False) -> None:  # fmt: skip
+        """Change the rate of its link; None: no limit. Policed: what is too fast for `down` is dropped, not queued."""
+        spec = self._changed(rate=rate, rate_up=up, rate_down=down, policed=policed)
+        self._change_network("set_rate", pid=self.pid, interface=spec.interface, port=self._state.port,
+                      up_bps=spec.up_bps, down_bps=spec.down_bps, policed=policed)  # fmt: skip
+
+    def set_mtu(self, mtu: int, path_mtu: int | None = None) -> None:
+        """Change the largest packet it sends, and the largest that comes through."""
+        self._changed(mtu=mtu, path_mtu=path_mtu)
+        self._change_network("set_mtus", hosts=[
+            {"pid": host.pid, "interface": host.spec.interface, "port": host._state.port,
+             "mtu": host.spec.mtu, "path_mtu": host.spec.path_mtu or host.spec.mtu}
+            for host in self.lab.hosts if host.is_alive()])  # fmt: skip
+
+    def link_up(self, up: bool) -> None:
+        """Pull its cable out of the switch (False), or plug it in again."""
+        self._change_network("set_link", port=self._state.port, up=up)
+
+    def firewall(self, rules: Sequence[str]) -> None:
+        """nftables rules for what comes in, in place of those before; none: no firewall.
+
+        Answers to what the host began always pass, and so does its loopback: `["tcp dport 29500 drop"]`.
+        """
+        table = "table inet evener"
+        text = f"{table}\ndelete {table}\n"
+        if rules:
+            body = ["iifname lo accept", "ct state established,related accept", *rules]
+            hook = "type filter hook input priority 0; policy accept;"
+            text += f"{table} {{\n chain input {{\n  {hook}\n" + "".join(f"  {rule}\n" for rule in body) + " }\n}\n"
+        [nft] = find_programs("nft")
+        self.exec([nft, "-f", "-"], stdin=text)
+
+    def face(self, path: str, content: str | None) -> None:
+        """Lay a file over a path of the host (/sys/class/net/eth0/speed, /proc/cpuinfo); None takes it away."""
+        if content is None:
+            self.exec(["umount", path])
+            return
+        folder = self.lab.path / "hosts" / self.name / "faces"
+        folder.mkdir(exist_ok=True)
+        file = folder / f"{len(list(folder.iterdir()))}"
+        file.write_text(content)
+        self.exec(["mount", "--bind", str(file), path])
+
+    def look_wireless(self, interface: str) -> None:
+        """Give an interface the folder by which programs know a Wi-Fi card: /sys/class/net/wlan0/wireless."""
+        layers = f"/run/evener-lab/{interface}"
+        options = f"lowerdir=$D,upperdir={layers}/upper,workdir={layers}/work" + ",userxattr" * self.lab.rootless
+        make = f"mkdir -p {layers}/upper/wireless {layers}/work; D=$(readlink -f /sys/class/net/{interface})"
+        self.exec(["sh", "-ec", f"{make}; mount -t overlay -o {options} overlay $D"])
+
+    def pids(self) -> list[int]:
+        """Every process of the host, as this machine numbers them."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry / "ns/pid") == namespace:
+                        found.append(int(entry.name))
+        return sorted(found)
+
+    def interface_counters(self, interface: str | None = None) -> Counters:
+        """Bytes that the kernel counted on an interface, its main one by default.
+
+        A veth counts a large segment with one header: 0.1 % more than the payload, where a NIC counts 4.5 % more.
+        """
+        name = interface or self.spec.interface
+        for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
+            title, _, numbers = line.partition(":")
+            if title.strip() == name:
+                fields = numbers.split()
+                return Counters(tx_bytes=int(fields[8]), rx_bytes=int(fields[0]))
+        raise UsageError(f"host {self.name} has no interface {name}")
+
+    def _changed(self, **values: Any) -> HostSpec:
+        """Check and write down what this host is from now on."""
+        self.check_alive()
+        lab = self.lab
+        spec = msgspec.structs.replace(self.spec, **values)
+        whole = msgspec.structs.replace(lab.state.spec, hosts={**lab.state.spec.hosts, self.name: spec})
+        whole.check()
+        lab.state = msgspec.structs.replace(lab.state, spec=whole)
+        state.save(lab.path, lab.state)
+        return spec
+
+    def _change_network(self, call: str, **arguments: Any) -> None:
+        self.check_alive()
+        with Switch() as switch:
+            switch.do(self.lab.state.desk.pid, self.lab.rootless, call, arguments)
+
+    def check_alive(self) -> None:
+        if not self.is_alive():
+            raise EvenerError(
+                f"host {self.name} of lab {self.lab.name} is dead", hint=f"evener lab down {self.lab.name}"
+            )

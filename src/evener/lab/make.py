@@ -1,0 +1,167 @@
+"""How are the hosts of a lab started and joined?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from evener.core.errors import EvenerError
+from evener.lab import cgroup, files, state
+from evener.lab.needs import find_programs
+from evener.lab.spec import LAN, LAN6, OVERLAY, HostSpec, LabSpec
+from evener.lab.state import HostState, LabState, Process
+from evener.lab.switch import Switch
+
+LISTENING_ON_22 = ":0016 00000000:0000 0A"  # a line of /proc/PID/net/tcp
+NO_NAMESPACES_HINT = (
+    "run it as root; or, as root, allow user namespaces: "
+    "sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0"
+)
+TUNNEL = Path(__file__).with_name("tunnel.py")
+
+
+def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
+    """Make a checked lab in its state directory, and wait until every host takes logins."""
+    rootless = os.geteuid() != 0
+    addresses = {name: f"{LAN}.{number}" for number, name in enumerate(spec.hosts, 1)}
+    with Switch() as switch:  # which imports while the hosts start
+        for name in spec.hosts:
+            (path / "hosts" / name / "home").mkdir(parents=True, mode=0o700)
+        files.make_keys([path / "id_ed25519", *(path / "hosts" / name / "host_key" for name in spec.hosts)])
+        (path / "known_hosts").write_text(files.known_hosts(path, addresses))
+        plan = {
+            "rootless": rootless, "uid": os.getuid(), "gid": os.getgid(), "visible": _visible(),
+            "hosts": {name: _plan_host(path, spec, name, addresses, rootless) for name in spec.hosts},
+        }  # fmt: skip
+        (path / "desk.json").write_text(json.dumps(plan))
+        pids = _start_desk(path)
+        desk = state.process(pids["desk"])
+        (path / "desk").write_text(f"{desk.pid} {desk.start_ticks} {int(rootless)}")
+        hosts = {
+            name: HostState(
+                init=_process(path, name, pids["hosts"][name]),
+                address=addresses[name],
+                address6=f"{LAN6}:{number:x}",
+                port=f"port{number}",
+            )
+            for number, name in enumerate(spec.hosts, 1)
+        }
+        wirings = [_wiring(number, spec.hosts[name], host) for number, (name, host) in enumerate(hosts.items(), 1)]
+        switch.do(desk.pid, rootless, "wire", {"hosts": wirings})
+    for name, host in hosts.items():
+        _wait_for_sshd(path, name, host.init)
+    return LabState(
+        spec=spec,
+        rootless=rootless,
+        desk=desk,
+        hosts=hosts,
+        fleet_file=str(fleet_file.resolve()) if fleet_file is not None else None,
+        fleet_text=files.fleet_text(spec.name, path, addresses),
+    )
+
+
+def _plan_host(path: Path, spec: LabSpec, name: str, addresses: dict[str, str], rootless: bool) -> dict[str, Any]:
+    """What init.py needs to know about a host."""
+    folder, host = path / "hosts" / name, spec.hosts[name]
+    with state.locked():  # whoever ends the last lab removes the subtree for all
+        cgroups = [] if rootless else cgroup.make(spec.name, name, host.cpus, host.memory_bytes)
+    (folder / "cgroups").write_text(json.dumps(cgroups))
+    (folder / "sshd_config").write_text(files.sshd_config(folder))
+    [sshd] = find_programs("sshd")
+    services = []
+    for interface in _of_kind("overlay", host):
+        peers = {_overlay(address): address for other, address in addresses.items()
+                 if other != name and _of_kind("overlay", spec.hosts[other])}  # fmt: skip
+        services.append(
+            [sys.executable, "-I", "-S", str(TUNNEL), interface, _overlay(addresses[name]), json.dumps(peers)]
+        )
+    return {
+        "cgroups": cgroups,
+        "cores": list(host.cores or ()),
+        "etc": files.etc(name, host, addresses, folder / "home", rootless),
+        "services": services,
+        "sshd": [sshd, "-D", "-f", str(folder / "sshd_config"), "-E", str(folder / "sshd.log")],
+    }
+
+
+def _wiring(number: int, spec: HostSpec, host: HostState) -> dict[str, Any]:
+    """What network.py needs to know about a host."""
+    return {
+        "number": number, "pid": host.init.pid, "port": host.port, "interface": spec.interface,
+        "address": host.address, "address6": host.address6,
+        "mtu": spec.mtu, "path_mtu": spec.path_mtu or spec.mtu,
+        "up_bps": spec.up_bps, "down_bps": spec.down_bps, "policed": spec.policed,
+        "links": _of_kind("link", spec), "bridges": _of_kind("bridge", spec),
+    }  # fmt: skip
+
+
+def _of_kind(kind: str, host: HostSpec) -> list[str]:
+    """Those of its other interfaces that are of a kind; the name tells it, as on any machine."""
+    prefixes = {"docker": "bridge", "br-": "bridge", "virbr": "bridge", "tun": "overlay", "tailscale": "overlay",
+                "wg": "overlay"}  # fmt: skip
+    return [name for name in host.more_interfaces
+            if kind == next((k for prefix, k in prefixes.items() if name.startswith(prefix)), "link")]  # fmt: skip
+
+
+def _overlay(address: str) -> str:
+    return f"{OVERLAY}.{address.rpartition('.')[2]}"
+
+
+def _visible() -> list[str]:
+    """What evener and its Python need of folders that a host has for itself."""
+    needed = {Path(p).resolve() for p in (sys.prefix, sys.base_prefix, Path(__file__).parents[2])}
+    return sorted(str(p) for p in needed if p.parts[1] in ("tmp", "run") or p.parts[1:3] == ("dev", "shm"))
+
+
+def _start_desk(path: Path) -> dict[str, Any]:
+    """Start init.py, which stays; the pids that it tells."""
+    with (path / "desk.log").open("wb") as log:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(state.INIT), str(path)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, cwd="/", start_new_session=True, check=False,
+        )  # fmt: skip
+    if not done.stdout:
+        lines = (path / "desk.log").read_text().splitlines() or ["it does not say why"]
+        raise EvenerError(
+            f"this machine lets user {os.getuid()} make no lab: {lines[-1]}",
+            hint="in a container: run it with --privileged" if os.geteuid() == 0 else NO_NAMESPACES_HINT,
+        )
+    pids: dict[str, Any] = json.loads(done.stdout)
+    return pids
+
+
+def _process(path: Path, name: str, pid: int) -> Process:
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
+            return state.process(pid)
+    raise EvenerError(f"host {name} did not start", output=_tail(path / "hosts" / name))
+
+
+def _wait_for_sshd(path: Path, name: str, init: Process) -> None:
+    listening = Path(f"/proc/{init.pid}/net/tcp")
+
+    def is_ready() -> bool:
+        try:
+            return LISTENING_ON_22 in listening.read_text()
+        except OSError:  # the host is dead
+            return True
+
+    try:
+        state.wait_until(is_ready, f"host {name}: sshd does not listen")
+    except EvenerError as error:
+        raise EvenerError(str(error), output=_tail(path / "hosts" / name)) from None
+    if not init.is_alive():
+        raise EvenerError(f"host {name} did not start", output=_tail(path / "hosts" / name))
+
+
+def _tail(folder: Path) -> str:
+    """The last that a host said."""
+    logs = [
+        (folder / name).read_text(errors="replace") for name in ("init.log", "sshd.log") if (folder / name).exists()
+    ]
+    return "\n".join("".join(logs).splitlines()[-10:])

@@ -1,0 +1,40 @@
+"""What must this machine have before a lab can be made?"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+
+from evener.core.errors import EvenerError, UsageError
+from evener.lab.init import PATH
+from evener.lab.spec import LabSpec
+
+PACKAGES = {
+    "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
+    "nsenter": "util-linux", "setpriv": "util-linux", "taskset": "util-linux", "nft": "nftables",
+}  # fmt: skip
+
+
+def check_machine(spec: LabSpec) -> None:
+    """Raise EvenerError where this machine lacks what a lab needs."""
+    if sys.platform != "linux":
+        raise EvenerError(f"a lab needs Linux namespaces; this is {sys.platform}", hint="run it on a Linux machine")
+    if importlib.util.find_spec("pyroute2") is None:
+        raise EvenerError("a lab needs pyroute2, which is not installed", hint="pip install 'evener[lab]'")
+    firewalled = any(host.firewall for host in spec.hosts.values())
+    find_programs("sshd", "ssh", "ssh-keygen", "nsenter", "setpriv", "taskset", *["nft"] * firewalled)
+    usable = os.sched_getaffinity(0)
+    for name, host in spec.hosts.items():
+        if missing := sorted(set(host.cores or ()) - usable):
+            raise UsageError(f"host {name}: no core {missing[0]} here; cores: {', '.join(map(str, sorted(usable)))}")
+
+
+def find_programs(*names: str) -> list[str]:
+    """Where these programs are. Raises EvenerError that names all that are missing, and how to install them."""
+    found = {name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:{PATH}") for name in names}
+    if missing := [name for name, path in found.items() if path is None]:
+        install = " ".join(sorted({PACKAGES[name] for name in missing}))
+        raise EvenerError(f"a lab needs {', '.join(missing)}, not found here", hint=f"apt install {install}")
+    return [path for path in found.values() if path is not None]

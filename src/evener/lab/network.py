@@ -1,0 +1,175 @@
+"""How are the hosts of a lab joined? One switch at the desk, a veth pair per host, HTB at both ends of each.
+
+Run as a program (`python -m evener.lab.network`), so that entering other networks never changes the caller's. It reads
+one JSON object from stdin: the desk's pid, whether the lab is rootless, and a list of calls [[name, arguments], …].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netlink.rtnl.tcmsg import plugins
+
+from evener.lab.spec import DESK, LAN
+
+AIR, AIR_BPS = 78, 100_000_000  # a second link, as of Wi-Fi: 10.78.0.x; the third 10.79.0.x
+QUEUE_S = 0.02  # how long a packet waits at most before the queue drops: a switch's buffer, not a satellite's
+QUEUE_MIN_BYTES = 256 * 1024
+BURST_S = 0.001
+BURST_MIN_BYTES = 16 * 1024
+POLICER_BURST_BYTES = 32 * 1024  # at 1 Gbit BBR gets 0.7 of it, and exchanges of 4 MB 0.57 with pauses of 230 ms
+IFA_F_NODAD = 0x02
+
+plugins["bfifo"] = plugins["pfifo"]  # the same one option, in bytes
+
+
+class Desk:
+    """The network operations of one lab, each in the network where it belongs."""
+
+    def __init__(self, pid: int, rootless: bool) -> None:
+        if rootless:
+            _enter(pid, "user")
+        self.pid = pid
+
+    def wire(self, hosts: list[dict[str, Any]]) -> None:
+        """Make the switches and a link for each host."""
+        with _network_of(self.pid) as net:
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # what has no way out is told so at once
+            _up(net, "lo")
+            _add_switch(net, "lan", f"{LAN}.{DESK}")
+            for number in range(max(len(host["links"]) for host in hosts)):
+                _add_switch(net, f"air{number}", f"10.{AIR + number}.0.{DESK}")
+            for host in hosts:
+                _add_link(net, "lan", host["port"], host["pid"], host["interface"])
+                _shape(net, host["port"], host["down_bps"], host["policed"])
+                for number, name in enumerate(host["links"]):
+                    port = f"air{number}-{host['number']}"
+                    _add_link(net, f"air{number}", port, host["pid"], name)
+                    _shape(net, port, AIR_BPS, False)
+        for host in hosts:
+            with _network_of(host["pid"]) as net:
+                _up(net, "lo")
+                _set_up(net, host["interface"], host["address"], host["address6"])
+                net.route("add", dst="default", gateway=f"{LAN}.{DESK}")
+                _shape(net, host["interface"], None if host["policed"] else host["up_bps"], False)
+                for number, name in enumerate(host["links"]):
+                    _set_up(net, name, f"10.{AIR + number}.0.{host['number']}", None)
+                    _shape(net, name, AIR_BPS, False)
+                for number, name in enumerate(host["bridges"]):
+                    _add_switch(net, name, f"172.{17 + number}.0.1", prefix=16)
+        self.set_mtus(hosts)
+
+    def set_rate(
+        self, pid: int, interface: str, port: str, up_bps: int | None, down_bps: int | None, policed: bool
+    ) -> None:
+        """Change both directions of a host's link."""
+        with _network_of(self.pid) as net:
+            _shape(net, port, down_bps, policed)
+        with _network_of(pid) as net:
+            _shape(net, interface, None if policed else up_bps, False)
+
+    def set_link(self, port: str, up: bool) -> None:
+        """Plug a host's cable in, or pull it."""
+        with _network_of(self.pid) as net:
+            net.link("set", index=_index(net, port), state="up" if up else "down")
+
+    def set_mtus(self, hosts: list[dict[str, Any]]) -> None:
+        """Change what each interface sends, and what the way lets through.
+
+        Large segments (GSO) slip through a way that is too narrow for them: where one is, every packet is a real one.
+        """
+        max_segments = 1 if any(host["path_mtu"] < host["mtu"] for host in hosts) else 65535
+        with _network_of(self.pid) as net:
+            for host in hosts:
+                _set_mtu(net, host["port"], host["path_mtu"], max_segments)
+        for host in hosts:
+            with _network_of(host["pid"]) as net:
+                _set_mtu(net, host["interface"], host["mtu"], max_segments)
+
+
+def _add_link(net: Any, switch: str, port: str, pid: int, interface: str) -> None:
+    net.link("add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_pid": pid})
+    net.link("set", index=_index(net, port), master=_index(net, switch), state="up")
+
+
+def _add_switch(net: Any, name: str, address: str, prefix: int = 24) -> None:
+    net.link("add", ifname=name, kind="bridge")
+    _set_up(net, name, address, None, prefix)
+
+
+def _set_up(net: Any, name: str, address: str, address6: str | None, prefix: int = 24) -> None:
+    index = _index(net, name)
+    net.addr("add", index=index, address=address, prefixlen=prefix, broadcast=True)
+    _up(net, name)
+    if address6 is not None:
+        net.addr("add", index=index, address=address6, prefixlen=64, flags=IFA_F_NODAD)
+
+
+def _up(net: Any, name: str) -> None:
+    net.link("set", index=_index(net, name), state="up")
+
+
+def _set_mtu(net: Any, name: str, mtu: int, max_segments: int) -> None:
+    net.link("set", index=_index(net, name), mtu=mtu, gso_max_segs=max_segments)
+
+
+def _shape(net: Any, name: str, bps: int | None, policed: bool) -> None:
+    """Hold what leaves through an interface to a rate: by a queue (HTB), or by dropping (a token bucket)."""
+    index = _index(net, name)
+    try:
+        net.tc("del", index=index, root=True)
+    except NetlinkError as error:
+        if error.code not in (2, 22):  # ENOENT, EINVAL: there was none
+            raise
+    if bps is None:
+        return
+    rate = bps // 8  # bytes a second
+    if policed:
+        net.tc("add", "tbf", index, 0x10000, rate=rate, burst=POLICER_BURST_BYTES, limit=POLICER_BURST_BYTES)
+        return
+    burst = max(BURST_MIN_BYTES, int(rate * BURST_S))
+    net.tc("add", "htb", index, 0x10000, default=0x1)
+    net.tc("add-class", "htb", index, 0x10001, parent=0x10000, rate=rate, burst=burst, cburst=burst, quantum=60_000)
+    limit = max(QUEUE_MIN_BYTES, int(rate * QUEUE_S))
+    net.tc("add", "bfifo", index, 0x100000, parent=0x10001, limit=limit)
+
+
+def _index(net: Any, name: str) -> int:
+    return int(net.link_lookup(ifname=name)[0])
+
+
+@contextmanager
+def _network_of(pid: int) -> Iterator[Any]:
+    """A netlink socket in the network of a process. The socket stays there; so do we, until the next one."""
+    _enter(pid, "net")
+    with IPRoute() as net:
+        yield net
+
+
+def _enter(pid: int, kind: str) -> None:
+    fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"setns {kind} of {pid}: {os.strerror(ctypes.get_errno())}")
+    os.close(fd)
+
+
+def main() -> None:
+    """Do the calls that stdin names."""
+    asked = json.load(sys.stdin)
+    desk = Desk(asked["desk"], asked["rootless"])
+    for name, arguments in asked["calls"]:
+        getattr(desk, name)(**arguments)
+
+
+if __name__ == "__main__":
+    main()

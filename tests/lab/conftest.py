@@ -1,0 +1,54 @@
+"""Labs for tests: real hosts, with names that no other test process uses."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.core.errors import EvenerError
+from evener.lab.lab import Lab
+from evener.lab.needs import check_machine
+from evener.lab.spec import HostSpec, LabSpec
+
+TIMEOUT_S = 30
+MakeLab = Callable[..., Lab]
+
+
+@pytest.fixture(scope="session")
+def make_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeLab]:
+    """make_lab(a=HostSpec(…), b=…): a lab that lasts until the session ends, or until its `down`."""
+    try:
+        check_machine(LabSpec())
+    except EvenerError as error:
+        if "CI" in os.environ:
+            raise
+        pytest.skip(f"{error}; {error.hint}")
+    made: list[Lab] = []
+
+    def make(out: Path | None = None, **hosts: HostSpec) -> Lab:
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        spec = LabSpec(name=f"test-{os.getpid()}-{worker}-{len(made)}", hosts=hosts)
+        made.append(Lab.up(spec, out=out or tmp_path_factory.mktemp("lab") / "lab.toml"))
+        return made[-1]
+
+    yield make
+    for lab in made:
+        lab.down()
+
+
+@pytest.fixture(scope="session")
+def pair(make_lab: MakeLab) -> Lab:
+    """Two plain hosts, a and b. A test leaves them as it found them."""
+    return make_lab(a=HostSpec(), b=HostSpec())
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll with a deadline."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
