@@ -15,10 +15,12 @@ MAY_IMPORT = {
     "plan": {"core"},
     "corpus": {"core"},
     "worker": {"core", "plan", "corpus"},
-    "launch": {"core"},
+    "hosts": {"core"},
+    "launch": {"core", "hosts"},
     "report": {"core", "plan"},
+    "lab": {"core", "hosts"},
     "bench": {"core", "plan", "corpus", "launch", "report"},
-    "cli": {"core", "plan", "corpus", "launch", "report", "bench"},
+    "cli": {"core", "plan", "corpus", "launch", "report", "bench", "hosts", "lab"},
 }
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE)
 
@@ -53,7 +55,17 @@ def test_imports_follow_the_table(path):
         if parts[0] in ("torch", "safetensors"):
             assert layer == "worker", f"{layer} may not import {name}: torch belongs to the worker"
         if layer == "core":
-            assert parts[0] in {*sys.stdlib_module_names, "msgspec", "evener"}, f"core may not import {name}"
+            assert parts[0] in {*sys.stdlib_module_names, "msgspec", "tomlkit", "evener"}, f"core may not import {name}"
+
+
+PIPED = sorted(path for path in (SOURCE / "hosts" / "remote").glob("*.py") if path.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", PIPED, ids=lambda path: path.name)
+def test_what_is_piped_to_a_bare_machine_needs_nothing_there(path):
+    """Its python may be 3.8, and has nothing but the standard library."""
+    ast.parse(path.read_text(), feature_version=(3, 8))
+    assert {name.split(".")[0] for name in imports(path)} <= {*sys.stdlib_module_names}
 
 
 VERBS = sorted(path for path in (SOURCE / "cli").glob("*.py") if path.name != "benchmarks.py")  # which `bench` calls
@@ -66,7 +78,19 @@ def test_verbs_import_their_layer_when_called(path):
 
 
 @pytest.mark.parametrize(
-    "verb", [[], ["train"], ["bench"], ["report"], ["verify"], ["sample"], ["data"], ["data", "text"]]
+    "verb",
+    [
+        [],
+        ["train"],
+        ["bench"],
+        ["report"],
+        ["verify"],
+        ["sample"],
+        ["data"],
+        ["data", "text"], ["doctor"],
+        ["lab", "up"],
+        ["probe", "host"],
+    ],
 )
 def test_help_loads_no_torch(verb):
     code = (

@@ -4,6 +4,7 @@
     ├── UsageError         a flag, a file or a value that the user wrote is wrong      (exit status 2)
     ├── DataError          a corpus that cannot be read or made                        (exit status 2)
     ├── CheckpointError    a checkpoint or a run directory that cannot be trusted      (exit status 2)
+    ├── HostError          a machine that cannot be reached or cannot do what is asked (exit status 1)
     └── RunError           a run that started and failed                               (exit status 1)
 
 The command line catches EvenerError alone; any other traceback is a bug in evener.
@@ -36,6 +37,16 @@ class DataError(EvenerError):
 
 class CheckpointError(EvenerError):
     """A checkpoint or a run directory cannot be trusted."""
+
+
+class HostError(EvenerError):
+    """A machine cannot be reached or cannot do what is asked; `check` is the finding's id, such as "ssh.auth"."""
+
+    exit_status = 1
+
+    def __init__(self, message: str, *, check: str, host: str, hint: str = "", output: str = "") -> None:
+        super().__init__(message, hint=hint, output=output)
+        self.check, self.host = check, host
 
 
 class RunError(EvenerError):

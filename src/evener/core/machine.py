@@ -24,7 +24,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 def this_machine() -> Machine:
     """The machine that calls this."""
     return Machine(
-        host=socket.gethostname(),
+        host=os.environ.get("EVENER_HOST") or socket.gethostname(),  # the fleet's own name for it comes first
         system=f"{platform.system()} {platform.release()}",
         cpu=_cpu_model(),
         cores=usable_cores(),

@@ -1,0 +1,230 @@
+"""evener doctor: can these machines train together?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from evener.cli.fleets import fleet_path
+
+if TYPE_CHECKING:
+    from evener.core.finding import Finding
+    from evener.hosts.doctor import Survey
+    from evener.hosts.pairs import Pair
+
+WIDE_CELLS, MATRIX = 5, 16  # hosts, up to which a pair has two lines, and has a cell at all
+COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+def doctor(
+    fleet: str | None = typer.Option(
+        None, "--fleet", help="fleet file; local: this machine alone [fleet.toml where it is]", show_default=False
+    ),
+    quick: bool = typer.Option(False, "--quick", help="leave out goodput: what train and launch look at before a run"),
+    port: int = typer.Option(29500, min=1, max=65535, help="rendezvous port"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+) -> int:
+    """Can these machines train together, and if not, what is the command that mends it?
+
+    Looks at every host (versions, memory, GPUs, what else runs there) and connects every host to every other, both
+    ways, as a run would. Changes nothing. Exit status 1 when there is an error.
+
+    Example: `evener doctor --fleet fleet.toml`.
+    """
+    import json
+
+    from evener.core.fleet import Fleet, Host, load_fleet
+    from evener.hosts.doctor import survey
+    from evener.hosts.session import connect
+
+    path = fleet_path(fleet)
+    known = load_fleet(path) if path is not None else Fleet(hosts={"local": Host(address="local")})
+    with _progress(quiet=as_json) as told:
+        told("connecting")
+        with connect(known) as (sessions, errors):
+            found = survey(known, sessions, errors, quick=quick, port=port, told=told)
+    if as_json:
+        print(json.dumps(as_object(found), ensure_ascii=False))
+    else:
+        _show(found)
+    return 1 if found.errors else 0
+
+
+def as_object(found: Survey) -> dict[str, Any]:
+    """The one JSON object."""
+    import msgspec
+
+    hosts: dict[str, Any] = {}
+    for name in found.hosts:
+        facts = found.facts.get(name)
+        way = found.ways.get(name)
+        hosts[name] = {
+            "reached": facts is not None,
+            "way": msgspec.to_builtins(way),
+            "facts": msgspec.to_builtins(facts),
+        }
+    return {
+        "findings": msgspec.to_builtins(found.findings),
+        "hosts": hosts,
+        "pairs": msgspec.to_builtins(found.pairs),
+        "took_s": round(found.took_s, 3),
+    }
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """One line on stderr that goes away; nothing where nobody watches."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("looking") as status:
+        yield lambda text: status.update(f"{text} …")
+
+
+def _show(found: Survey) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.print(_hosts_table(found))
+    for line in _whys(found):
+        console.print(f"[dim]{line}[/]", soft_wrap=True)
+    if found.pairs:
+        console.print()
+        if len(found.ways) <= MATRIX:
+            console.print(_matrix(found))
+        for line in _ranges(found):
+            console.print(line, soft_wrap=True)
+    for finding in found.findings:
+        console.print()
+        _show_finding(console, finding)
+    console.print()
+    console.print(_verdict(found), soft_wrap=True)
+
+
+def _hosts_table(found: Survey) -> Any:
+    from rich.table import Table
+
+    from evener.core.units import size
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
+    for title in ("host", "interface", "address", "python", "torch", "cores", "memory free", "GPUs"):
+        table.add_column(title, overflow="fold")
+    for name in found.hosts:
+        facts, way = found.facts.get(name), found.ways.get(name)
+        if facts is None:
+            table.add_row(name, "[red]not reached[/]")
+            continue
+        gpus = f"{len(facts.gpus)} × {facts.gpus[0]}" if facts.gpus else "none"
+        table.add_row(
+            name,
+            way.interface if way else "[red]none[/]",
+            way.address if way else "",
+            facts.python_version or "[red]none[/]",
+            facts.torch_version or "[red]none[/]",
+            str(facts.cores),
+            "not known" if facts.memory_free_bytes is None else size(facts.memory_free_bytes),
+            gpus,
+        )
+    return table
+
+
+def _whys(found: Survey) -> list[str]:
+    """Why each host uses that interface; hosts with one reason stand together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in found.hosts:
+        if name in found.ways:
+            groups.setdefault((found.ways[name].interface, found.ways[name].why), []).append(name)
+    return [
+        f"{'all' if len(hosts) == len(found.hosts) > 1 else ', '.join(hosts)} by {interface}: {why}"
+        for (interface, why), hosts in groups.items()
+    ]
+
+
+def _matrix(found: Survey) -> Any:
+    """Rows send, columns receive."""
+    from rich.table import Table
+
+    names = [name for name in found.hosts if name in found.ways]
+    wide = len(names) <= WIDE_CELLS
+    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("from ↓  to →", no_wrap=True)
+    for name in names:
+        table.add_column(name if wide else _fit(name), no_wrap=True)
+    for source in names:
+        cells = ["–" if source == target else _cell(found.pair(source, target), wide) for target in names]
+        table.add_row(source, *cells)
+    return table
+
+
+def _cell(pair: Pair | None, wide: bool) -> str:
+    from evener.core.units import link_rate, seconds
+
+    if pair is None:
+        return "?"
+    if not pair.is_open:
+        return "[red]blocked[/]" if wide else "[red]✗[/]"
+    if pair.large == "stalled":
+        return "[red]stalls[/]" if wide else "[red]✗[/]"
+    if not wide:
+        return "ok"
+    goodput = "" if pair.goodput_Bps is None else f", {link_rate(pair.goodput_Bps)}"
+    return f"{seconds(pair.rtt_s)}{goodput}"
+
+
+def _fit(name: str) -> str:
+    return name if len(name) <= 3 else name[:2] + "…"
+
+
+def _ranges(found: Survey) -> list[str]:
+    """What the cells do not show of many hosts."""
+    from evener.core.units import link_rate, seconds
+
+    if len(found.ways) <= WIDE_CELLS:
+        return []
+    open_ones = [pair for pair in found.pairs if pair.is_open]
+    lines = [f"{len(open_ones)} of {len(found.pairs)} ordered pairs are open"]
+    trips = sorted(pair.rtt_s for pair in found.pairs if pair.rtt_s is not None)
+    if trips:
+        lines.append(f"round trips {seconds(trips[0])} to {seconds(trips[-1])} (n={len(trips)})")
+    goodput = sorted(pair.goodput_Bps for pair in found.pairs if pair.goodput_Bps)
+    if goodput:
+        span = f"{link_rate(goodput[0])} to {link_rate(goodput[-1])} (n={len(goodput)})"
+        lines.append(f"goodput between neighbours in the ring {span}")
+    return lines
+
+
+def _show_finding(console: Any, finding: Finding) -> None:
+    """Severity, id and where; the evidence; the fix, never broken into lines so that it can be pasted."""
+    import textwrap
+
+    from rich.markup import escape
+
+    where = f"{finding.host} ↔ {finding.peer}" if finding.host and finding.peer else finding.host or "all hosts"
+    color = COLORS[finding.severity]
+    console.print(f"[bold {color}]{finding.severity}[/]: {finding.check}  [bold]{escape(where)}[/]", soft_wrap=True)
+    width = console.width - 2 if console.is_terminal else 10_000
+    for line in textwrap.wrap(finding.evidence, width, break_long_words=False, break_on_hyphens=False):
+        console.print(f"  {escape(line)}", soft_wrap=True)
+    if finding.fix:
+        console.print(f"  [green]fix:[/] {escape(finding.fix)}", soft_wrap=True)
+
+
+def _verdict(found: Survey) -> str:
+    counts = {severity: sum(one.severity == severity for one in found.findings) for severity in COLORS}
+    told = ", ".join(
+        f"{count} {severity}{'s' * (count > 1 and severity != 'info')}" for severity, count in counts.items() if count
+    )
+    many = len(found.hosts) > 1
+    if counts["error"]:
+        verdict = "these machines cannot train together yet" if many else "this machine cannot train yet"
+    elif counts["warning"]:
+        verdict = "a run can start; what is above may make it slow or end it early"
+    else:
+        verdict = "these machines can train together" if many else "this machine can train"
+    return f"[bold]{verdict}[/]" + (f": {told}" if told else "")

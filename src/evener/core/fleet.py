@@ -1,0 +1,181 @@
+"""Which machines are there? `fleet.toml`: hosts as ssh knows them, and what `probe` measured between and on them.
+
+[hosts.attic]
+address = "192.168.1.36"        # "local", or anything that ssh accepts: a name in ~/.ssh/config, an IP address
+[links.attic.laptop]            # written by `evener probe wire`: from attic to laptop
+goodput_Bps = 117_000_000.0
+[rates.attic.cpu]               # written by `evener probe host`, for each device
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from evener.core.errors import UsageError, did_you_mean
+
+DEFAULT_FLEET = "fleet.toml"
+DEFAULT_WORKDIR = "~/.evener"
+RENDEZVOUS_PORT = 29500
+
+HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
+Few = Annotated[int, Meta(ge=1, le=1024)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One table of the file."""
+
+
+class Host(Section, frozen=True, kw_only=True):
+    """How one machine is reached and used. Only `address` is needed; ssh's own configuration applies."""
+
+    address: str  # "local" or what ssh accepts
+    user: str | None = None
+    port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    identity_file: str | None = None
+    ssh_options: list[str] = []  # each is ssh's -o: "ConnectTimeout=20"
+    python: str | None = None  # the interpreter that trains [WORKDIR/venv/bin/python]
+    workdir: str = DEFAULT_WORKDIR  # where evener keeps its venv, code, data and runs on that machine
+    interface: str | None = None  # the network interface for training [the one that routes to the others]
+    devices: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs found, else the processor
+    ranks: Few | None = None  # processes [one a GPU, else one]
+    threads: Few | None = None  # processor threads a rank [cores / ranks]
+
+    @property
+    def is_local(self) -> bool:
+        """Is it the machine that runs this program?"""
+        return self.address == "local"
+
+
+class Link(Section, frozen=True, kw_only=True):
+    """What was measured from one host to another."""
+
+    goodput_Bps: float  # β: payload of one TCP stream, nothing coming back but acknowledgements
+    duplex_Bps: float | None = None  # the same while as much is sent the other way: what a ring all-reduce uses
+    parallel_Bps: float | None = None  # payload of several streams together
+    rtt_s: float  # median round trip of a small message: 2α and what two programs take to answer
+    rtt_p95_s: float | None = None
+    retransmits: int | None = None  # segments sent again meanwhile; None = the system does not tell
+    measured: str = ""  # ISO date and time
+
+    @property
+    def bandwidth_Bps(self) -> float:
+        """What a collective can use: sending while receiving, where that was measured."""
+        return self.goodput_Bps if self.duplex_Bps is None else self.duplex_Bps
+
+
+class Rates(Section, frozen=True, kw_only=True):
+    """What was measured on one device of a host."""
+
+    name: str = ""  # "AMD EPYC", "NVIDIA H200"
+    matmul_flops: dict[str, float] = {}  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
+    copy_Bps: float | None = None  # memory bandwidth of a large copy, bytes read and written
+    triad_Bps: float | None = None  # and of a = b + s·c
+    sum_Bps: dict[str, float] = {}  # γ: by dtype, bytes of a buffer to which one thread adds another, in a second
+    tokens_per_s: dict[str, float] = {}  # by model preset: forward and backward, sustained, in the device's own dtype
+    measured: str = ""
+
+
+class Fleet(Section, frozen=True, kw_only=True):
+    """The whole file."""
+
+    hosts: dict[HostName, Host]
+    links: dict[HostName, dict[HostName, Link]] = {}
+    rates: dict[HostName, dict[str, Rates]] = {}  # by host, then by device: "cpu", "cuda:0"
+
+
+def load_fleet(path: str | Path) -> Fleet:
+    """The fleet that a file describes; UsageError where it is not one."""
+    file = Path(path)
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{file}: no such file",
+            hint=f"name your machines in it: printf '[hosts.here]\\naddress = \"local\"\\n' > {DEFAULT_FLEET}",
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: not TOML: {error}") from None
+    _check_keys(file, tree)
+    try:
+        fleet = msgspec.convert(tree, Fleet)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{file}: {_told(error)}") from None
+    _check(file, fleet)
+    return fleet
+
+
+def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None = None,
+                 rates: dict[str, dict[str, Rates]] | None = None) -> None:  # fmt: skip
+    """Write what was measured into the file; the user's own lines and comments stay as they are."""
+    import tomlkit
+
+    from evener.core.rundir import write_atomic
+
+    file = Path(path)
+    document = tomlkit.parse(file.read_text(encoding="utf-8"))
+    for source, targets in (links or {}).items():
+        for target, link in targets.items():
+            _table(document, "links", source)[target] = msgspec.to_builtins(link)
+    for name, devices in (rates or {}).items():
+        host = _table(document, "rates", name)
+        for device, rate in devices.items():
+            if device not in host:
+                host[device] = tomlkit.table()
+            for field, value in msgspec.to_builtins(rate).items():
+                if isinstance(value, dict) and field in host[device]:
+                    host[device][field].update(value)
+                else:
+                    host[device][field] = value
+    write_atomic(file, tomlkit.dumps(document).encode())
+
+
+def _table(document: Any, section: str, name: str) -> Any:
+    import tomlkit
+
+    if section not in document:
+        document[section] = tomlkit.table(is_super_table=True)
+    if name not in document[section]:
+        document[section][name] = tomlkit.table()
+    return document[section][name]
+
+
+def _check_keys(file: Path, tree: dict[str, Any]) -> None:
+    for key in tree:
+        if key not in Fleet.__struct_fields__:
+            raise UsageError(f"{file}: no key {key}", hint=did_you_mean(key, Fleet.__struct_fields__))
+    hosts = tree.get("hosts")
+    if not isinstance(hosts, dict) or not hosts:
+        raise UsageError(f"{file}: it names no host", hint='[hosts.NAME] with address = "local" or what ssh accepts')
+    for name, host in hosts.items():
+        if not isinstance(host, dict):
+            raise UsageError(f"{file}: hosts.{name}: expected a table: [hosts.{name}]")
+        for key in host:
+            if key not in Host.__struct_fields__:
+                raise UsageError(
+                    f"{file}: no key {key} in [hosts.{name}]", hint=did_you_mean(key, Host.__struct_fields__)
+                )
+
+
+def _check(file: Path, fleet: Fleet) -> None:
+    for name, host in fleet.hosts.items():
+        if not host.address or host.address.startswith("-") or not host.address.isprintable() or " " in host.address:
+            raise UsageError(f"{file}: hosts.{name}: address {host.address!r}: expected a name or an IP address")
+        if host.user is not None and (host.user.startswith("-") or "@" in host.user or not host.user.isprintable()):
+            raise UsageError(f"{file}: hosts.{name}: user {host.user!r}: expected a login name")
+        if host.is_local and (host.user or host.port or host.identity_file or host.ssh_options):
+            raise UsageError(f"{file}: hosts.{name}: address is local, so ssh's settings have no use")
+    here = [name for name, host in fleet.hosts.items() if host.is_local]
+    if len(here) > 1:
+        raise UsageError(f"{file}: {' and '.join(here)} are both local: one machine is one host", hint="ranks = 2")
+
+
+def _told(error: msgspec.ValidationError) -> str:
+    what, _, where = str(error).partition(" - at ")
+    return f"{where.strip('`').removeprefix('$.')}: {what[0].lower()}{what[1:].replace('`', '')}" if where else what

@@ -1,0 +1,84 @@
+"""Who does what, where, with which command? `plan.json` of a run on a fleet: pure data, and all that is needed later to
+follow, stop or resume the run, from this machine or after a restart of it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Host
+from evener.core.rundir import RunDir, write_atomic
+from evener.core.spec import RunSpec
+
+FORMAT = 1
+
+
+class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One host's part of a run. Its ranks are first_rank, first_rank + 1, …"""
+
+    name: str
+    host: Host  # how it is reached
+    node_rank: int
+    first_rank: int
+    num_ranks: int
+    address: str  # what its ranks listen on, and nothing else
+    interface: str
+    run: str  # the run's folder there, absolute
+    code: str | None  # the project as it was sent; copied to RUN/code, where the program may write
+    cwd: str
+    argv: list[str]
+    env: dict[str, str]  # on top of what a session there has
+
+    def shell_line(self) -> str:
+        """What to type on that host to do the same by hand."""
+        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return f"cd {shlex.quote(self.cwd)} && {' '.join([*env, shlex.join(self.argv)])}"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A run on a fleet."""
+
+    format: int = FORMAT
+    id: str  # marks every process of the run
+    kind: str  # train, launch
+    address: str  # of the rendezvous, on the first host
+    port: int
+    backend: str  # gloo, nccl; "" where a script of the user's own chooses
+    grace_s: float  # how long the ranks may take to save when they are told to stop
+    spec: RunSpec | None  # as it was asked for; None of a script of the user's own
+    hosts: list[HostPlan]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(host.num_ranks for host in self.hosts)
+
+    def host_of(self, rank: int) -> HostPlan:
+        """Where a rank runs."""
+        return next(host for host in self.hosts if host.first_rank <= rank < host.first_rank + host.num_ranks)
+
+
+def plan_path(rundir: RunDir) -> Path:
+    """Where a run keeps its plan."""
+    return rundir.path / "plan.json"
+
+
+def read_plan(rundir: RunDir) -> Plan:
+    """The plan of a run on a fleet; UsageError where there is none."""
+    try:
+        return msgspec.json.decode(plan_path(rundir).read_bytes(), type=Plan)
+    except OSError:
+        raise UsageError(
+            f"{rundir}: not a run on a fleet: it has no plan.json", hint="evener runs shows the runs made here"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{plan_path(rundir)}: damaged: {error}") from None
+
+
+def write_plan(rundir: RunDir, plan: Plan) -> None:
+    """Replace plan.json in one step; only its owner may read it."""
+    write_atomic(plan_path(rundir), msgspec.json.format(msgspec.json.encode(plan), indent=2))
+    plan_path(rundir).chmod(0o600)

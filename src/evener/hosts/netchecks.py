@@ -1,0 +1,425 @@
+"""What is wrong between the hosts, and which command mends it? Pure, as `checks`.
+
+Who connects to whom in a run of ours: every host to the first host's rendezvous port, and of each two hosts the one
+with the greater address to an ephemeral port of the other (Gloo's Device::isInitiator; tried with torch 2.13: ports
+of the greater address may be closed, and a run starts; those of the smaller may not). What only the other direction
+would need is a warning: NCCL, a probe or other addresses would hang.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Iterator, Sequence
+
+from evener.core.finding import Finding, Severity
+from evener.hosts.checks import Seen, is_address, sudo
+from evener.hosts.facts import Facts
+from evener.hosts.pairs import Pair
+from evener.hosts.ways import CLASS, NAMED, WORDS, Way
+
+MANY = 3  # peers, from which on they are told together
+BY_NAMES = "; evener goes by addresses, torchrun by names"
+BY_INTERFACE = "; evener tells Gloo the interface, torchrun by hand does not"
+
+
+def check_network(seen: Seen) -> list[Finding]:
+    """Every finding about who reaches whom, and where."""
+    cut_off = list(_cut_off(seen))
+    separate = {(one.host, one.peer) for one in cut_off} | {(one.peer, one.host) for one in cut_off}
+    interfaces = list(_interfaces(seen))
+    found = [*interfaces, *cut_off, *_firewalls(seen, separate | {(one.host, None) for one in interfaces})]
+    return [*found, *_gloo_alone(seen), *_rendezvous(seen), *_names(seen), *_families(seen), *_overlays(seen)]
+
+
+# --- which interface ---------------------------------------------------------------------------------------------
+
+
+def _interfaces(seen: Seen) -> Iterator[Finding]:
+    """The interface that a run will use: is it there, and do the others reach it?"""
+    for name, facts in seen.facts.items():
+        wanted = seen.fleet.hosts[name].interface
+        usable = [one.name for one in sorted(facts.interfaces, key=lambda one: CLASS[one.kind])
+                  if one.up and one.addresses and one.kind != "loopback"]  # fmt: skip
+        if seen.candidates[name]:
+            continue
+        if wanted is None:
+            yield Finding(
+                check="net.wrong-interface", severity="error", host=name,
+                evidence="no interface but the loopback is up and has an address",
+                fix=f"on {name}: ip address; is its cable in?",
+            )  # fmt: skip
+            continue
+        syntax = any(sign in wanted for sign in "^=,*")
+        there = facts.interface(wanted)
+        why = "is not there" if there is None else "has no address" if not there.addresses else "is down"
+        yield Finding(
+            check="env.interface-syntax" if syntax else "net.wrong-interface", severity="error", host=name,
+            evidence=f"interface = {wanted}: Gloo takes one exact name" if syntax else f"its interface {wanted} {why}",
+            fix=f'[hosts.{name}] interface = "{_closest(wanted, usable)}"' if usable else f"on {name}: ip address",
+        )  # fmt: skip
+    for name, way in seen.network.ways.items():
+        tried = seen.network.reached.get(name, {})
+        better = _better(seen, name, way)
+        if way.why == NAMED and not tried.get(way.address) and better is not None:
+            yield Finding(
+                check="net.wrong-interface", severity="error", host=name,
+                evidence=f"no other host reaches {way.address} on {way.interface}, which the fleet file names; "
+                f"all reach {better.address} on {better.interface}",
+                fix=f'[hosts.{name}] interface = "{better.interface}"',
+            )  # fmt: skip
+
+
+def _closest(name: str, known: list[str]) -> str:
+    """The near miss, else the likeliest."""
+    return (difflib.get_close_matches(name, known, n=1) or known)[0]
+
+
+def _better(seen: Seen, name: str, way: Way) -> Way | None:
+    """A network card of the host that all its peers reach, other than the way taken."""
+    num_peers = len(seen.network.ways) - 1
+    tried = seen.network.reached.get(name, {})
+    for other in seen.candidates.get(name, ()):
+        is_card = other.address != way.address and CLASS[other.kind] == 0
+        if is_card and num_peers and tried.get(other.address) == num_peers:
+            return other
+    return None
+
+
+def _gloo_alone(seen: Seen) -> Iterator[Finding]:
+    """What Gloo would take if nobody told it: evener does, torchrun does not."""
+    for name, way in seen.network.ways.items():
+        facts = seen.facts.get(name)
+        if facts is None:
+            continue
+        told = facts.environment.get("GLOO_SOCKET_IFNAME", "")
+        if len(told) > 1:
+            there = facts.interface(told)
+            if there is not None and told != way.interface:
+                yield Finding(
+                    check="net.wrong-interface", severity="warning", host=name,
+                    evidence=f"GLOO_SOCKET_IFNAME={told} in its environment; the others reach it on {way.interface}"
+                    + BY_INTERFACE,
+                    fix=f"on {name}: export GLOO_SOCKET_IFNAME={way.interface}",
+                )  # fmt: skip
+            continue
+        yield from _gloo_by_name(name, facts, way)
+
+
+def _gloo_by_name(name: str, facts: Facts, way: Way) -> Iterator[Finding]:
+    gloo = facts.gloo
+    address = ipaddress.ip_address(gloo.address.partition("%")[0])
+    there = facts.interface_of(gloo.address)
+    as_root = "" if facts.is_root else "sudo "
+    hosts_line = (
+        f"on {name}: {as_root}sed -i.old '/[[:space:]]{gloo.hostname}$/d' /etc/hosts; "
+        f"echo '{way.address} {gloo.hostname}' | {as_root}tee -a /etc/hosts"
+    )
+    if address.is_loopback or address.is_link_local:
+        known = [one.address for one in gloo.candidates]
+        resolves = f"resolves to {', '.join(known)}" if known else f"does not resolve ({gloo.error})"
+        yield Finding(
+            check="net.loopback-hostname", severity="warning", host=name,
+            evidence=f"its own name {gloo.hostname} {resolves}, so Gloo alone would take {gloo.address}{BY_INTERFACE}",
+            fix=f"{hosts_line}; or export GLOO_SOCKET_IFNAME={way.interface}",
+        )  # fmt: skip
+    elif there is not None and there.name != way.interface:
+        tunnel = there.kind in ("tunnel", "wireguard")
+        yield Finding(
+            check="net.overlay" if tunnel else "net.wrong-interface", severity="warning", host=name,
+            evidence=f"its own name {gloo.hostname} is {gloo.address} on {there.name} ({WORDS[there.kind]}); the "
+            f"others reach it on {way.interface}{BY_INTERFACE}",
+            fix=f"on {name}: export GLOO_SOCKET_IFNAME={way.interface}",
+        )  # fmt: skip
+
+
+def _overlays(seen: Seen) -> Iterator[Finding]:
+    """Does traffic leave through a tunnel although a network card would do?"""
+    tunnels = ("tunnel", "wireguard")
+    for name, way in seen.network.ways.items():
+        better = _better(seen, name, way)
+        if way.kind in tunnels and better is not None:
+            yield Finding(
+                check="net.overlay", severity="warning", host=name,
+                evidence=f"{way.interface} is {WORDS[way.kind]}; {better.interface} answers too, at {better.address}",
+                fix=f'[hosts.{name}] interface = "{better.interface}"',
+            )  # fmt: skip
+        elif way.kind in tunnels:
+            yield Finding(
+                check="net.overlay", severity="info", host=name,
+                evidence=f"the others reach it through {way.interface} ({WORDS[way.kind]}) alone",
+                fix="where both ends have the same network, a cable is faster; evener probe wire tells by how much",
+            )  # fmt: skip
+    for pair in seen.network.pairs:
+        facts, to = seen.facts.get(pair.source), seen.network.ways[pair.target]
+        if facts is None or pair.sent_from is None or to.kind in tunnels:
+            continue
+        leaves = facts.interface_of(pair.sent_from)
+        if leaves is not None and leaves.kind in tunnels:
+            yield Finding(
+                check="net.overlay", severity="warning", host=pair.source, peer=pair.target,
+                evidence=f"its way to {to.address} leaves through {leaves.name} ({WORDS[leaves.kind]})",
+                fix=f"on {pair.source}: {sudo(seen, pair.source)}ip route replace {to.address} dev "
+                f"{seen.network.ways[pair.source].interface}",
+            )  # fmt: skip
+
+
+# --- what is blocked ---------------------------------------------------------------------------------------------
+
+
+def _cut_off(seen: Seen) -> Iterator[Finding]:
+    """Hosts between which nothing passes at all, in neither direction, not even ssh: that is no firewall's doing."""
+    pairs = {(pair.source, pair.target): pair for pair in seen.network.pairs}
+    dead = []
+    for (source, target), pair in pairs.items():
+        back = pairs.get((target, source))
+        tries = [*pair.tries, *(back.tries if back else [])]
+        if source < target and any(one.what == "ssh" for one in tries) and not any(one.result == "ok" for one in tries):
+            dead.append((source, target))
+    hosts = list(seen.network.ways)
+    for name in hosts:
+        mine = [pair for pair in dead if name in pair]
+        if len(hosts) > 2 and len(mine) == len(hosts) - 1:
+            dead = [pair for pair in dead if name not in pair]
+            way = seen.network.ways[name]
+            evidence = (
+                f"nothing passes between it ({way.address} on {way.interface}) and any other, not even to ssh's port"
+            )
+            yield _nothing_passes(name, None, evidence, way)
+    for one, other in dead:
+        way, peer = seen.network.ways[one], seen.network.ways[other]
+        evidence = (
+            f"nothing passes between {way.address} on {way.interface} and {other}'s {peer.address} on "
+            f"{peer.interface}, not even to ssh's port"
+        )
+        yield _nothing_passes(one, other, evidence, way)
+
+
+def _nothing_passes(name: str, peer: str | None, evidence: str, way: Way) -> Finding:
+    return Finding(
+        check="net.wrong-interface", severity="error", host=name, peer=peer, evidence=evidence,
+        fix=f"are both in one network? on {name}: ip -brief address; is the cable in? "
+        f'or [hosts.{name}] interface = "…" another than {way.interface}',
+    )  # fmt: skip
+
+
+def _firewalls(seen: Seen, separate: set[tuple[str | None, str | None]]) -> Iterator[Finding]:
+    """Ports of the target that do not answer the source, although we listen there."""
+    alone = {host for host, peer in separate if peer is None}
+    closed: dict[str, list[Pair]] = {}
+    for pair in seen.network.pairs:
+        apart = (pair.source, pair.target) in separate or pair.source in alone or pair.target in alone
+        if not pair.is_open and not apart and pair.source in seen.facts and pair.target in seen.facts:
+            closed.setdefault(pair.target, []).append(pair)
+    for target, pairs in closed.items():
+        together = len(pairs) >= MANY and len({_closed(pair) for pair in pairs}) == 1
+        for group in [pairs] if together else [[pair] for pair in pairs]:
+            needed = any(_is_needed(seen, pair) for pair in group)
+            yield _firewall(seen, target, group, "error" if needed else "warning")
+
+
+def _firewall(seen: Seen, target: str, pairs: Sequence[Pair], severity: Severity) -> Finding:
+    pair = pairs[0]
+    way = seen.network.ways[target]
+    sources = [one.source for one in pairs]
+    who = sources[0] if len(sources) == 1 else f"{', '.join(sources[:3])}" + (
+        f" and {len(sources) - 3} more" if len(sources) > 3 else "")  # fmt: skip
+    words = [f"connected to ssh's port {one.port}" for one in pair.tries if one.what == "ssh" and one.result == "ok"]
+    rendezvous = [one for one in pair.tries if one.what == "rendezvous"]
+    words += [f"connected to port {one.port}" for one in rendezvous if one.result == "ok"]
+    words += [f"{_failed(one.result)} on port {one.port}" for one in pair.blocked("rendezvous")]
+    blocked = pair.blocked("ephemeral")
+    if blocked:
+        tried = sum(one.what == "ephemeral" for one in pair.tries)
+        numbers = ", ".join(str(one.port) for one in blocked)
+        all_of = "" if len(blocked) == tried else f"{len(blocked)} of {tried} "
+        words.append(f"{_failed(blocked[0].result)} on {all_of}ephemeral ports ({numbers})")
+    spared = "" if severity == "error" else ". A run over Gloo starts all the same: it connects the other way round"
+    return Finding(
+        check="net.firewall", severity=severity, host=target, peer=sources[0] if len(sources) == 1 else None,
+        evidence=f"{who} cannot reach {target} at {way.address}: {', '.join(words)}{spared}",
+        fix=_open(seen, target, pairs),
+    )  # fmt: skip
+
+
+def _is_needed(seen: Seen, pair: Pair) -> bool:
+    """Would a run over Gloo need what is blocked?"""
+    if pair.blocked("rendezvous") and pair.target == seen.head:
+        return True
+    mine, other = (ipaddress.ip_address(seen.network.ways[name].address) for name in (pair.source, pair.target))
+    return bool(pair.blocked("ephemeral")) and (mine.version != other.version or mine.packed > other.packed)
+
+
+def _open(seen: Seen, target: str, pairs: Sequence[Pair]) -> str:
+    """The command of the firewall that the target really has."""
+    facts, way = seen.facts[target], seen.network.ways[target]
+    many = len(pairs) > 1
+    source = (way.network or way.address) if many else pairs[0].sent_from or seen.network.ways[pairs[0].source].address
+    family = "ip6" if ":" in source else "ip"
+    root = sudo(seen, target)
+    if facts.firewall == "ufw":
+        command = f"{root}ufw allow from {source}"
+    elif facts.firewall == "firewalld":
+        command = f"{root}firewall-cmd --permanent --zone=trusted --add-source={source} && {root}firewall-cmd --reload"
+    elif facts.firewall == "nftables":
+        command = f"{root}nft insert rule {facts.firewall_chain} {family} saddr {source} accept"
+    elif facts.firewall == "macos":
+        command = f"{root}/usr/libexec/ApplicationFirewall/socketfilterfw --add {facts.python}"
+    else:
+        tables = "ip6tables" if family == "ip6" else "iptables"
+        command = f"{root}{tables} -I INPUT -s {source} -j ACCEPT"
+    unknown = "" if facts.firewall else f" (its firewall is not known; with ufw: {root}ufw allow from {source})"
+    return f"on {target}: {command}{unknown}"
+
+
+def _closed(pair: Pair) -> tuple[bool, bool]:
+    return bool(pair.blocked("rendezvous")), bool(pair.blocked("ephemeral"))
+
+
+def _failed(result: str) -> str:
+    words = {
+        "timeout": "timed out",
+        "refused": "was refused",
+        "stranger": "met somebody else",
+        "unreachable": "has no way",
+    }
+    return words.get(result, result)
+
+
+# --- the rendezvous, names and families --------------------------------------------------------------------------
+
+
+def _rendezvous(seen: Seen) -> Iterator[Finding]:
+    """The endpoint must be local on exactly one host."""
+    head = seen.head
+    way = seen.network.ways.get(head) if head is not None else None
+    if head is not None and way is not None:
+        if ipaddress.ip_address(way.address).is_loopback:
+            yield Finding(
+                check="net.rendezvous-loopback", severity="error", host=head,
+                evidence=f"the rendezvous would be at {way.address}, where every host finds only itself",
+                fix=f"[hosts.{head}] interface = … one that the others reach",
+            )  # fmt: skip
+        else:
+            twins = [name for name, facts in seen.facts.items() if name != head and facts.interface_of(way.address)
+                     and facts.machine_id != seen.facts[head].machine_id]  # fmt: skip
+            for name in twins:
+                yield Finding(
+                    check="net.rendezvous-loopback", severity="error", host=name, peer=head,
+                    evidence=f"{name} and {head} both have the address {way.address}: each would meet only itself",
+                    fix=f"[hosts.{head}] interface = … with an address of its own",
+                )  # fmt: skip
+    for name, facts in seen.facts.items():
+        address = facts.environment.get("MASTER_ADDR")
+        if address is not None and (address == "localhost" or (is_address(address) and _is_loopback(address))):
+            yield Finding(
+                check="net.rendezvous-loopback", severity="warning", host=name,
+                evidence=f"MASTER_ADDR={address} in its environment: torchrun by hand would form a world of its own",
+                fix=f"on {name}: unset MASTER_ADDR; evener sets it for its runs",
+            )  # fmt: skip
+        if head is None or name == head or seen.facts[head].hostname == facts.hostname:
+            continue
+        answers = seen.network.resolved.get(name, {}).get(seen.facts[head].hostname)
+        if answers and _is_loopback(answers[0]):
+            yield Finding(
+                check="net.rendezvous-loopback", severity="warning", host=name, peer=head,
+                evidence=f"{name} takes {seen.facts[head].hostname} for {answers[0]}, itself{BY_NAMES}",
+                fix=_hosts_line(seen, name, head),
+            )  # fmt: skip
+
+
+def _names(seen: Seen) -> Iterator[Finding]:
+    """Is the name of the first host, by which torchrun would be met, known on every other?"""
+    head = seen.head
+    if head is None or head not in seen.network.ways:
+        return
+    told = {facts.environment["MASTER_ADDR"] for facts in seen.facts.values() if "MASTER_ADDR" in facts.environment}
+    address = seen.fleet.hosts[head].address.rpartition("@")[2]
+    names = [seen.facts[head].hostname, *({address} if not is_address(address) and address != "local" else ()), *told]
+    for name in dict.fromkeys(one for one in names if not is_address(one)):
+        looked = {host: known for host, known in seen.network.resolved.items() if host != head and name in known}
+        answers = {host: known[name] for host, known in looked.items()}
+        lost = [host for host, one in answers.items() if not one]
+        if not lost or (name == address and name != seen.facts[head].hostname and len(lost) == len(answers)):
+            continue  # known to nobody: a name of ssh's own
+        if not (name in told or len(lost) < len(answers) or _knows_any(seen)):  # names are in nobody's use here
+            one = lost[0] if len(lost) == 1 else None
+            yield Finding(
+                check="net.unresolvable", severity="info", host=one, peer=head,
+                evidence=f"{one or 'no other host'} does not know the name {name}{BY_NAMES}",
+                fix=_hosts_line(seen, lost[0], head),
+            )  # fmt: skip
+            continue
+        for host in lost:
+            yield Finding(
+                check="net.unresolvable", severity="warning", host=host, peer=head,
+                evidence=f"{host} does not know the name {name}{BY_NAMES}", fix=_hosts_line(seen, host, head),
+            )  # fmt: skip
+
+
+def _knows_any(seen: Seen) -> bool:
+    """Do hosts know each other by name here, as a rule?"""
+    own = {facts.hostname: name for name, facts in seen.facts.items()}
+    return any(
+        answers and not _is_loopback(answers[0])
+        for host, known in seen.network.resolved.items()
+        for name, answers in known.items()
+        if name in own and own[name] != host
+    )
+
+
+def _families(seen: Seen) -> Iterator[Finding]:
+    ways = {name: ":" in way.address for name, way in seen.network.ways.items()}
+    if len(set(ways.values())) > 1:
+        six = [name for name, is_six in ways.items() if is_six]
+        four = [name for name, is_six in ways.items() if not is_six]
+        for name in six if len(six) <= len(four) else four:
+            way = seen.network.ways[name]
+            yield Finding(
+                check="net.family-mismatch", severity="error", host=name,
+                evidence=f"it can only be reached by IPv{6 if ways[name] else 4} ({way.address} on {way.interface}), "
+                f"{(four if ways[name] else six)[0]} by IPv{4 if ways[name] else 6}: Gloo needs one of them everywhere",
+                fix=f"on {name}: sudo ip address add … dev {way.interface}, of the other family",
+            )  # fmt: skip
+        return
+    told = set()
+    for name in checked_names(seen):
+        answers = {host: one for host, known in seen.network.resolved.items() if (one := known.get(name))}
+        first = {host: ":" in one[0] for host, one in answers.items() if not _is_loopback(one[0])}
+        if len(set(first.values())) > 1:
+            six = [host for host, is_six in first.items() if is_six]
+            four_host = next(host for host, is_six in first.items() if not is_six)
+            told.add(name)
+            number, other = answers[six[0]][0], answers[four_host][0]
+            yield Finding(
+                check="net.family-mismatch", severity="warning", host=six[0], peer=four_host,
+                evidence=f"{name} is {number} on {six[0]} and {other} on {four_host}{BY_NAMES}",
+                fix=f"on {six[0]}: echo '{other} {name}' | {sudo(seen, six[0])}tee -a /etc/hosts",
+            )  # fmt: skip
+    alone = {name: facts.gloo.address for name, facts in seen.facts.items()
+             if not _is_loopback(facts.gloo.address) and facts.gloo.hostname not in told}  # fmt: skip
+    sixes = [name for name, address in alone.items() if ":" in address]
+    if sixes and len(sixes) < len(alone):
+        mine, other = sixes[0], next(name for name in alone if name not in sixes)
+        yield Finding(
+            check="net.family-mismatch", severity="warning", host=mine, peer=other,
+            evidence=f"Gloo alone would take {alone[mine]} on {mine} and {alone[other]} on {other}{BY_INTERFACE}",
+            fix=f"on {mine}: export GLOO_SOCKET_IFNAME={seen.network.ways[mine].interface}"
+            if mine in seen.network.ways else _hosts_line(seen, mine, mine),
+        )  # fmt: skip
+
+
+def checked_names(seen: Seen) -> list[str]:
+    """Every name that was looked up somewhere."""
+    return list(dict.fromkeys(name for known in seen.network.resolved.values() for name in known))
+
+
+def _hosts_line(seen: Seen, host: str, target: str) -> str:
+    way = seen.network.ways.get(target)
+    hostname = seen.facts[target].hostname
+    return f"on {host}: echo '{way.address if way else '…'} {hostname}' | {sudo(seen, host)}tee -a /etc/hosts"
+
+
+def _is_loopback(address: str) -> bool:
+    number = ipaddress.ip_address(address.partition("%")[0])
+    return number.is_loopback or number.is_link_local

@@ -1,0 +1,295 @@
+"""What gets through from each host to each other? Every ordered pair, by real connections; see `remote/net.py`.
+
+Each host listens once and tries all its peers at once, so that the number of requests grows with the hosts, not with
+the pairs. Only the short bursts that measure goodput take turns, so that they do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from evener.core.errors import HostError
+from evener.core.units import median, percentile
+from evener.hosts.facts import Facts
+from evener.hosts.session import RemoteError, Sessions
+from evener.hosts.ways import Way, choose, in_order
+
+CONNECT_S = 2.2  # the second SYN is sent after one second: a lost packet is no firewall
+REACH_S = 1.3  # to choose a way: what is closed there is looked at again, on the way chosen
+MORE_PORTS = 2  # random ports of the system's range, beside the one that the kernel chooses
+ALL_PAIRS = 4  # hosts, up to which goodput is measured between all; above, between neighbours in the ring
+BURST_S, WARM_S = 0.16, 0.06
+LONG_BURST_S, LONG_WARM_S = 0.5, 0.15  # a doubtful figure is measured again
+
+Outcome = Literal["ok", "refused", "timeout", "unreachable", "stranger", "untried"]
+R = TypeVar("R")
+
+
+class Try(msgspec.Struct, frozen=True, kw_only=True):
+    """One connection that was tried."""
+
+    what: Literal["rendezvous", "ephemeral", "ssh"]
+    port: int
+    result: Outcome
+    detail: str | None = None
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """From one host to another."""
+
+    source: str
+    target: str
+    tries: list[Try] = []
+    sent_from: str | None = None  # the address that the source's kernel chose
+    rtt_s: float | None = None  # median
+    rtt_p05_s: float | None = None
+    rtt_p95_s: float | None = None
+    large: Literal["ok", "stalled", "failed"] | None = None  # a message of 256 KiB
+    path_mtu: int | None = None
+    goodput_Bps: float | None = None  # of one TCP stream, for a fifth of a second
+    retransmits: int | None = None
+    segments: int | None = None
+
+    def blocked(self, what: str) -> list[Try]:
+        """What did not get through, of the rendezvous port or of the ephemeral ones."""
+        return [one for one in self.tries if one.what == what and one.result not in ("ok", "untried")]
+
+    @property
+    def is_open(self) -> bool:
+        """Did every port answer?"""
+        return not self.blocked("rendezvous") and not self.blocked("ephemeral")
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found between the hosts."""
+
+    ways: dict[str, Way]  # by host
+    pairs: list[Pair] = []
+    resolved: dict[str, dict[str, list[str] | None]] = {}  # by host, by name
+    reached: dict[str, dict[str, int | None]] = {}  # by host, by its own address: how many peers got through
+
+
+class Prober:
+    """Asks the hosts, all at the same time; a host that is lost on the way is left out of what follows."""
+
+    def __init__(self, sessions: Sessions, errors: dict[str, HostError]) -> None:
+        self._sessions, self._errors = sessions, errors
+
+    def ask(self, names: Sequence[str], function: str, args: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        """{host: what the function of remote/net.py returned there}, without those that failed."""
+
+        def work(name: str) -> Any:
+            return self._sessions[name].call("net", function, **args(name))
+
+        return {name: value for name, value in self.each(names, work).items() if value is not None}
+
+    def each(self, names: Sequence[str], work: Callable[[str], R]) -> dict[str, R | None]:
+        """{host: work(host)}; None where the host was lost or its function raised."""
+        alive = [name for name in names if name not in self._errors]
+        if not alive:
+            return {}
+        with ThreadPoolExecutor(max_workers=len(alive)) as pool:
+            return dict(zip(alive, pool.map(lambda name: self._try(name, work), alive), strict=True))
+
+    def _try(self, name: str, work: Callable[[str], R]) -> R | None:
+        try:
+            return work(name)
+        except HostError as error:
+            self._errors[name] = error
+        except RemoteError as error:
+            self._errors[name] = HostError(
+                f"{name}: cannot be examined: {error.kind}: {error.message}", check="ssh.unreachable", host=name,
+                output=error.traceback, hint="this is a mistake of evener's: please report it",
+            )  # fmt: skip
+        return None
+
+
+def examine(
+    prober: Prober, facts: Mapping[str, Facts], ways: Mapping[str, Sequence[Way]], *, port: int,
+    ssh_ports: Mapping[str, int], names: Sequence[str], quick: bool, told: Callable[[str], None] = lambda text: None,
+) -> Network:  # fmt: skip
+    """Choose a way for each host by trying them, then look at every ordered pair on the ways chosen."""
+    secret = secrets.token_hex(16)
+    identities = {name: secrets.token_hex(16) for name in facts}
+    ordered = in_order(ways, facts)
+    hosts = [name for name in ordered if ordered[name]]
+    told("listening on every host")
+    listening = prober.ask(hosts, "listen", lambda name: {
+        "addresses": [way.address for way in ordered[name]], "secret": secret, "identity": identities[name],
+        "port": port, "more": MORE_PORTS, "low": facts[name].port_range[0], "high": facts[name].port_range[1],
+    })  # fmt: skip
+    hosts = list(listening)
+    usable = {name: [way for way in ordered[name] if not listening[name][way.address]["error"]] for name in hosts}
+    hosts = [name for name in hosts if usable[name]]
+    try:
+        reached = _reach(prober, hosts, usable, listening, identities, secret)
+        chosen = {name: choose(usable[name], reached[name], len(hosts) - 1, facts[name]) for name in hosts}
+        told("connecting every host to every other")
+        pairs = _connect(prober, hosts, chosen, listening, identities, secret, port, ssh_ports)
+        resolved = prober.ask(hosts, "resolve", lambda name: {"names": list(names)})
+        pairs = _talk(prober, hosts, chosen, listening, secret, pairs)
+        if not quick:
+            pairs = _measure(prober, hosts, chosen, listening, secret, pairs, told)
+    finally:
+        prober.ask(list(listening), "close", lambda name: {})
+    return Network(ways=chosen, pairs=list(pairs.values()), resolved=resolved, reached=reached)
+
+
+Pairs = dict[tuple[str, str], Pair]
+Listening = Mapping[str, dict[str, dict[str, Any]]]
+
+
+def _reach(prober: Prober, hosts: list[str], ways: Mapping[str, list[Way]], listening: Listening,
+           identities: Mapping[str, str], secret: str) -> dict[str, dict[str, int | None]]:  # fmt: skip
+    """Of every address, how many peers got through to it. With one way for each host there is nothing to choose."""
+    if all(len(ways[name]) == 1 for name in hosts):
+        return {name: {ways[name][0].address: len(hosts) - 1} for name in hosts}
+    targets = {
+        source: [
+            {"peer": target, "address": way.address, "port": listening[target][way.address]["ephemeral"],
+             "identity": identities[target], "rank": rank}
+            for target in hosts if target != source for rank, way in enumerate(ways[target])
+        ]
+        for source in hosts
+    }  # fmt: skip
+    results = prober.ask(
+        hosts, "connect", lambda name: {"targets": targets[name], "secret": secret, "within_s": REACH_S}
+    )
+    reached: dict[str, dict[str, int | None]] = {
+        name: dict.fromkeys(way.address for way in ways[name]) for name in hosts
+    }
+    for source, tried in results.items():
+        for target, outcome in zip(targets[source], tried, strict=True):
+            if outcome["result"] != "untried":
+                counts = reached[target["peer"]]
+                counts[target["address"]] = (counts[target["address"]] or 0) + (outcome["result"] == "ok")
+    return reached
+
+
+def _connect(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listening: Listening,
+             identities: Mapping[str, str], secret: str, port: int, ssh_ports: Mapping[str, int]) -> Pairs:  # fmt: skip
+    """The rendezvous port and the ephemeral ones, from every host to every other; and ssh's port, to compare."""
+    targets: dict[str, list[dict[str, Any]]] = {source: [] for source in hosts}
+    for source in hosts:
+        for target in hosts:
+            if target == source:
+                continue
+            there = listening[target][ways[target].address]
+            ports = [("ephemeral", one) for one in (there["ephemeral"], *there["more"])]
+            if there["rendezvous"]:
+                ports.append(("rendezvous", port))
+            if target in ssh_ports:
+                ports.append(("ssh", ssh_ports[target]))
+            targets[source] += [
+                {"peer": target, "what": what, "address": ways[target].address, "port": number,
+                 "rank": int(what == "ssh"), "identity": None if what == "ssh" else identities[target]}
+                for what, number in ports
+            ]  # fmt: skip
+    results = prober.ask(
+        hosts, "connect", lambda name: {"targets": targets[name], "secret": secret, "within_s": CONNECT_S}
+    )
+    pairs: Pairs = {}
+    for source, tried in results.items():
+        for asked, outcome in zip(targets[source], tried, strict=True):
+            key = (source, asked["peer"])
+            pair = pairs.setdefault(key, Pair(source=source, target=asked["peer"]))
+            one = Try(what=asked["what"], port=asked["port"], result=outcome["result"], detail=outcome["detail"])
+            pairs[key] = msgspec.structs.replace(
+                pair, tries=[*pair.tries, one], sent_from=pair.sent_from or outcome["source"]
+            )
+    return pairs
+
+
+def _target(pair: Pair, ways: Mapping[str, Way], listening: Listening) -> dict[str, Any] | None:
+    """A port of the other end that answered; None if none did."""
+    address = ways[pair.target].address
+    port = next((one.port for one in pair.tries if one.result == "ok" and one.what != "ssh"), None)
+    if port is None:
+        return None
+    mtus = [mtu for mtu in (ways[pair.source].mtu, ways[pair.target].mtu) if mtu is not None]
+    udp = listening[pair.target][address]["udp"]
+    return {"address": address, "port": port, "udp": udp, "mtu": min(mtus, default=1500)}
+
+
+def _talk(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
+          pairs: Pairs) -> Pairs:  # fmt: skip
+    """Round trips of small messages first, while all is quiet; then a large one, and large packets."""
+    open_ones = {key: target for key, pair in pairs.items() if (target := _target(pair, ways, listening))}
+    keys = {source: [key for key in open_ones if key[0] == source] for source in hosts}
+    targets = {source: [open_ones[key] for key in keys[source]] for source in hosts}
+    found = dict(pairs)
+    trips = prober.ask(hosts, "round_trips", lambda name: {"targets": targets[name], "secret": secret})
+    for source, told in trips.items():
+        for key, seconds in zip(keys[source], told, strict=True):
+            if seconds:
+                found[key] = msgspec.structs.replace(
+                    found[key],
+                    rtt_s=median(seconds),
+                    rtt_p05_s=percentile(seconds, 0.05),
+                    rtt_p95_s=percentile(seconds, 0.95),
+                )
+    for source, told in prober.ask(hosts, "large", lambda name: {"targets": targets[name], "secret": secret}).items():
+        for key, outcome in zip(keys[source], told, strict=True):
+            found[key] = msgspec.structs.replace(found[key], **outcome)
+    return found
+
+
+def _measure(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
+             pairs: Pairs, told: Callable[[str], None]) -> Pairs:  # fmt: skip
+    """Goodput, one pair after another. What looks doubtful is measured again for longer: the better counts."""
+    found = dict(pairs)
+
+    def burst(key: tuple[str, str], seconds: float, warm_s: float) -> None:
+        target = _target(found[key], ways, listening)
+        if target is None or found[key].large != "ok":
+            return
+        told(f"measuring {key[0]} to {key[1]}")
+        seen = prober.ask(
+            [key[0]], "burst", lambda name: {"target": target, "secret": secret, "seconds": seconds, "warm_s": warm_s}
+        ).get(key[0])
+        if seen and seen["goodput_Bps"] > (found[key].goodput_Bps or 0.0):
+            found[key] = msgspec.structs.replace(
+                found[key],
+                goodput_Bps=seen["goodput_Bps"],
+                retransmits=seen["retransmits"],
+                segments=seen["segments"],
+            )
+
+    keys = [key for key in bursts_of(hosts) if key in found]
+    for key in keys:
+        burst(key, BURST_S, WARM_S)
+    for key in doubtful({key: found[key] for key in keys}):
+        burst(key, LONG_BURST_S, LONG_WARM_S)
+    return found
+
+
+def bursts_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """Between which hosts goodput is measured: all ordered pairs of a few, else neighbours in the ring, both ways.
+
+    >>> bursts_of(["a", "b"])
+    [('a', 'b'), ('b', 'a')]
+    >>> len(bursts_of(list("abcdefgh")))
+    16
+    """
+    if len(hosts) <= ALL_PAIRS:
+        return [(a, b) for a in hosts for b in hosts if a != b]
+    ring = [(hosts[i], hosts[(i + 1) % len(hosts)]) for i in range(len(hosts))]
+    return [way for a, b in ring for way in ((a, b), (b, a))]
+
+
+def doubtful(pairs: Mapping[tuple[str, str], Pair]) -> list[tuple[str, str]]:
+    """Pairs whose goodput is far from the best, from its other direction, or came with many segments sent again."""
+    known = {key: pair.goodput_Bps for key, pair in pairs.items() if pair.goodput_Bps}
+    best = max(known.values(), default=0.0)
+    found = []
+    for key, goodput in known.items():
+        back = known.get((key[1], key[0]), goodput)
+        loss = (pairs[key].retransmits or 0) / (pairs[key].segments or 1)
+        if goodput < best / 2 or goodput < back / 1.4 or goodput < 20e6 or loss > 0.005:
+            found.append(key)
+    return found[:16]

@@ -1,0 +1,733 @@
+"""What is this machine, as far as training on it matters? `collect()` answers with one JSON object.
+
+Standard library only, Python 3.8 or newer, Linux or macOS; runs on a bare machine in a fraction of a second. Every fact
+is found for itself: what cannot be known is None, and nothing here raises. Torch is never imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import glob
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Dict, Tuple  # noqa: UP035  python 3.8
+
+LINUX = sys.platform.startswith("linux")
+RELEVANT = re.compile(r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK)$")
+SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
+TRAINS = re.compile(r"^torch\.distributed\.(run|launch)$|^evener\.worker(\.agent)?$")  # after python -m
+RANK_OF = re.compile(r"(?:^|\0)(?:TORCHELASTIC_RUN_ID|EVENER_RUN)=|(?:^|\0)MASTER_ADDR=.*\0WORLD_SIZE=|"
+                     r"(?:^|\0)WORLD_SIZE=.*\0MASTER_ADDR=", re.DOTALL)  # fmt: skip
+SUPERVISOR = re.compile(r"/host/supervisor\.py$")
+DETACHED = re.compile(r"^(tmux|screen|dtach|abduco|zellij|mosh-server|slurm)", re.IGNORECASE)
+APART_S = 0.25  # between two readings of a counter
+SPIN_S = 0.05  # how long one core is kept busy before its frequency is read
+
+Facts = Dict[str, Any]  # noqa: UP006
+Table = Dict[int, Tuple[int, bool, Any]]  # noqa: UP006  pid: (parent, has a terminal, argv)
+
+# Runs in the python that trains: which versions would it import? Nothing of theirs is executed.
+VERSIONS = """
+import hashlib, importlib.metadata, importlib.util, json, os, platform, sys
+def version(name):
+    try: return importlib.metadata.version(name)
+    except Exception: return None
+def code_hash():
+    try: spec = importlib.util.find_spec("evener")
+    except Exception: return None
+    if spec is None or spec.origin is None: return None
+    root, digest, files = os.path.dirname(spec.origin), hashlib.blake2b(digest_size=16), []
+    for folder, _, names in os.walk(root):
+        paths = [os.path.join(folder, name) for name in names if name.endswith(".py")]
+        files += [os.path.relpath(path, root).split(os.sep) for path in paths]
+    for parts in sorted(files):
+        with open(os.path.join(root, *parts), "rb") as file:
+            digest.update("/".join(parts).encode() + b"\\0" + file.read() + b"\\0")
+    return digest.hexdigest()
+has = lambda name: importlib.util.find_spec(name) is not None
+print(json.dumps({"python_version": platform.python_version(), "torch": version("torch") if has("torch") else None,
+                  "evener": version("evener") if has("evener") else None, "hash": code_hash(),
+                  "executable": sys.executable}))
+"""
+
+
+def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 29500) -> Facts:
+    """All facts. `python` is the interpreter that trains, None for WORKDIR's own or else the one that runs this."""
+    home = os.path.abspath(os.path.expanduser(workdir))
+    python = _python(home, python)
+    found = {"workdir": home, "python": python}
+    slow = [
+        threading.Thread(target=lambda: found.update(_versions(python))),
+        threading.Thread(target=lambda: found.update(_gpus())),
+        threading.Thread(target=lambda: found.update(_activity())),
+    ]
+    for thread in slow:
+        thread.start()
+    quick = [
+        _identity, _cpu, _memory, _load, lambda: _disk(home), _limits, _network, lambda: _port(port), _gloo,
+        _environment, _processes, _firewall, _power,
+    ]  # fmt: skip
+    for look in quick:
+        found.update(look())
+    for thread in slow:
+        thread.join(15)
+    return dict(found, time=time.time())
+
+
+# --- who it is and what trains there -----------------------------------------------------------------------------
+
+
+def _identity() -> Facts:
+    uname = os.uname()
+    boot = _read("/proc/sys/kernel/random/boot_id") or _run(["sysctl", "-n", "kern.bootsessionuuid"])
+    # A container, and a host of a lab, has the machine's boot but a network of its own.
+    network = _link("/proc/self/ns/net") or ""
+    return {
+        "hostname": socket.gethostname(),
+        "system": f"{uname.sysname} {uname.release}",
+        "architecture": uname.machine,
+        "machine_id": f"{boot.strip()} {network}" if boot else None,
+        "user": os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid()),
+        "is_root": os.getuid() == 0,
+        "in_container": os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"),
+    }
+
+
+def _python(home: str, python: str | None) -> str:
+    if python:
+        path = os.path.expanduser(python)
+        return shutil.which(path) or os.path.abspath(path)
+    own = os.path.join(home, "venv", "bin", "python")
+    return own if os.path.exists(own) else sys.executable
+
+
+def _versions(python: str) -> Facts:
+    unknown = {"python_version": None, "torch_version": None, "evener_version": None, "evener_hash": None}
+    said = _run([python, "-c", VERSIONS], timeout_s=12, cwd="/")
+    try:
+        told = json.loads((said or "").strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        return unknown
+    return {
+        "python_version": told["python_version"],
+        "torch_version": told["torch"],
+        "evener_version": told["evener"],
+        "evener_hash": told["hash"],
+    }
+
+
+# --- processor ---------------------------------------------------------------------------------------------------
+
+
+def _cpu() -> Facts:
+    flags = set()
+    model = None
+    for line in (_read("/proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags = set(value.split())
+        elif name.strip() in ("model name", "Model") and model is None:
+            model = value.strip()
+        if flags and model:
+            break
+    known = bool(flags)
+    if not LINUX:
+        model = (_run(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip() or None
+        said = (_run(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) or "").strip()
+        known, flags = said != "", {"bf16"} if said == "1" else set()
+    units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
+    return {
+        "cpu": model,
+        "cores": _cores(),
+        "cores_installed": os.cpu_count(),
+        "bf16_units": units if known else None,
+        "cpu_max_MHz": _kilo(_read("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")),
+        "cpu_limit_MHz": _kilo(_read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq")),
+    }
+
+
+def _cores() -> int:
+    """Cores that a process here may use: the affinity mask, cut by the tightest cgroup quota; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = []
+    for folder in _cgroups("cpu"):
+        words = (_read(folder + "/cpu.max") or "").split()
+        if len(words) != 2:
+            words = [_read(folder + "/cpu.cfs_quota_us") or "max", _read(folder + "/cpu.cfs_period_us") or "1"]
+        quota, period = _number(words[0]), _number(words[1])
+        if quota and period and quota > 0:
+            quotas.append(quota / period)
+    return max(1, min([cores] + [int(quota) for quota in quotas]))
+
+
+def _cgroups(controller: str) -> list[str]:
+    """The folders of our cgroup and of all above it, in version 2 and in version 1."""
+    folders = []
+    for line in (_read("/proc/self/cgroup") or "").splitlines():
+        number, names, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0":
+            roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+        elif controller in names.split(","):
+            roots = ["/sys/fs/cgroup/" + names, "/sys/fs/cgroup/" + controller]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for root in roots:
+            folders += ["/".join([root, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
+    return [folder for folder in folders if os.path.isdir(folder)]
+
+
+def _activity() -> Facts:
+    """What only two readings tell: does it swap, does the processor throttle, how fast is a core that is busy?"""
+    before, began = _counters(), time.monotonic()
+    time.sleep(APART_S)
+    until = time.monotonic() + SPIN_S
+    while time.monotonic() < until:
+        sum(range(1000))
+    busy = [_kilo(_read(path)) for path in glob.glob("/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq")]
+    after, took = _counters(), time.monotonic() - began
+    page = resource.getpagesize()
+    swapped = None
+    if before["swapped"] is not None and after["swapped"] is not None:
+        swapped = (after["swapped"] - before["swapped"]) * page / took
+    throttled = None
+    if before["throttled"] is not None and after["throttled"] is not None:
+        throttled = after["throttled"] - before["throttled"]
+    fastest = max(filter(None, busy), default=None)
+    return {"swap_Bps": swapped, "cpu_throttle_events": throttled, "cpu_busy_MHz": fastest}
+
+
+def _counters() -> dict[str, int | None]:
+    swapped = None
+    for line in (_read("/proc/vmstat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("pswpin", "pswpout"):
+            swapped = (swapped or 0) + int(value)
+    paths = glob.glob("/sys/devices/system/cpu/cpu*/thermal_throttle/*_throttle_count")
+    counts = [_number(_read(path)) for path in paths]
+    return {"swapped": swapped, "throttled": sum(filter(None, counts)) if counts else None}
+
+
+def _load() -> Facts:
+    try:
+        return {"load": os.getloadavg()[0]}
+    except OSError:
+        return {"load": None}
+
+
+# --- memory, disk, limits ----------------------------------------------------------------------------------------
+
+
+def _memory() -> Facts:
+    total = free = swap = None
+    for line in (_read("/proc/meminfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name in ("MemTotal", "MemAvailable", "SwapTotal"):
+            size = int(value.split()[0]) * 1024
+            total, free, swap = (
+                size if name == "MemTotal" else total,
+                size if name == "MemAvailable" else free,
+                size if name == "SwapTotal" else swap,
+            )
+    if total is None:
+        total = _number(_run(["sysctl", "-n", "hw.memsize"]))
+        pages = dict(re.findall(r"Pages (\w+):\s+(\d+)", _run(["vm_stat"]) or ""))
+        if pages:
+            kinds = ("free", "inactive", "speculative", "purgeable")
+            free = sum(int(pages.get(kind, 0)) for kind in kinds) * resource.getpagesize()
+    for folder in _cgroups("memory"):
+        limit = _number(_read(folder + "/memory.max") or _read(folder + "/memory.limit_in_bytes"))
+        used = _number(_read(folder + "/memory.current") or _read(folder + "/memory.usage_in_bytes"))
+        if limit and total and limit < total:
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder + "/memory.stat") or "", re.MULTILINE)
+            left = limit - (used or 0) + (int(cache.group(1)) if cache else 0)
+            total, free = limit, left if free is None else min(free, left)
+    return {"memory_bytes": total, "memory_free_bytes": free, "swap_bytes": swap}
+
+
+def _disk(folder: str) -> Facts:
+    while not os.path.isdir(folder) and folder != "/":
+        folder = os.path.dirname(folder)
+    shm = _space("/dev/shm") if LINUX and os.path.isdir("/dev/shm") else None  # noqa: S108
+    space = _space(folder)
+    return {
+        "disk_free_bytes": space[1] if space else None,
+        "disk_writable": os.access(folder, os.W_OK),
+        "shm_bytes": shm[0] if shm else None,
+    }
+
+
+def _space(folder: str) -> tuple[int, int] | None:
+    try:
+        facts = os.statvfs(folder)
+    except OSError:
+        return None
+    return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+
+
+def _limits() -> Facts:
+    found: Facts = {}
+    for name in ("nofile", "memlock"):
+        try:
+            limits = resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper()))
+            soft, hard = [None if limit == resource.RLIM_INFINITY else limit for limit in limits]
+            found[name] = {"soft": soft, "hard": hard}
+        except (AttributeError, ValueError, OSError):
+            found[name] = None
+    return {"limits": found}
+
+
+# --- network -----------------------------------------------------------------------------------------------------
+
+
+class _Sockaddr(ctypes.Structure):
+    _fields_ = (
+        [("family", ctypes.c_uint16), ("data", ctypes.c_uint8 * 26)]
+        if LINUX
+        else [("length", ctypes.c_uint8), ("family", ctypes.c_uint8), ("data", ctypes.c_uint8 * 26)]
+    )
+
+
+class _Ifaddrs(ctypes.Structure):
+    pass
+
+
+_Ifaddrs._fields_ = [
+    ("next", ctypes.POINTER(_Ifaddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_Sockaddr)),
+    ("netmask", ctypes.POINTER(_Sockaddr)),
+    ("other", ctypes.POINTER(_Sockaddr)),
+    ("data", ctypes.c_void_p),
+]
+UP, LOOPBACK, RUNNING = 0x1, 0x8, 0x40  # the same on Linux and macOS
+
+
+def _network() -> Facts:
+    low, high = 32768, 60999  # Linux's default
+    words = (_read("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
+    if len(words) == 2:
+        low, high = int(words[0]), int(words[1])
+    elif not LINUX:
+        low = int(_number(_run(["sysctl", "-n", "net.inet.ip.portrange.first"])) or 49152)
+        high = int(_number(_run(["sysctl", "-n", "net.inet.ip.portrange.last"])) or 65535)
+    control = _read("/proc/sys/net/ipv4/tcp_congestion_control") or _run(["sysctl", "-n", "net.inet.tcp.cc.algorithm"])
+    return {
+        "interfaces": interfaces(),
+        "port_range": [low, high],
+        "congestion_control": control.strip() if control else None,
+        "queue_discipline": (_read("/proc/sys/net/core/default_qdisc") or "").strip() or None,
+        "has_infiniband": bool(glob.glob("/sys/class/infiniband/*")),
+    }
+
+
+def interfaces() -> list[Facts]:
+    """Every interface with its addresses in the order of getifaddrs, which is the order in which Gloo looks."""
+    libc = ctypes.CDLL(None if LINUX else ctypes.util.find_library("c"), use_errno=True)
+    head = ctypes.POINTER(_Ifaddrs)()
+    if libc.getifaddrs(ctypes.byref(head)) != 0:
+        return []
+    found: dict[str, Facts] = {}
+    wireless = _wireless_on_macos()
+    node = head
+    while node:
+        entry = node.contents
+        name = entry.name.decode(errors="replace")
+        one = found.setdefault(name, {"name": name, "flags": entry.flags, "addresses": [], "mtu": None})
+        if entry.address:
+            family = entry.address.contents.family
+            if family in (socket.AF_INET, socket.AF_INET6):
+                one["addresses"].append(_address(family, entry.address, entry.netmask))
+            elif not LINUX and family == 18 and entry.data:  # AF_LINK: struct if_data
+                one["mtu"] = ctypes.cast(entry.data + 8, ctypes.POINTER(ctypes.c_uint32)).contents.value
+        node = entry.next
+    libc.freeifaddrs(head)
+    for one in found.values():
+        flags = one.pop("flags")
+        one["up"] = bool(flags & UP) and bool(flags & RUNNING)
+        one.update(_device(one["name"], bool(flags & LOOPBACK), wireless))
+        if LINUX:
+            one["mtu"] = _number(_read(f"/sys/class/net/{one['name']}/mtu"))
+    return list(found.values())
+
+
+def _address(family: int, pointer: Any, netmask: Any) -> Facts:
+    offset, size = (2, 4) if family == socket.AF_INET else (6, 16)
+    text = socket.inet_ntop(family, bytes(pointer.contents.data[offset : offset + size]))
+    prefix = None
+    if netmask:
+        prefix = sum(bin(byte).count("1") for byte in netmask.contents.data[offset : offset + size])
+    return {"address": text, "prefix": prefix}
+
+
+def _device(name: str, is_loopback: bool, wireless: set[str]) -> Facts:
+    """Its kind, speed and duplex: what the kernel says first, and what the name says where it is silent."""
+    folder = f"/sys/class/net/{name}/"
+    kind_of_device = re.search(r"^DEVTYPE=(\w+)", _read(folder + "uevent") or "", re.MULTILINE)
+    told = kind_of_device.group(1) if kind_of_device else ""
+    physical = os.path.exists(folder + "device")
+    ports = glob.glob(folder + "brif/*") if told == "bridge" else []
+    if is_loopback:
+        kind = "loopback"
+    elif told == "wlan" or name in wireless or os.path.exists(folder + "phy80211") or re.match(r"wl|ath\d|ra\d", name):
+        kind = "wireless"
+    elif physical:
+        kind = "wired"
+    elif told == "wireguard" or re.match(r"wg|nordlynx", name):
+        kind = "wireguard"
+    elif re.match(r"docker|br-[0-9a-f]{6,}|cni|podman|lxcbr|virbr|vmnet|bridge\d", name):
+        kind = "docker" if name.startswith(("docker", "br-")) else "bridge"
+    elif told == "bridge":  # one with a real card in it is how the machine reaches its network
+        cards = [port for port in ports if os.path.exists(f"/sys/class/net/{os.path.basename(port)}/device")]
+        kind = "wired" if cards else "bridge"
+    elif os.path.exists(folder + "tun_flags") or re.match(r"tun|tap|tailscale|utun|zt|ppp|ipsec|gpd|nebula", name):
+        kind = "tunnel"
+    elif re.match(r"veth|dummy|ifb|awdl|llw|anpi|ap\d|gif|stf|cali|flannel|vxlan|kube", name):
+        kind = "virtual"
+    else:
+        kind = "wired"
+    speed = _number(_read(folder + "speed"))
+    duplex = (_read(folder + "duplex") or "").strip()
+    return {
+        "kind": kind,
+        "is_physical": physical or not LINUX,
+        "speed_Mbit": int(speed) if speed and speed > 0 else None,
+        "duplex": duplex if duplex in ("full", "half") else None,
+    }
+
+
+def _wireless_on_macos() -> set[str]:
+    if LINUX:
+        return set()
+    ports = _run(["networksetup", "-listallhardwareports"]) or ""
+    return set(re.findall(r"Hardware Port: Wi-Fi\s+Device: (\w+)", ports))
+
+
+def _gloo() -> Facts:
+    """The address that Gloo takes when nobody tells it: what its makeDeviceForHostname does, step by step.
+
+    gethostname, getaddrinfo(AF_UNSPEC, SOCK_STREAM), the first address that can be bound; if there is none, 127.0.0.1.
+    """
+    name = socket.gethostname()
+    tried, winner = [], None
+    try:
+        candidates = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return {"gloo": {"hostname": name, "candidates": [], "address": "127.0.0.1", "error": str(error)}}
+    for family, kind, protocol, _, address in candidates:
+        one = {"address": address[0], "binds": False}
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            one["binds"] = True
+        except OSError as error:
+            one["error"] = error.strerror or str(error)
+        tried.append(one)
+        if one["binds"] and winner is None:
+            winner = one["address"]
+    return {"gloo": {"hostname": name, "candidates": tried, "address": winner or "127.0.0.1", "error": None}}
+
+
+def _environment() -> Facts:
+    """What a session without a terminal has in its environment, as a run will: no value that may be a secret."""
+    found = {name: value for name, value in os.environ.items() if RELEVANT.match(name)}
+    return {"environment": {name: "(hidden)" if SECRET.search(name) else value for name, value in found.items()}}
+
+
+def _port(port: int) -> Facts:
+    """Who holds the rendezvous port? None if it can be bound."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+        except OSError as error:
+            if error.errno in (98, 48):  # EADDRINUSE on Linux, on macOS
+                return {"port": port, "port_holder": _holder(port)}
+    return {"port": port, "port_holder": None}
+
+
+def _holder(port: int) -> Facts:
+    pid = None
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in (_read(table) or "").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for path in glob.iglob("/proc/[0-9]*/fd/*") if inodes else ():
+        if _link(path) in inodes:
+            pid = int(path.split("/")[2])
+            break
+    if not LINUX:
+        pid = _number((_run(["lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t"]) or "").split("\n")[0])
+    if pid is None:
+        return {"pid": None, "owner": None, "age_s": None, "command": None, "run": None}
+    return _told(int(pid), _table().get(int(pid)))
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+def _processes() -> Facts:
+    """Training that nobody looks after any more, and training that hangs on somebody's terminal."""
+    table = _table()
+    training = {pid for pid, entry in table.items() if pid != os.getpid() and _trains(pid, entry[2])}
+    stale, attached = [], []
+    for pid in sorted(training):
+        parent, tty, _ = table[pid]
+        above = _ancestors(table, parent)
+        if training.intersection(above):
+            continue  # it is judged with the one that started it
+        commands = [os.path.basename(table[one][2][0]) if table[one][2] else "" for one in above]
+        supervised = any(SUPERVISOR.search(word) for one in above for word in table[one][2])
+        if supervised or any(DETACHED.match(command) for command in commands):
+            continue
+        if any(command.startswith("sshd") for command in commands) or tty:
+            attached.append(_told(pid, table[pid]))
+        elif all(command in ("systemd", "init", "launchd") for command in commands):  # or none: its parent is the first
+            stale.append(_told(pid, table[pid]))
+    return {"stale": stale, "attached": attached}
+
+
+def _trains(pid: int, argv: list[str]) -> bool:
+    """Is it torchrun, a worker of ours, or one of the ranks that such a program starts?"""
+    program = os.path.basename(argv[0]) if argv else ""
+    if program == "torchrun":
+        return True
+    if not re.match(r"python|pypy", program, re.IGNORECASE) or any(SUPERVISOR.search(word) for word in argv):
+        return False
+    words = iter(argv[1:])
+    for word in words:
+        if word == "-m":
+            if TRAINS.search(next(words, "")):
+                return True
+            break
+        if not word.startswith("-"):
+            if os.path.basename(word) == "torchrun":
+                return True
+            break
+        if word == "-c":
+            break
+    return RANK_OF.search(_read(f"/proc/{pid}/environ") or "") is not None
+
+
+def _table() -> Table:
+    """{pid: (parent, has a terminal, argv)} of the processes that we can see and that are not another container's."""
+    found = {}
+    if not LINUX:
+        for line in (_run(["ps", "-axwwo", "pid=,ppid=,tty=,command="]) or "").splitlines():
+            fields = line.split(None, 3)
+            if len(fields) == 4:
+                found[int(fields[0])] = (int(fields[1]), fields[2] != "??", fields[3].split())
+        return found
+    ours = _link("/proc/self/ns/pid")
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        stat = (_read(f"/proc/{name}/stat") or "").rpartition(") ")[2].split()
+        space = _link(f"/proc/{name}/ns/pid")
+        if not stat or stat[0] in "ZX" or (space is not None and ours is not None and space != ours):
+            continue
+        argv = (_read(f"/proc/{name}/cmdline") or "").split("\0")[:-1]
+        found[int(name)] = (int(stat[1]), stat[4] != "0", argv)
+    return found
+
+
+def _ancestors(table: Table, pid: int) -> list[int]:
+    """Parents up to, but without, the first process."""
+    above = []
+    while pid > 1 and pid in table and pid not in above:
+        above.append(pid)
+        pid = table[pid][0]
+    return above
+
+
+def _told(pid: int, entry: tuple[int, bool, list[str]] | None) -> Facts:
+    run = owner = age = None
+    if LINUX:
+        marks = re.findall(r"(?:^|\0)EVENER_RUN=([^\0]*)", _read(f"/proc/{pid}/environ") or "")
+        run = marks[0] if marks else None
+        try:
+            import pwd
+
+            number = os.stat(f"/proc/{pid}").st_uid
+            owner = str(number)
+            owner = pwd.getpwuid(number).pw_name
+        except (KeyError, OSError):
+            pass
+        try:
+            began = int((_read(f"/proc/{pid}/stat") or "").rpartition(") ")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+            age = max(0.0, float((_read("/proc/uptime") or "").split()[0]) - began)
+        except (IndexError, ValueError):
+            pass
+    else:
+        owner = (_run(["ps", "-o", "user=", "-p", str(pid)]) or "").strip() or None
+        elapsed = (_run(["ps", "-o", "etime=", "-p", str(pid)]) or "").strip()
+        parts = re.match(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", elapsed)
+        if parts:
+            day, hour, minute, second = [int(part or 0) for part in parts.groups()]
+            age = float(((day * 24 + hour) * 60 + minute) * 60 + second)
+    command = " ".join(entry[2])[:200] if entry else None
+    return {"pid": pid, "owner": owner, "age_s": age, "command": command, "run": run}
+
+
+# --- the rest ----------------------------------------------------------------------------------------------------
+
+
+def _firewall() -> Facts:
+    """Which firewall is there, to name its own command; and where a rule goes in nftables."""
+    kind, chain = None, None
+    running = set()
+    for path in glob.glob("/proc/[0-9]*/comm"):
+        running.add((_read(path) or "").strip())
+    if re.search(r"^ENABLED=yes", _read("/etc/ufw/ufw.conf") or "", re.MULTILINE):
+        kind = "ufw"
+    elif "firewalld" in running or os.path.isdir("/run/firewalld"):
+        kind = "firewalld"
+    elif not LINUX:
+        kind = "macos"
+    elif os.getuid() == 0:
+        rules = _run([_which("nft") or "nft", "-j", "list", "chains"], timeout_s=3)
+        try:
+            chains = [item["chain"] for item in json.loads(rules or "{}").get("nftables", []) if "chain" in item]
+        except ValueError:
+            chains = []
+        hooked = [one for one in chains if one.get("hook") == "input" and one.get("family") in ("inet", "ip", "ip6")]
+        if hooked:
+            kind, chain = "nftables", " ".join(hooked[0][word] for word in ("family", "table", "name"))
+            if hooked[0]["table"] == "filter" and hooked[0]["name"] == "INPUT":
+                kind = "iptables"
+    return {"firewall": kind, "firewall_chain": chain}
+
+
+def _gpus() -> Facts:
+    """GPUs as the driver tells them; a card of NVIDIA's on the bus that no driver answers for is told as an error."""
+    cards = 0
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        device_class = _read(os.path.dirname(path) + "/class") or ""
+        if (_read(path) or "").strip() == "0x10de" and device_class.startswith("0x03"):
+            cards += 1
+    found: Facts = {"gpus": [], "gpu_driver": None, "gpu_error": None, "gpu_cards": cards, "gpu_iommu": None}
+    tool = _which("nvidia-smi")
+    if tool is None:
+        if cards:
+            found["gpu_error"] = "nvidia-smi is not installed"
+        return found
+    query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              timeout=10, check=False)  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        found["gpu_error"] = f"nvidia-smi: {error}"
+        return found
+    said = done.stdout.decode(errors="replace").strip()
+    if done.returncode:
+        if cards or "No devices" not in said:
+            found["gpu_error"] = (said.splitlines() or ["nvidia-smi failed"])[0]
+        return found
+    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines() if line.count(",") >= 2]
+    found["gpus"] = [row[0] for row in rows]
+    found["gpu_driver"] = rows[0][1] if rows else None
+    if len(rows) > 1:  # a translating IOMMU between cards is what freezes NCCL's peer-to-peer copies
+        groups = [_read(path + "/iommu_group/type") for path in glob.glob("/sys/bus/pci/drivers/nvidia/0*")]
+        found["gpu_iommu"] = any((group or "").startswith("DMA") for group in groups)
+    return found
+
+
+def _power() -> Facts:
+    """Mains or battery, and would the machine go to sleep?"""
+    found: Facts = {"has_battery": None, "on_battery": None, "lid_suspends": None, "idle_sleeps": None}
+    if not LINUX:
+        said = _run(["pmset", "-g", "batt"]) or ""
+        if said:
+            found.update(has_battery="InternalBattery" in said, on_battery="Battery Power" in said)
+        idle = re.search(r"^\s*sleep\s+(\d+)", _run(["pmset", "-g"]) or "", re.MULTILINE)
+        found.update(idle_sleeps=bool(idle and int(idle.group(1))), lid_suspends=found["has_battery"])
+        return found
+    supplies = glob.glob("/sys/class/power_supply/*")
+    kinds = {path: (_read(path + "/type") or "").strip() for path in supplies}
+    batteries = [
+        path for path in supplies
+        if kinds[path] == "Battery" and (_read(path + "/scope") or "").strip() != "Device"  # a mouse has one too
+    ]  # fmt: skip
+    mains = [_read(path + "/online") for path in supplies if kinds[path] in ("Mains", "USB")]
+    found["has_battery"] = bool(batteries)
+    if not batteries:
+        return found
+    discharging = any((_read(path + "/status") or "").strip() == "Discharging" for path in batteries)
+    found["on_battery"] = discharging and not any((online or "").strip() == "1" for online in mains)
+    settings: dict[str, str] = {}
+    drop_ins = [path for root in ("/usr/lib", "/run", "/etc")
+                for path in sorted(glob.glob(root + "/systemd/logind.conf.d/*"))]  # fmt: skip
+    for path in ["/usr/lib/systemd/logind.conf", "/etc/systemd/logind.conf", *drop_ins]:
+        settings.update(re.findall(r"^(HandleLidSwitch\w*|IdleAction)=(\S+)", _read(path) or "", re.MULTILINE))
+    masked = all(
+        any(_link(f"{root}/systemd/system/{name}.target") == "/dev/null" for root in ("/etc", "/run"))
+        for name in ("sleep", "suspend")
+    )
+    lid = settings.get("HandleLidSwitch", "suspend")
+    on_mains = settings.get("HandleLidSwitchExternalPower", lid)
+    sleeps = ("suspend", "hibernate", "poweroff", "hybrid-sleep", "suspend-then-hibernate")
+    found["lid_suspends"] = not masked and (lid if found["on_battery"] else on_mains) in sleeps
+    found["idle_sleeps"] = not masked and settings.get("IdleAction", "ignore") in sleeps
+    return found
+
+
+# --- small things ------------------------------------------------------------------------------------------------
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except (OSError, ValueError):
+        return None
+
+
+def _link(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def _run(argv: list[str], timeout_s: float = 5, cwd: str | None = None) -> str | None:
+    """What a program says; None if it is not there, fails or takes too long."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                              timeout=timeout_s, cwd=cwd, check=False)  # fmt: skip
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def _which(name: str) -> str | None:
+    """A program, also where a session without a login shell has no path to it."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/bin:/usr/local/cuda/bin")
+
+
+def _number(text: str | None) -> Any:
+    try:
+        return float(text or "") if "." in (text or "") else int(text or "")
+    except ValueError:
+        return None
+
+
+def _kilo(text: str | None) -> float | None:
+    number = _number(text)
+    return None if number is None else number / 1000

@@ -1,0 +1,390 @@
+"""How do files come to rest on a host? By the hash of their content: complete and verified, or not there at all.
+
+    WORKDIR/blobs/DIGEST           one file's content, read-only; its name is its blake2b
+    WORKDIR/blobs/DIGEST.*.part    as much of it as has arrived; locked (flock) by who writes it
+    WORKDIR/trees/TREE/            a folder, made under another name and renamed
+
+No sender writes into another's part: one that finds it locked goes on from a copy of it. What was verified is given the
+time SEALED, so that a file that a program has written to since is found without reading it, and is not used again.
+Python 3.8 or newer, Linux or macOS, standard library only.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+
+SEALED_NS = 946684800 * 10**9  # 1 January 2000: a time that no file gets by being written to
+BLOCK = 1 << 20
+OLD_S = 24 * 3600  # a part or a half-made tree that nobody has touched for so long is removed
+TURN_S = 300
+
+_parts = {}
+_parts_lock = threading.Lock()
+
+
+class ContentError(Exception):
+    """Content is not what its hash says."""
+
+
+def missing(workdir, digests, tree):
+    """Is the tree there, and if not, which blobs are needed: {digest: bytes of it that an interrupted copy left}."""
+    root = _root(workdir)
+    path = os.path.join(root, "trees", tree)
+    if _is_whole(path):
+        return {"path": path, "missing": {}, "is_there": True, "free_bytes": None}
+    blobs = os.path.join(root, "blobs")
+    os.makedirs(blobs, exist_ok=True)
+    left = {}
+    for name in os.listdir(blobs):
+        if name.endswith(".part"):
+            digest, size = name.split(".")[0], _size(os.path.join(blobs, name))
+            left[digest] = max(left.get(digest, 0), size)
+    needed = {d: left.get(d, 0) for d, size in digests.items() if not _has_blob(blobs, d, size)}
+    return {"path": path, "missing": needed, "is_there": False, "free_bytes": shutil.disk_usage(blobs).free}
+
+
+def put_small(workdir, blobs, body=b""):
+    """Store whole blobs, one after the other in `body`: [[digest, size], …]."""
+    folder = os.path.join(_root(workdir), "blobs")
+    position = 0
+    for digest, size in blobs:
+        content = body[position : position + size]
+        position += size
+        if _hash(content) != digest:
+            raise ContentError(digest)
+        if _has_blob(folder, digest, size):
+            continue
+        temporary = os.path.join(folder, f"{digest}.{uuid.uuid4().hex}.part")
+        with open(temporary, "wb") as file:
+            file.write(content)
+        _seal(temporary, 0o444)
+        os.replace(temporary, os.path.join(folder, digest))
+
+
+def open_part(workdir, digest, size):
+    """Begin or go on with a large blob: {"part": its handle, "offset": the byte to go on from}."""
+    folder = os.path.join(_root(workdir), "blobs")
+    names = [name for name in os.listdir(folder) if name.startswith(digest + ".") and name.endswith(".part")]
+    names.sort(key=lambda name: -_size(os.path.join(folder, name)))
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            file = open(path, "r+b")  # noqa: SIM115  stays open from call to call
+        except OSError:
+            continue
+        if _lock(file) and _is_same(file, path):
+            break
+        file.close()
+    else:
+        path = os.path.join(folder, f"{digest}.{uuid.uuid4().hex}.part")
+        file = open(path, "w+b")  # noqa: SIM115
+        _lock(file)
+    if names and path != os.path.join(folder, names[0]) and _size(path) < _size(os.path.join(folder, names[0])):
+        try:
+            with open(os.path.join(folder, names[0]), "rb") as longest:  # somebody writes it: what is there can be used
+                file.truncate(0)
+                shutil.copyfileobj(longest, file, BLOCK)
+        except OSError:
+            pass  # it has become the blob meanwhile
+    offset = min(file.seek(0, os.SEEK_END), size)
+    file.truncate(offset)
+    handle = uuid.uuid4().hex
+    with _parts_lock:
+        _parts[handle] = _Part(file, path, folder, digest, size, offset)
+    return {"part": handle, "offset": offset}
+
+
+def write_part(part, offset, body=b""):
+    """Append; calls may overtake each other, bytes do not. False when the blob is there already, by someone else."""
+    with _parts_lock:
+        entry = _parts[part]
+    return entry.write(offset, body)
+
+
+def close_part(part):
+    """Verify it, and give it its name. False, and nothing is left of it, when the content is not what it should be."""
+    with _parts_lock:
+        entry = _parts.pop(part)
+    return entry.finish()
+
+
+def drop_part(part, failure=None):
+    """Let go of it; what has arrived stays. Who waits to write gets `failure`."""
+    with _parts_lock:
+        entry = _parts.pop(part, None)
+    if entry is not None:
+        entry.give_up(failure or OSError("given up"))
+
+
+class _Part:
+    def __init__(self, file, path, folder, digest, size, offset):
+        self.file, self.path, self.digest, self.size, self.offset = file, path, digest, size, offset
+        self.blob, self.folder = os.path.join(folder, digest), folder
+        self.turn = threading.Condition()
+        self.failure = None
+
+    def write(self, offset, body):
+        with self.turn:
+            self.turn.wait_for(lambda: self.offset >= offset or self.failure is not None, TURN_S)
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                if self.offset != offset:
+                    raise ValueError(f"bytes from {offset} where {self.offset} are there")
+                self.file.seek(offset)
+                self.file.write(body)
+                self.file.flush()
+                self.offset += len(body)
+            except Exception as error:
+                self.give_up(error)
+                raise
+            self.turn.notify_all()
+        return not _has_blob(self.folder, self.digest, self.size)
+
+    def give_up(self, failure):
+        with self.turn:
+            self.failure = self.failure or failure
+            self.turn.notify_all()
+            with contextlib.suppress(OSError):  # what could not be written was told
+                self.file.close()
+
+    def finish(self):
+        with self.file as file:
+            if _has_blob(self.folder, self.digest, self.size):
+                os.unlink(self.path)
+                return True
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            if _hash_file(file) != self.digest:
+                os.unlink(self.path)
+                return False
+            _seal(self.path, 0o444)
+            os.replace(self.path, self.blob)
+        return True
+
+
+def lay(workdir, tree, linked, body=b""):
+    """Make a tree of blobs. `body` is JSON: {"files": [[path, digest, size, executable]], "links": [[path, to]]}.
+
+    Hard links of the blobs where `linked` (data, wheels: large, only read), else copies that are verified once more.
+    """
+    root = _root(workdir)
+    trees, blobs = os.path.join(root, "trees"), os.fsencode(os.path.join(root, "blobs"))
+    path = os.path.join(trees, tree)
+    os.makedirs(trees, exist_ok=True)
+    _sweep(trees, os.path.join(root, "blobs"))
+    if _is_whole(path):
+        return path
+    if os.path.lexists(path):  # a program wrote into it; who still runs there keeps it
+        os.rename(path, os.path.join(trees, f"changed-{tree}-{uuid.uuid4().hex}"))
+    content = json.loads(body.decode())
+    making = os.path.join(trees, "making-" + uuid.uuid4().hex)
+    try:
+        os.mkdir(making)
+        _fill(os.fsencode(making), blobs, content, linked)
+        with open(making + ".json", "wb") as file:
+            file.write(body)
+        os.replace(making + ".json", path + ".json")
+        try:
+            os.rename(making, path)
+        except OSError:
+            if not _is_whole(path):
+                raise  # else another sender was first
+    finally:
+        remove(making)
+    return path
+
+
+def _fill(target, blobs, content, linked):
+    known = set()
+    for name, digest, size, executable in content["files"]:
+        place = os.path.join(target, inside(name))
+        if os.path.dirname(place) not in known:
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            known.add(os.path.dirname(place))
+        blob = os.path.join(blobs, digest.encode())
+        if linked and not executable:
+            try:
+                os.link(blob, place)
+                continue
+            except FileExistsError:
+                raise
+            except OSError:
+                pass  # too many links, or a file system without them
+        if size > BLOCK or linked:
+            shutil.copyfile(blob, place)
+        else:
+            with open(blob, "rb") as source:
+                read = source.read()
+            if _hash(read) != digest:
+                os.unlink(blob)
+                raise ContentError(name)
+            with open(place, "xb") as file:  # x: on a disk that knows no capitals two names may be one
+                file.write(read)
+        _seal(place, 0o555 if executable else 0o444)
+    for name, to in content["links"]:
+        place = os.path.join(target, inside(name))
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.symlink(_bytes(to), place)
+
+
+def discard(workdir, tree):
+    """Remove a tree, and the blobs of its files that no other tree is linked to: what was needed once."""
+    root = _root(workdir)
+    path = os.path.join(root, "trees", tree)
+    try:
+        with open(path + ".json", "rb") as file:
+            digests = {digest for _, digest, _, _ in json.loads(file.read().decode())["files"]}
+    except (OSError, ValueError):
+        return
+    os.unlink(path + ".json")
+    remove(path)
+    for digest in digests:
+        blob = os.path.join(root, "blobs", digest)
+        if os.path.exists(blob) and os.stat(blob).st_nlink == 1:
+            os.unlink(blob)
+
+
+def survey(path):
+    """What a file or a folder holds, hashed: yields {path, digest, size, executable} or {path, to} of each."""
+    root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
+    if not os.path.isdir(root):
+        yield _entry(root, b"")
+        return
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
+            place = os.path.join(folder, name)
+            if os.path.islink(place) or os.path.isfile(place):
+                yield _entry(place, os.path.relpath(place, root))
+
+
+def read(path, name, offset, length):
+    """Bytes of a file in a folder, or of the file itself where `name` is empty."""
+    root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
+    with open(os.path.join(root, inside(name)) if name else root, "rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def _entry(place, name):
+    text = name.decode("utf-8", "surrogateescape")
+    if name and os.path.islink(place):
+        return {"path": text, "to": os.readlink(place).decode("utf-8", "surrogateescape")}
+    with open(place, "rb") as file:
+        state = os.fstat(file.fileno())
+        executable = bool(state.st_mode & 0o100)
+        return {"path": text, "digest": _hash_file(file), "size": state.st_size, "executable": executable}
+
+
+def _is_whole(path):
+    """Is a tree there, every file of it untouched?"""
+    try:
+        with open(path + ".json", "rb") as file:
+            content = json.loads(file.read().decode())
+        root = os.fsencode(path)
+        if not os.path.isdir(root):
+            return False
+        for name, _, size, executable in content["files"]:
+            state = os.lstat(os.path.join(root, inside(name)))
+            if state.st_size != size or state.st_mtime_ns != SEALED_NS or bool(state.st_mode & 0o100) != executable:
+                return False
+        return all(os.readlink(os.path.join(root, inside(name))) == _bytes(to) for name, to in content["links"])
+    except (OSError, ValueError):
+        return False
+
+
+def _has_blob(folder, digest, size):
+    """Is a blob there, untouched since it was verified?"""
+    path = os.path.join(folder, digest)
+    try:
+        state = os.lstat(path)
+    except OSError:
+        return False
+    if state.st_size == size and state.st_mtime_ns == SEALED_NS:
+        return True
+    os.unlink(path)  # trees that are links to it keep it, and are found to have changed
+    return False
+
+
+def _sweep(trees, blobs):
+    """Remove what interrupted senders left long ago."""
+    places = [os.path.join(trees, name) for name in os.listdir(trees) if name.startswith("making-")]
+    places += [os.path.join(blobs, name) for name in os.listdir(blobs) if name.endswith(".part")]
+    for place in places:
+        try:
+            if time.time() - os.lstat(place).st_mtime > OLD_S:
+                remove(place)
+        except OSError:
+            pass
+
+
+def remove(place):
+    """A file, a link or a folder; or nothing, where there is none."""
+    if os.path.isdir(place) and not os.path.islink(place):
+        shutil.rmtree(place, ignore_errors=True)
+    elif os.path.lexists(place):
+        os.unlink(place)
+
+
+def _seal(path, mode):
+    os.chmod(path, mode)
+    os.utime(path, ns=(SEALED_NS, SEALED_NS))
+
+
+def _lock(file):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody has it, or the file system has no locks
+        return False
+    return True
+
+
+def _is_same(file, path):
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _size(path):
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def inside(name):
+    """A path below the folder, as bytes; nothing else is ever written or read."""
+    parts = _bytes(name).split(b"/")
+    if any(part in (b"", b".", b"..") or b"\0" in part for part in parts):
+        raise ValueError(f"not a path inside a folder: {name!r}")
+    return b"/".join(parts)
+
+
+def _bytes(text):
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _root(workdir):
+    return os.path.abspath(os.path.expanduser(workdir))
+
+
+def _hash(content):
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _hash_file(file):
+    digest = hashlib.blake2b(digest_size=32)
+    while True:
+        block = file.read(BLOCK)
+        if not block:
+            return digest.hexdigest()
+        digest.update(block)

@@ -1,0 +1,457 @@
+"""What passes between this machine and its peers? One `listen` serves all peers, one `connect` tries them all.
+
+Standard library only, Python 3.8 or newer, Linux or macOS. A listener answers only those who know the secret of the
+survey, with an identity of its own: so a port that somebody else answers, or the same address on another machine, is
+never taken for the peer.
+
+    connection   secret (32 bytes), a letter, then
+                 H                     → identity (32 bytes)
+                 E, (length, bytes)*   → the same bytes
+                 S, warm-up seconds, bytes until the end → (bytes after the warm-up, seconds they took, all bytes)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import selectors
+import socket
+import struct
+import threading
+import time
+from typing import Any, Dict  # noqa: UP035  python 3.8
+
+WORD = 32  # bytes of a secret and of an identity
+CHUNK = 1 << 18
+SILENCE_S = 1.5  # a transfer of which nothing moves for so long stands still
+TOTAL_RETRANS, SND_MSS = 100, 16  # where struct tcp_info of Linux keeps tcpi_total_retrans and tcpi_snd_mss
+IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PROBE = 10, 23, 3  # Linux: do not fragment, and do not believe what was learned
+IP_DONTFRAG, IPV6_DONTFRAG = 28, 62  # macOS
+HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of IP and UDP
+SMALLEST_MTU = 576
+SIZES_AT_A_TIME = 48
+DATAGRAM_S = 0.12
+
+Fields = Dict[str, Any]  # noqa: UP006
+Open = Dict[int, socket.socket]  # noqa: UP006  by the number of the target
+
+_opened: list[socket.socket] = []  # sockets that listen
+_stops: list[threading.Event] = []  # one event for all that one `listen` started
+
+
+# --- being reached -----------------------------------------------------------------------------------------------
+
+
+def listen(
+    addresses: list[str],
+    secret: str,
+    identity: str,
+    port: int | None = None,
+    more: int = 0,
+    low: int = 32768,
+    high: int = 60999,
+) -> dict[str, Fields]:
+    """Listen on every address: a port that the kernel chooses (as Gloo does), `port`, `more` random ones, and UDP.
+
+    Returns {address: {"ephemeral", "rendezvous", "more", "udp", "error"}}; ports that could not be had are None.
+    """
+    close()
+    stop = threading.Event()
+    _stops.append(stop)
+    selector = selectors.DefaultSelector()
+    found: dict[str, Fields] = {}
+    for address in addresses:
+        ports: Fields = {"ephemeral": None, "rendezvous": None, "more": [], "udp": None, "error": None}
+        try:
+            ports["ephemeral"] = _listener(selector, address, 0)
+            ports["udp"] = _udp_listener(address, secret, stop)
+        except OSError as error:
+            ports["error"] = error.strerror or str(error)
+            found[address] = ports
+            continue
+        ports["rendezvous"] = _try_listener(selector, address, port) if port else None
+        for candidate in random.sample(range(low, high + 1), min(more * 8, high - low)):
+            if len(ports["more"]) == more:
+                break
+            if _try_listener(selector, address, candidate):
+                ports["more"].append(candidate)
+        found[address] = ports
+    threading.Thread(target=_accept, args=(selector, secret.encode(), identity.encode(), stop), daemon=True).start()
+    return found
+
+
+def close() -> None:
+    """Listen no more."""
+    while _stops:
+        _stops.pop().set()
+    while _opened:
+        _opened.pop().close()
+
+
+def _listener(selector: selectors.BaseSelector, address: str, port: int) -> int:
+    server = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((address, port))
+        server.listen(256)
+        server.setblocking(False)
+    except OSError:
+        server.close()
+        raise
+    _opened.append(server)
+    selector.register(server, selectors.EVENT_READ)
+    return int(server.getsockname()[1])
+
+
+def _try_listener(selector: selectors.BaseSelector, address: str, port: int) -> int | None:
+    try:
+        return _listener(selector, address, port)
+    except OSError:
+        return None
+
+
+def _udp_listener(address: str, secret: str, stop: threading.Event) -> int:
+    server = socket.socket(_family(address), socket.SOCK_DGRAM)
+    server.bind((address, 0))
+    server.settimeout(0.5)
+    _opened.append(server)
+    threading.Thread(target=_answer_datagrams, args=(server, secret.encode(), stop), daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def _accept(selector: selectors.BaseSelector, secret: bytes, identity: bytes, stop: threading.Event) -> None:
+    while not stop.is_set():
+        for key, _ in selector.select(0.5):
+            try:
+                connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+            except OSError:
+                continue
+            threading.Thread(target=_serve, args=(connection, secret, identity), daemon=True).start()
+    selector.close()
+
+
+def _serve(connection: socket.socket, secret: bytes, identity: bytes) -> None:
+    with connection:
+        try:
+            connection.settimeout(5)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _receive(connection, WORD) != secret:
+                return
+            what = _receive(connection, 1)
+            if what == b"H":
+                connection.sendall(identity)
+            elif what == b"E":
+                while True:
+                    length = struct.unpack("!I", _receive(connection, 4))[0]
+                    connection.sendall(_receive(connection, length))
+            elif what == b"S":
+                connection.sendall(_swallow(connection))
+        except OSError:
+            pass
+
+
+def _swallow(connection: socket.socket) -> bytes:
+    warm_s = struct.unpack("!d", _receive(connection, 8))[0]
+    buffer = memoryview(bytearray(CHUNK))
+    total = counted = 0
+    last = 0.0
+    began = counting = None
+    while True:
+        size = connection.recv_into(buffer)
+        if not size:
+            break
+        last = time.perf_counter()
+        began = began or last
+        total += size
+        if counting is not None:
+            counted += size
+        elif last - began >= warm_s:
+            counting = last
+    took = last - counting if counting is not None else 0.0
+    return struct.pack("!QdQ", counted, took, total)
+
+
+def _answer_datagrams(server: socket.socket, secret: bytes, stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            data, sender = server.recvfrom(1 << 16)
+            if data.startswith(secret):
+                server.sendto(data[WORD : WORD + 8], sender)
+        except OSError:  # nothing came in a while, or the socket is closed
+            continue
+
+
+# --- reaching others ---------------------------------------------------------------------------------------------
+
+
+def connect(targets: list[Fields], secret: str, within_s: float) -> list[Fields]:
+    """Try every target at the same time: {"peer", "address", "port", "identity", "rank"}.
+
+    Returns for each what happened: "ok", "refused", "timeout", "unreachable", "stranger" (somebody else answers), or
+    "untried", because a target of a smaller rank of the same peer answered long before. An identity of None asks only
+    whether a connection is accepted. "source" is the local address that the kernel took.
+    """
+    results: list[Fields] = [{"result": "timeout", "detail": None, "source": None} for _ in targets]
+    selector = selectors.DefaultSelector()
+    open_ones: Open = {}
+    for i, target in enumerate(targets):
+        _begin(selector, open_ones, results, i, target)
+    deadline = time.monotonic() + within_s
+    enough_at = None
+    while open_ones:
+        now = time.monotonic()
+        if _is_enough(targets, results, open_ones):
+            enough_at = enough_at or now + 0.15
+        if now >= min(deadline, enough_at or deadline):
+            break
+        for key, events in selector.select(min(deadline, enough_at or deadline) - now):
+            i = key.data
+            try:
+                done = _go_on(selector, open_ones[i], targets[i], secret, events)
+            except OSError as error:
+                done = _named(error)
+            if done is not None:
+                results[i].update(done)
+                selector.unregister(open_ones[i])
+                open_ones.pop(i).close()
+    for i, connection in open_ones.items():
+        if enough_at is not None and time.monotonic() < deadline:
+            results[i]["result"] = "untried"
+        connection.close()
+    selector.close()
+    return results
+
+
+def _begin(selector: selectors.BaseSelector, open_ones: Open, results: list[Fields], i: int, target: Fields) -> None:
+    connection = socket.socket(_family(target["address"]), socket.SOCK_STREAM)
+    connection.setblocking(False)
+    status = connection.connect_ex((target["address"], target["port"]))
+    if status not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+        results[i].update(_named(OSError(status, None)))
+        connection.close()
+        return
+    with contextlib.suppress(OSError):
+        results[i]["source"] = connection.getsockname()[0]
+    open_ones[i] = connection
+    selector.register(connection, selectors.EVENT_WRITE, i)
+
+
+def _go_on(
+    selector: selectors.BaseSelector, connection: socket.socket, target: Fields, secret: str, events: int
+) -> Fields | None:
+    """The next step of one attempt; its outcome once there is one."""
+    if events & selectors.EVENT_WRITE:
+        status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if status:
+            raise OSError(status, None)
+        if target["identity"] is None:
+            return {"result": "ok"}
+        connection.send(secret.encode() + b"H")
+        selector.modify(connection, selectors.EVENT_READ, selector.get_key(connection).data)
+        return None
+    said = connection.recv(WORD)
+    if said == target["identity"].encode():
+        return {"result": "ok"}
+    return {"result": "stranger", "detail": "another program or machine answered"}
+
+
+def _is_enough(targets: list[Fields], results: list[Fields], open_ones: Open) -> bool:
+    """Has every peer answered on some target, and are all of its better ones decided?"""
+    best: dict[str, Any] = {}
+    pending: dict[str, int] = {}
+    for i, target in enumerate(targets):
+        peer, rank = target["peer"], target["rank"]
+        best.setdefault(peer, None)
+        if i in open_ones:
+            pending[peer] = min(rank, pending.get(peer, rank))
+        elif results[i]["result"] == "ok":
+            best[peer] = rank if best[peer] is None else min(rank, best[peer])
+    return all(rank is not None and pending.get(peer, rank + 1) > rank for peer, rank in best.items())
+
+
+def _named(error: OSError) -> Fields:
+    kind = "unreachable"
+    if error.errno == errno.ECONNREFUSED:
+        kind = "refused"
+    elif error.errno == errno.ETIMEDOUT or isinstance(error, socket.timeout):
+        kind = "timeout"
+    elif error.errno in (errno.ECONNRESET, errno.EPIPE):
+        kind = "stranger"
+    return {"result": kind, "detail": os.strerror(error.errno) if error.errno else str(error)}
+
+
+def round_trips(targets: list[Fields], secret: str, repeats: int = 20) -> list[list[float]]:
+    """Seconds of each round trip of a small message, per target; [] where none came back."""
+    found = []
+    for target in targets:
+        trips = []
+        try:
+            with _dial(target, secret, b"E") as connection:
+                for _ in range(repeats):
+                    began = time.perf_counter()
+                    connection.sendall(struct.pack("!I", 8) + b"evener..")
+                    _receive(connection, 8)
+                    trips.append(time.perf_counter() - began)
+        except OSError:
+            pass
+        found.append(trips[2:])  # the first ones warm caches up
+    return found
+
+
+def large(targets: list[Fields], secret: str, size: int = CHUNK) -> list[Fields]:
+    """Does a large message get through, and how large may a packet be on the way? All targets at the same time.
+
+    Each target has "mtu", the largest packet that both ends can send, and "udp". Returns {"large": "ok", "stalled" or
+    "failed", "path_mtu": bytes, or None where UDP does not pass or the system does not say}.
+    """
+    found: list[Fields] = [{"large": "failed", "path_mtu": None} for _ in targets]
+
+    def work(i: int) -> None:
+        found[i]["large"] = _send_large(targets[i], secret, size)
+        with contextlib.suppress(OSError):
+            found[i]["path_mtu"] = _path_mtu(targets[i], secret)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(targets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def _send_large(target: Fields, secret: str, size: int) -> str:
+    try:
+        with _dial(target, secret, b"S" + struct.pack("!d", 0.0)) as connection:
+            left = memoryview(bytes(size))
+            while left:  # each piece that moves gives it time anew
+                left = left[connection.send(left) :]
+            connection.shutdown(socket.SHUT_WR)
+            total = struct.unpack("!QdQ", _receive(connection, 24))[2]
+        return "ok" if total == size else "failed"
+    except socket.timeout:  # noqa: UP041  another name for TimeoutError only since 3.10
+        return "stalled"
+    except OSError:
+        return "failed"
+
+
+def _path_mtu(target: Fields, secret: str) -> int | None:
+    """The largest packet that really arrives, found by bisection; one packet where nothing is in the way."""
+    family = _family(target["address"])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            if family == socket.AF_INET:
+                probe.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, PROBE)
+            else:
+                probe.setsockopt(socket.IPPROTO_IPV6, IPV6_MTU_DISCOVER, PROBE)
+        except OSError:
+            if family == socket.AF_INET:
+                probe.setsockopt(socket.IPPROTO_IP, IP_DONTFRAG, 1)
+            else:
+                probe.setsockopt(socket.IPPROTO_IPV6, IPV6_DONTFRAG, 1)
+        probe.connect((target["address"], target["udp"]))
+        headers = HEADERS[family]
+        if _arriving(probe, secret, [target["mtu"]], headers):
+            return int(target["mtu"])
+        low, high = SMALLEST_MTU, target["mtu"]
+        if not _arriving(probe, secret, [low], headers):
+            return None  # no datagram passes: nothing is known
+        while high - low > 1:  # many sizes at a time
+            sizes = list(range(low + 1, high, max(1, (high - low) // SIZES_AT_A_TIME)))
+            arrived = _arriving(probe, secret, sizes, headers)
+            low = max(arrived, default=low)
+            high = min([size for size in sizes if size > low], default=high)
+        return low
+
+
+def _arriving(probe: socket.socket, secret: str, sizes: list[int], headers: int) -> set[int]:
+    """Which packets of these sizes the other end got; each is sent again once or twice, for any may be lost."""
+    arrived: set[int] = set()
+    nonce = random.getrandbits(40)
+    for _ in range(3):
+        for size in sizes:
+            if size in arrived:
+                continue
+            try:
+                probe.send((secret.encode() + struct.pack("!Q", nonce << 20 | size)).ljust(size - headers, b"\0"))
+            except OSError:  # larger than the interface sends
+                continue
+        until = time.monotonic() + DATAGRAM_S
+        while len(arrived) < len(sizes) and time.monotonic() < until:
+            try:
+                probe.settimeout(max(0.001, until - time.monotonic()))
+                mark = struct.unpack("!Q", probe.recv(8))[0]
+            except (OSError, struct.error):
+                break
+            if mark >> 20 == nonce:
+                arrived.add(mark & 0xFFFFF)
+        if len(arrived) == len(sizes):
+            break
+    return arrived
+
+
+def burst(target: Fields, secret: str, seconds: float, warm_s: float) -> Fields:
+    """Goodput of one TCP stream by the receiver's clock, and segments sent again; None where the system is silent."""
+    retransmits = segments = None
+    chunk = bytes(CHUNK)
+    sent = 0
+    with _dial(target, secret, b"S" + struct.pack("!d", warm_s)) as connection:
+        until = time.perf_counter() + warm_s + seconds
+        while time.perf_counter() < until:
+            sent += connection.send(chunk)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(4 * SILENCE_S)
+        counted, took, total = struct.unpack("!QdQ", _receive(connection, 24))
+        if hasattr(socket, "TCP_INFO"):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            if len(info) >= 104:
+                retransmits = struct.unpack_from("=I", info, TOTAL_RETRANS)[0]
+                segments = max(1, total // max(1, struct.unpack_from("=I", info, SND_MSS)[0]))
+    goodput = counted / took if took else total / (warm_s + seconds)
+    return {"goodput_Bps": goodput, "retransmits": retransmits, "segments": segments, "bytes": total}
+
+
+def resolve(names: list[str], within_s: float = 2.0) -> dict[str, list[str] | None]:
+    """{name: [addresses in the order in which programs try them]}; None where there is no answer in time."""
+    found: dict[str, list[str] | None] = dict.fromkeys(names)
+
+    def work(name: str) -> None:
+        try:
+            answers = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+            found[name] = [str(answer[4][0]) for answer in answers]
+        except (OSError, UnicodeError):
+            pass
+
+    threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(found)
+
+
+# --- small things ------------------------------------------------------------------------------------------------
+
+
+def _dial(target: Fields, secret: str, request: bytes) -> socket.socket:
+    connection = socket.create_connection((target["address"], target["port"]), SILENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(secret.encode() + request)
+    return connection
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = connection.recv(min(size, CHUNK))
+        if not part:
+            raise OSError(errno.ECONNRESET, "the other end hung up")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,256 @@
+"""What runs on this host? Start a run under its supervisor, look at it, read its files as they grow, end it.
+
+A run's folder is WORKDIR/runs/NAME. Its supervisor is alive as long as RUN/host/lock is locked: no pid is trusted.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+POLL_S = 0.1
+CHUNK = 1 << 18
+START_S = 20.0
+WHOLE = ("manifest.json", "host/state.json")  # replaced, not appended to
+
+
+def start(run, spec, supervisor, code=None):
+    """Start the program that `spec` describes, detached; its state once it is running. `code` is copied to RUN/code."""
+    run = _absolute(run)
+    folder = os.path.join(run, "host")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    os.makedirs(os.path.join(run, "logs"), exist_ok=True)
+    for name in ("state.json", "failures.json"):
+        if os.path.exists(os.path.join(folder, name)):
+            os.remove(os.path.join(folder, name))
+    if code is not None:
+        _copy_tree(_absolute(code), os.path.join(run, "code"))
+    _write(os.path.join(folder, "spec.json"), json.dumps(spec).encode())
+    program = os.path.join(folder, "supervisor.py")
+    _write(program, supervisor.encode())
+    said = os.path.join(folder, "supervisor.log")
+    with open(said, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, program, run], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        state = _read_state(folder)
+        if state is not None:
+            return state
+        if process.poll() is not None:
+            break
+        time.sleep(0.02)
+    with open(said, errors="replace") as log:
+        raise RuntimeError("the supervisor did not start: %s" % (log.read().strip()[-2000:] or "it said nothing"))
+
+
+def status(run):
+    """RUN/host/state.json, with what only a look can tell: "ended" also of a run whose host went down under it."""
+    folder = os.path.join(_absolute(run), "host")
+    state = _read_state(folder)
+    if state is None:
+        return None
+    if state["state"] == "running" and not _is_alive(folder):
+        state = _read_state(folder)  # it may have ended meanwhile
+        if state["state"] == "running":
+            state.update(state="ended", status=None, lost="the host went down, or its supervisor was killed")
+    return state
+
+
+def list_runs(workdir):
+    """{name: state} of all runs that this host knows."""
+    root = os.path.join(_absolute(workdir), "runs")
+    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    states = {name: status(os.path.join(root, name)) for name in names}
+    return {name: state for name, state in states.items() if state is not None}
+
+
+def stop(run, now=False):
+    """End a run and return its state when no process of it is left; `now` does without the ranks' saving."""
+    run = _absolute(run)
+    folder = os.path.join(run, "host")
+    asked = 0
+    while _is_alive(folder):
+        state = _read_state(folder)
+        if asked < (2 if now else 1) and state is not None:
+            asked += 1
+            with contextlib.suppress(ProcessLookupError):  # its guard is ending the rest
+                os.kill(state["supervisor"], signal.SIGTERM)
+        yield {"waiting": True}
+        time.sleep(POLL_S)
+    end_leftovers(run)
+    yield status(run)
+
+
+def end_leftovers(run):
+    """Kill what is left of a run that has no supervisor any more; the pids."""
+    folder = os.path.join(_absolute(run), "host")
+    spec = json.loads(_read_file(os.path.join(folder, "spec.json")) or b"null")
+    if spec is None or _is_alive(folder):
+        return []
+    tools = {"__name__": "supervisor"}
+    with open(os.path.join(folder, "supervisor.py")) as file:
+        exec(compile(file.read(), "supervisor.py", "exec"), tools)  # noqa: S102  our own program, as it was sent
+    pids = tools["processes_of"](spec["id"])
+    tools["end_all"](spec["id"], os.getpid())
+    return pids
+
+
+def follow(run, have, until_end=True):
+    """What a run's files gain: {"path", "offset", "identity", "size"}, then the bytes; {"caught_up": state} at times.
+
+    `have` is {path: [identity, size]} of what the reader holds. A file that was replaced starts again at offset 0. Ends
+    when the run has ended and all is read; without `until_end`, as soon as all is read.
+    """
+    run = _absolute(run)
+    have = {path: list(known) for path, known in have.items()}
+    while True:
+        state = status(run)
+        for path in _files(run):
+            yield from _news(run, path, have)
+        yield {"caught_up": state}
+        if not until_end or state is None or state["state"] == "ended":
+            return
+        time.sleep(POLL_S)
+
+
+def tail(run, path, num_bytes):
+    """The last bytes of a file of the run."""
+    with open(os.path.join(_absolute(run), path), "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - num_bytes))
+        return file.read()
+
+
+def checkpoints(run):
+    """Names of the complete checkpoints of a run."""
+    folder = os.path.join(_absolute(run), "checkpoints")
+    return [name for name in os.listdir(folder) if name.startswith("step-")] if os.path.isdir(folder) else []
+
+
+def adopt(run, tree):
+    """Before a run is resumed: take over the files of a tree that the run's folder does not have."""
+    run, tree = _absolute(run), _absolute(tree)
+    for root, _, names in os.walk(tree):
+        for name in names:
+            source = os.path.join(root, name)
+            target = os.path.join(run, os.path.relpath(source, tree))
+            if not os.path.exists(target):
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                shutil.copyfile(source, target + ".tmp")
+                os.replace(target + ".tmp", target)
+
+
+def free_port(address, wanted, low, high):
+    """A port that can be bound on this address: the wanted one, else one of the range; None if none is free."""
+    import random
+    import socket
+
+    for port in [wanted, *random.sample(range(low, high), 64)]:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    return None
+
+
+def _files(run):
+    found = [path for path in WHOLE if os.path.exists(os.path.join(run, path))]
+    if os.path.exists(os.path.join(run, "events.jsonl")):
+        found.append("events.jsonl")
+    for folder in ("steps", "logs", "replicas"):
+        root = os.path.join(run, folder)
+        if os.path.isdir(root):
+            found += [folder + "/" + name for name in sorted(os.listdir(root)) if not name.startswith(".")]
+    return found
+
+
+def _news(run, path, have):
+    try:
+        file = open(os.path.join(run, path), "rb")  # noqa: SIM115
+    except OSError:
+        return
+    with file:
+        facts = os.fstat(file.fileno())
+        # Inode numbers are used again; a file that is replaced time and again is told by its time as well.
+        identity = f"{facts.st_ino} {facts.st_mtime_ns if path in WHOLE else 0}"
+        known, offset = have.get(path, ["", 0])
+        if known == identity and offset == facts.st_size:
+            return
+        if known != identity or offset > facts.st_size:
+            offset = 0
+        file.seek(offset)
+        chunk = None
+        while chunk is None or chunk:
+            first = chunk is None
+            chunk = file.read(CHUNK)
+            if chunk or first:
+                yield {"path": path, "offset": offset, "identity": identity, "size": len(chunk)}
+                if chunk:
+                    yield chunk
+                offset += len(chunk)
+                have[path] = [identity, offset]
+
+
+def _copy_tree(source, target):
+    """A copy that the run may write into; whole or not there."""
+    if os.path.isdir(target):
+        return
+    temporary = target + ".tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, symlinks=True)
+    for root, folders, names in os.walk(temporary):
+        for name in folders + names:
+            path = os.path.join(root, name)
+            if not os.path.islink(path):
+                os.chmod(path, os.stat(path).st_mode | 0o200)
+    os.chmod(temporary, 0o700)
+    os.rename(temporary, target)
+
+
+def _is_alive(folder):
+    try:
+        lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _read_state(folder):
+    content = _read_file(os.path.join(folder, "state.json"))
+    return None if content is None else json.loads(content)
+
+
+def _read_file(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def _write(path, content):
+    temporary = path + ".tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
+def _absolute(path):
+    return os.path.abspath(os.path.expanduser(path))

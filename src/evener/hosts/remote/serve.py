@@ -1,0 +1,102 @@
+"""What answers on the other machine? This program, piped to its python: it needs nothing there but that.
+
+Frames in both directions: a line of JSON, then as many raw bytes as its "size" says.
+
+    request   {"id": 1, "source": …}                                    a module, under the name in "module"
+              {"id": 2, "module": "facts", "function": "collect", "args": {…}, "size": 0}
+              {"cancel": 2}
+    reply     {"id": 2, "value": …} | {"id": 2, "size": 4096} + bytes   any number of them
+              {"id": 2, "done": true} | {"id": 2, "error": "…", "kind": "OSError", "traceback": "…"}
+
+Requests run side by side, each in a thread. When the connection ends, so does this process, and with it all it opened.
+Python 3.8 or newer, Linux or macOS.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+
+MAGIC = b"\nevener-session-1\n"
+
+_out = os.fdopen(os.dup(1), "wb")
+_in = sys.stdin.buffer
+_write_lock = threading.Lock()
+_modules = {}
+_cancelled = {}
+
+
+def _send(header, body=b""):
+    if body:
+        header["size"] = len(body)
+    with _write_lock:
+        _out.write(json.dumps(header).encode() + b"\n" + body)
+        _out.flush()
+
+
+def _reply(request_id, value):
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        _send({"id": request_id, "size": len(value)}, bytes(value))
+    else:
+        _send({"id": request_id, "value": value})
+
+
+def _handle(request, body):
+    request_id = request["id"]
+    try:
+        if "source" in request:
+            module = types.ModuleType(request["module"])
+            module.__dict__["SOURCE"] = request["source"]
+            exec(compile(request["source"], f"<evener {request['module']}>", "exec"), module.__dict__)  # noqa: S102
+            _modules[request["module"]] = module
+        else:
+            function = getattr(_modules[request["module"]], request["function"])
+            if body:
+                request["args"]["body"] = body
+            value = function(**request["args"])
+            if isinstance(value, types.GeneratorType):
+                for item in value:
+                    if _cancelled[request_id].is_set():
+                        value.close()
+                        break
+                    _reply(request_id, item)
+            else:
+                _reply(request_id, value)
+        _send({"id": request_id, "done": True})
+    except BaseException as error:
+        _send(
+            {"id": request_id, "error": str(error), "kind": type(error).__name__, "traceback": traceback.format_exc()}
+        )
+    finally:
+        _cancelled.pop(request_id, None)
+
+
+def _main():
+    os.dup2(2, 1)  # whatever prints does not disturb the frames
+    with _write_lock:
+        _out.write(MAGIC)
+        _out.flush()
+    _send({"hello": sys.version.split()[0], "pid": os.getpid(), "time": time.time()})
+    while True:
+        line = _in.readline()
+        if not line:
+            os._exit(0)  # the controller is gone
+        request = json.loads(line)
+        body = _in.read(request.get("size", 0))
+        if "cancel" in request:
+            if request["cancel"] in _cancelled:
+                _cancelled[request["cancel"]].set()
+        elif "ping" in request:
+            _send({"ping": request["ping"], "time": time.time()})
+        elif "source" in request:
+            _handle(request, body)  # before whatever asks for it
+        else:
+            _cancelled[request["id"]] = threading.Event()
+            threading.Thread(target=_handle, args=(request, body), daemon=True).start()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,299 @@
+"""What does a host need so that it can train, and how does it get it? Its venv, what is installed there, and pip.
+
+Nothing is decided here: the controller looks, compares and says what to do (`launch/setup.py`). While packages change,
+VENV/evener-unfinished is there, so that whoever comes after an interruption knows. Standard library only, Python 3.8 or
+newer, Linux or macOS.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+OLDEST = (3, 11)
+UNFINISHED = "evener-unfinished"
+ALIVE_EVERY_S = 5  # a pip that is silent is told to be alive so often
+PLACES = ("~/.local/bin", "/usr/local/bin", "/opt/homebrew/bin", "/usr/bin")
+PR_SET_PDEATHSIG = 1
+
+# Runs in the interpreter in question: which versions would it import? Nothing of theirs is executed.
+PROBE = r"""
+import hashlib, importlib.metadata, importlib.util, json, os, platform, re, sys
+packages, half, editable = {}, [], None
+for dist in importlib.metadata.distributions():
+    path = getattr(dist, "_path", None)
+    whole = path is None or not str(path).endswith(".dist-info") or os.path.exists(os.path.join(path, "INSTALLER"))
+    name = dist.metadata["Name"] if whole else None
+    if not name:
+        half.append(str(path))
+        continue
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    packages.setdefault(name, dist.version)
+    if name == "evener":
+        direct = json.loads(dist.read_text("direct_url.json") or "{}")
+        editable = direct.get("url") if direct.get("dir_info", {}).get("editable") else None
+def folder_of(name):
+    spec = importlib.util.find_spec(name)
+    return os.path.dirname(spec.origin) if spec is not None and spec.origin else None
+def content_hash(root):
+    digest, files = hashlib.blake2b(digest_size=16), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [one for one in folders if one != "__pycache__"]
+        files += [os.path.relpath(os.path.join(folder, one), root).replace(os.sep, "/") for one in names]
+    for name in sorted(files):
+        with open(os.path.join(root, name), "rb") as file:
+            digest.update(name.encode() + b"\0" + hashlib.blake2b(file.read()).digest())
+    return digest.hexdigest()
+torch, cuda, evener = folder_of("torch"), None, folder_of("evener")
+if torch and os.path.exists(os.path.join(torch, "version.py")):
+    with open(os.path.join(torch, "version.py")) as file:
+        cuda = (re.findall(r"^cuda\b.*=\s*['\"]([^'\"]+)['\"]", file.read(), re.MULTILINE) or [None])[0]
+libc = platform.libc_ver()
+print(json.dumps({
+    "executable": sys.executable, "prefix": sys.prefix, "is_venv": sys.prefix != sys.base_prefix,
+    "packages": packages, "half": half, "evener_hash": content_hash(evener) if evener else None,
+    "editable": editable, "torch_cuda": cuda,
+    "libc": list(libc), "mac": platform.mac_ver()[0],
+    "markers": {
+        "implementation_name": sys.implementation.name, "implementation_version": platform.python_version(),
+        "os_name": os.name, "platform_machine": platform.machine(), "platform_release": platform.release(),
+        "platform_system": platform.system(), "platform_version": platform.version(),
+        "python_full_version": platform.python_version(), "sys_platform": sys.platform,
+        "platform_python_implementation": platform.python_implementation(),
+        "python_version": "%d.%d" % sys.version_info[:2]},
+}))
+"""
+
+_held = {}
+
+
+def look(workdir, python=None, here=None, preferred=()):
+    """What is there? `python`: the interpreter that the fleet names; `here`: the one to use where there is no venv."""
+    home = _home(workdir)
+    own = os.path.join(home, "venv", "bin", "python")
+    target = _program(python) if python else own if here is None or os.path.exists(own) else here
+    found = {
+        "home": home,
+        "python": target,
+        "is_own": target == own,
+        "now": _probe(target) if target and os.path.exists(target) else None,
+        "has_gpu": _has_gpu(),
+        "free_bytes": _free_bytes(home),
+    }
+    if found["is_own"] and (found["now"] is None or "pip" not in found["now"]["packages"]):
+        found.update(now=None, base=_base(preferred))  # there is no venv, or half of one
+    found["unfinished"] = None
+    if found["now"] is not None:
+        with contextlib.suppress(OSError), open(os.path.join(found["now"]["prefix"], UNFINISHED)) as file:
+            found["unfinished"] = file.read() or "packages"
+    return found
+
+
+def begin(workdir):
+    """Take the host for this setup, until `end` or the end of the connection: None, or who has it."""
+    home = _home(workdir)
+    os.makedirs(home, exist_ok=True)
+    file = open(os.path.join(home, "setup.lock"), "a+")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        who = file.read().strip() or "somebody"
+        file.close()
+        return who
+    file.truncate(0)
+    file.write(f"process {os.getpid()}, which began at {time.strftime('%H:%M:%S')}")
+    file.flush()
+    _held["lock"] = file
+    return None
+
+
+def mark(prefix, what):
+    """From now on an environment is unfinished: "packages", or "evener" alone."""
+    with open(os.path.join(prefix, UNFINISHED), "w") as file:
+        file.write(what)
+
+
+def end(prefix=None):
+    """Everything is as it should be; or, without `prefix`, the host is let go as it is."""
+    if prefix is not None:
+        os.unlink(os.path.join(prefix, UNFINISHED))
+    file = _held.pop("lock", None)
+    if file is not None:
+        file.truncate(0)
+        file.close()
+
+
+def make_venv(workdir, base):
+    """WORKDIR/venv of an interpreter, anew; a half-made one is removed first. Yields as `_run` does."""
+    folder = os.path.join(_home(workdir), "venv")
+    shutil.rmtree(folder, ignore_errors=True)
+    is_made = False
+    try:
+        for item in _run([base, "-I", "-m", "venv", folder]):
+            if item.get("status") == 0:
+                mark(folder, "packages")
+                is_made = True
+            yield item
+    finally:
+        if not is_made:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def pip(python, arguments, forget=()):
+    """Run pip; yields {"line": …}, {"alive": seconds}, at last {"status": …}. `forget`: what is half installed."""
+    for path in forget:
+        if path.endswith(".dist-info") and os.path.isdir(path):
+            shutil.rmtree(path)
+    base = [python, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "--no-color"]
+    yield from _run([*base, *arguments])
+
+
+def try_import(python):
+    """Import what a worker imports: the versions, or what went wrong."""
+    code = (
+        "import json, torch, evener.worker.run; "
+        "print(json.dumps({'torch': torch.__version__, 'cuda': torch.cuda.is_available()}))"
+    )
+    said, status = [], None
+    for item in _run([python, "-c", code]):
+        said += [item["line"]] if "line" in item else []
+        status = item.get("status", status)
+        yield item
+    if status == 0:
+        yield {"works": json.loads(said[-1])}
+
+
+def opens(url, timeout_s=5.0):
+    """Does this machine reach a page?"""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s):  # noqa: S310
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def probe(python):
+    """What an interpreter would import."""
+    return _probe(python)
+
+
+def _probe(python):
+    argv = [python, "-c", PROBE]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/", check=False)
+        return json.loads(done.stdout.decode().strip().splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return None  # it does not start
+
+
+def _base(preferred):
+    """The interpreter to make a venv with, of those that are there, and why none will do."""
+    names = [*preferred, "python3", "python3.14", "python3.13", "python3.12", "python3.11"]
+    path = os.pathsep.join([os.environ.get("PATH", "")] + [os.path.expanduser(place) for place in PLACES])
+    code = (
+        "import sys, json; from importlib.util import find_spec as find; "
+        "has_venv = find('venv') is not None and find('ensurepip') is not None; "
+        "print(json.dumps([sys.version_info[:3], has_venv, sys.executable]))"
+    )
+    seen, without = [], None
+    for name in dict.fromkeys(names):
+        program = shutil.which(name, path=path)
+        if program is None:
+            continue
+        try:
+            said = subprocess.run([program, "-I", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  stderr=subprocess.DEVNULL, timeout=30, check=True).stdout  # fmt: skip
+            version, has_venv, executable = json.loads(said.decode())
+        except (OSError, ValueError, subprocess.SubprocessError):
+            continue  # a shim of a version that is not there
+        text = ".".join(map(str, version))
+        seen.append(f"{name} is {text}")
+        if tuple(version[:2]) >= OLDEST:
+            if has_venv:
+                return {"python": executable, "version": text}
+            without = without or {"python": None, "version": text, "lacks_venv": executable}
+    return without or {"python": None, "seen": seen}
+
+
+def _run(argv):
+    """A program that ends with us; its lines, that it is alive when it is silent, and its exit status."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment["PYTHONUNBUFFERED"] = "1"
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, cwd="/",
+        start_new_session=True, preexec_fn=lambda: _die_with(parent, libc),
+    )  # fmt: skip
+    lines = queue.Queue()
+
+    def read():
+        for line in process.stdout:
+            lines.put(line.decode(errors="replace").rstrip())
+        lines.put(None)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    began = time.monotonic()
+    try:
+        while True:
+            try:
+                line = lines.get(timeout=ALIVE_EVERY_S)
+            except queue.Empty:
+                yield {"alive": round(time.monotonic() - began)}
+                continue
+            if line is None:
+                break
+            yield {"line": line}
+        yield {"status": process.wait()}
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        reader.join(1)
+        process.stdout.close()
+
+
+def _die_with(parent, libc):
+    if sys.platform.startswith("linux"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _has_gpu():
+    """Does NVIDIA's driver answer for a card?"""
+    tool = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/bin:/usr/local/cuda/bin")
+    if tool is None:
+        return False
+    try:
+        done = subprocess.run([tool, "-L"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                              timeout=15, check=False)  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0 and b"GPU " in done.stdout
+
+
+def _free_bytes(folder):
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return shutil.disk_usage(folder).free
+
+
+def _program(python):
+    path = os.path.expanduser(python)
+    return shutil.which(path) or os.path.abspath(path)
+
+
+def _home(workdir):
+    return os.path.abspath(os.path.expanduser(workdir))

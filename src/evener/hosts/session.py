@@ -1,0 +1,287 @@
+"""How does one talk with a machine? Requests and replies over one connection; many at a time.
+
+    with connect(fleet) as (sessions, errors):
+        facts = sessions["attic"].call("facts", "collect", workdir="~/.evener")
+
+A module of `hosts/remote` is sent the first time it is used. Only values of JSON and raw bytes travel: nothing is
+unpickled. A connection that is lost raises HostError (a transport failure); what goes wrong in the function itself
+raises RemoteError, so the two are never confused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evener.core.errors import HostError
+from evener.core.fleet import Fleet, Host
+from evener.hosts.shell import CONNECT_S, Shell, shell_of
+
+REMOTE = Path(__file__).parent / "remote"
+MAGIC = b"\nevener-session-1\n"
+HELLO_S = 4 * CONNECT_S
+CALL_S = 30.0
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class RemoteError(Exception):
+    """A function on a host raised: its message, the exception's name and the traceback there."""
+
+    def __init__(self, host: str, message: str, kind: str, traceback: str) -> None:
+        super().__init__(f"{host}: {message}")
+        self.host, self.message, self.kind, self.traceback = host, message, kind, traceback
+
+
+class Session:
+    """An open connection to one host. Safe to use from several threads."""
+
+    def __init__(self, name: str, shell: Shell) -> None:
+        self.name, self._shell = name, shell
+        self._process = shell.start()
+        self._ids = itertools.count(1)
+        self._queues: dict[Any, queue.SimpleQueue[tuple[dict[str, Any], bytes]]] = {}
+        self._known: set[str] = set()
+        self._lock, self._write_lock, self._load_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lost: HostError | None = None
+        self._closing = False
+        self._stderr: list[bytes] = []
+        self._queues["hello"] = queue.SimpleQueue()
+        self._errors = threading.Thread(target=self._read_stderr, daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._errors.start()
+        self._reader.start()
+        program = (REMOTE / "serve.py").read_bytes()
+        self._write(f"{len(program)}\n".encode() + program)
+        try:
+            hello, _ = self._next("hello", HELLO_S)
+        except BaseException:
+            self.close()
+            raise
+        self.python: str = hello["hello"]
+
+    def call(
+        self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_S, **args: Any
+    ) -> Any:
+        """What the function returns; None of one that yields nothing."""
+        value = None
+        for item in self.stream(module, function, body=body, timeout_s=timeout_s, **args):
+            value = item
+        return value
+
+    def stream(
+        self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_S, **args: Any
+    ) -> Iterator[Any]:
+        """What the function yields, as it comes; at most `timeout_s` from one to the next. Leaving early cancels it."""
+        self._load(module)
+        request_id = self._request({"module": module, "function": function, "args": args}, body)
+        done = False
+        try:
+            while True:
+                header, content = self._next(request_id, timeout_s)
+                if "done" in header:
+                    done = True
+                    return
+                if "error" in header:
+                    done = True
+                    raise RemoteError(self.name, header["error"], header["kind"], header["traceback"])
+                yield content if "size" in header else header["value"]
+        finally:
+            with self._lock:
+                self._queues.pop(request_id, None)
+            if not done and self._lost is None:
+                with contextlib.suppress(HostError):
+                    self._write(json.dumps({"cancel": request_id}).encode() + b"\n")
+
+    def clock_offset_s(self, repeats: int = 5) -> tuple[float, float]:
+        """(their clock minus ours, the error of that): from the round trip that took least time."""
+        best = (0.0, float("inf"))
+        for _ in range(repeats):
+            ping = f"ping-{next(self._ids)}"
+            with self._lock:
+                self._queues[ping] = queue.SimpleQueue()
+            began = time.time()
+            self._write(json.dumps({"ping": ping}).encode() + b"\n")
+            header, _ = self._next(ping, CALL_S)
+            took = time.time() - began
+            if took / 2 < best[1]:
+                best = (header["time"] - (began + took / 2), took / 2)
+        return best
+
+    def close(self) -> None:
+        """End the connection, and with it whatever the host did for it."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(1)
+        self._errors.join(1)
+
+    def _load(self, module: str) -> None:
+        with self._load_lock:
+            if module in self._known:
+                return
+            request_id = self._request({"module": module, "source": (REMOTE / f"{module}.py").read_text()})
+            header, _ = self._next(request_id, CALL_S)
+            if "error" in header:
+                raise RemoteError(self.name, header["error"], header["kind"], header["traceback"])
+            self._known.add(module)
+
+    def _request(self, request: dict[str, Any], body: bytes = b"") -> int:
+        request_id = next(self._ids)
+        with self._lock:
+            self._queues[request_id] = queue.SimpleQueue()
+        header = request | {"id": request_id} | ({"size": len(body)} if body else {})
+        self._write(json.dumps(header).encode() + b"\n" + body)
+        return request_id
+
+    def _next(self, key: Any, timeout_s: float | None) -> tuple[dict[str, Any], bytes]:
+        with self._lock:
+            waiting = self._queues[key]
+        try:
+            header, content = waiting.get(timeout=timeout_s)
+        except queue.Empty:
+            if key == "hello":
+                raise self._failed(None) from None
+            raise HostError(
+                f"{self.name}: no answer within {timeout_s:g} s",
+                check="ssh.unreachable",
+                host=self.name,
+                hint="the machine or the way to it stands still",
+            ) from None
+        if "lost" in header:
+            assert self._lost is not None
+            waiting.put((header, content))
+            raise self._lost
+        return header, content
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with self._write_lock:
+            try:
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                self._reader.join(HELLO_S)
+                if self._lost is not None:
+                    raise self._lost from None
+                raise
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        answered = False
+        try:
+            noise = b"\n"
+            while not noise.endswith(MAGIC):  # a login script may print before
+                line = stdout.readline()
+                if not line:
+                    return
+                noise = (noise + line)[-4096:]
+            answered = True
+            while True:
+                line = stdout.readline()
+                if not line:
+                    return
+                header = json.loads(line)
+                size = header.get("size", 0)
+                content = stdout.read(size) if size else b""
+                if len(content) < size:
+                    return
+                key = "hello" if "hello" in header else header.get("id", header.get("ping"))
+                with self._lock:
+                    waiting = self._queues.get(key)
+                if waiting is not None:
+                    waiting.put((header, content))
+        finally:
+            self._end(answered)
+
+    def _end(self, answered: bool) -> None:
+        """The connection is over: everyone who waits is told why."""
+        if self._closing:
+            status = None
+        else:
+            try:
+                status = self._process.wait(2)
+            except subprocess.TimeoutExpired:
+                status = None
+            self._errors.join(1)
+        self._lost = self._connection_lost(status) if answered else self._failed(status)
+        with self._lock:
+            for waiting in self._queues.values():
+                waiting.put(({"lost": True}, b""))
+
+    def _failed(self, status: int | None) -> HostError:
+        return self._shell.failure(status, b"".join(self._stderr).decode(errors="replace"))
+
+    def _connection_lost(self, status: int | None) -> HostError:
+        said = b"".join(self._stderr).decode(errors="replace").strip().splitlines()[-1:]
+        return HostError(
+            f"{self.name}: the connection was lost" + (f": {said[0]}" if said else ""),
+            check="ssh.unreachable",
+            host=self.name,
+            hint="a run that was started goes on without it",
+        )
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._stderr.append(line)
+            del self._stderr[:-200]
+
+
+Sessions = dict[str, Session]
+
+
+def open_session(name: str, host: Host) -> Session:
+    """A connection to one host; HostError with ssh.unreachable, ssh.auth, ssh.hostkey or version.python."""
+    return Session(name, shell_of(name, host))
+
+
+@contextlib.contextmanager
+def connect(fleet: Fleet) -> Iterator[tuple[Sessions, dict[str, HostError]]]:
+    """Connections to all hosts at once, in the fleet's order, and the errors of those that cannot be reached."""
+    opened = for_each(fleet.hosts, lambda name: _try_open(name, fleet.hosts[name]))
+    sessions = {name: result for name, result in opened.items() if isinstance(result, Session)}
+    errors = {name: result for name, result in opened.items() if isinstance(result, HostError)}
+    try:
+        yield sessions, errors
+    finally:
+        for_each(sessions, lambda name: sessions[name].close())
+
+
+def for_each(names: Mapping[str, T] | list[str], work: Callable[[str], R]) -> dict[str, R]:
+    """What `work(name)` returns for each, all at the same time; the first exception is raised after all have ended."""
+    if not names:
+        return {}
+    pool = ThreadPoolExecutor(max_workers=len(names))
+    futures = {name: pool.submit(work, name) for name in names}
+    try:
+        wait(futures.values())
+    except BaseException:  # Ctrl-C: whoever opened the connections closes them, and that ends the work
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return {name: future.result() for name, future in futures.items()}
+
+
+def _try_open(name: str, host: Host) -> Session | HostError:
+    try:
+        return open_session(name, host)
+    except HostError as error:
+        return error

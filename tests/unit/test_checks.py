@@ -1,0 +1,403 @@
+"""Facts built by hand → the findings they must give, one row for each id; a healthy fleet gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from evener.core.errors import HostError
+from evener.core.fleet import Fleet, Host, Link
+from evener.hosts.checks import Seen, check
+from evener.hosts.facts import Address, Candidate, Facts, GlooChoice, Interface, Limit, Process
+from evener.hosts.pairs import Network, Pair, Try
+from evener.hosts.ways import NAMED, Way, choose, in_order, only_host, ways_of
+
+GIGABIT_BPS = 118e6
+NAMES = ("attic", "laptop")
+
+
+def interface(name: str = "eth0", address: str | None = "192.168.1.36", **more: Any) -> Interface:
+    addresses = [Address(address=address, prefix=64 if ":" in address else 24)] if address else []
+    return Interface(**{"name": name, "addresses": addresses, "up": True, "kind": "wired", "mtu": 1500,
+                        "is_physical": True, "speed_Mbit": 1000, "duplex": "full"} | more)  # fmt: skip
+
+
+def loopback() -> Interface:
+    return Interface(name="lo", addresses=[Address(address="127.0.0.1", prefix=8)], up=True, kind="loopback", mtu=65536)
+
+
+def facts(name: str, number: int, **more: Any) -> Facts:
+    address = f"192.168.1.{number}"
+    healthy = {
+        "hostname": name, "system": "Linux 6.8", "architecture": "x86_64", "machine_id": f"boot-{name}", "user": "ann",
+        "workdir": "/home/ann/.evener", "python": "/home/ann/.evener/venv/bin/python", "python_version": "3.12.3",
+        "torch_version": "2.13.0+cpu", "evener_version": "0.1.0", "evener_hash": "same", "cores": 8,
+        "bf16_units": ["avx512_bf16"], "memory_bytes": 16 * 10**9, "memory_free_bytes": 12 * 10**9, "swap_Bps": 0.0,
+        "disk_free_bytes": 10**11, "disk_writable": True, "shm_bytes": 8 * 10**9, "port": 29500,
+        "limits": {"nofile": Limit(soft=1024, hard=4096), "memlock": Limit(soft=8 << 20, hard=8 << 20)},
+        "interfaces": [loopback(), interface(address=address)], "clock_offset_s": 0.01, "clock_error_s": 0.001,
+        "gloo": GlooChoice(hostname=name, candidates=[Candidate(address=address, binds=True)], address=address),
+    }  # fmt: skip
+    return Facts(**healthy | more)
+
+
+def way(number: int, **more: Any) -> Way:
+    return Way(**{"interface": "eth0", "address": f"192.168.1.{number}", "kind": "wired", "why": "", "mtu": 1500,
+                  "network": "192.168.1.0/24"} | more)  # fmt: skip
+
+
+def pair(source: str, target: str, **more: Any) -> Pair:
+    tries = [
+        Try(what="ephemeral", port=40001, result="ok"),
+        Try(what="ephemeral", port=40002, result="ok"),
+        Try(what="rendezvous", port=29500, result="ok"),
+        Try(what="ssh", port=22, result="ok"),
+    ]
+    return Pair(**{"source": source, "target": target, "tries": tries, "rtt_s": 2e-4, "rtt_p05_s": 1e-4,
+                   "rtt_p95_s": 3e-4, "large": "ok", "path_mtu": 1500, "goodput_Bps": GIGABIT_BPS, "retransmits": 0,
+                   "segments": 13000} | more)  # fmt: skip
+
+
+def tries(rendezvous: str = "ok", ephemeral: str = "ok", ssh: str = "ok") -> list[Try]:
+    return [
+        Try(what="ephemeral", port=40001, result=ephemeral),
+        Try(what="rendezvous", port=29500, result=rendezvous),
+        Try(what="ssh", port=22, result=ssh),
+    ]
+
+
+class World:
+    """A healthy fleet of two that a test breaks. attic (.36) is the first host; laptop (.28) has the smaller address."""
+
+    def __init__(self) -> None:
+        self.hosts = {name: Host(address=address) for name, address in zip(NAMES, ("192.168.1.36", "lap"), strict=True)}
+        self.facts = {"attic": facts("attic", 36), "laptop": facts("laptop", 28)}
+        self.ways = {"attic": way(36), "laptop": way(28)}
+        self.pairs = {("attic", "laptop"): pair("attic", "laptop"), ("laptop", "attic"): pair("laptop", "attic")}
+        known = {"attic": ["192.168.1.36"], "laptop": ["192.168.1.28"]}
+        self.resolved: dict[str, dict[str, list[str] | None]] = {name: dict(known) for name in NAMES}
+        self.reached: dict[str, dict[str, int | None]] = {name: {way.address: 1} for name, way in self.ways.items()}
+        self.errors: dict[str, HostError] = {}
+        self.links: dict[str, dict[str, Link]] = {}
+
+    def change(self, name: str, **more: Any) -> None:
+        self.facts[name] = msgspec.structs.replace(self.facts[name], **more)
+
+    def host(self, name: str, **more: Any) -> None:
+        self.hosts[name] = msgspec.structs.replace(self.hosts[name], **more)
+
+    def way(self, name: str, **more: Any) -> None:
+        self.ways[name] = msgspec.structs.replace(self.ways[name], **more)
+
+    def pair(self, source: str, target: str, **more: Any) -> None:
+        self.pairs[source, target] = msgspec.structs.replace(self.pairs[source, target], **more)
+
+    def gloo(self, name: str, address: str) -> None:
+        candidates = [Candidate(address=address, binds=True)]
+        self.change(name, gloo=GlooChoice(hostname=name, candidates=candidates, address=address))
+
+    def off(self, name: str, check: str) -> None:
+        self.errors[name] = HostError(f"{name}: no", check=check, host=name, hint="do this")
+        del self.facts[name], self.ways[name]
+        self.pairs = {}
+
+    def findings(self) -> list[Any]:
+        fleet = Fleet(hosts=self.hosts, links=self.links)
+        candidates = {name: ways_of(one, self.hosts[name]) for name, one in self.facts.items()}
+        network = Network(ways=self.ways, pairs=list(self.pairs.values()), resolved=self.resolved, reached=self.reached)
+        return check(Seen(fleet=fleet, facts=self.facts, candidates=candidates, network=network, errors=self.errors,
+                          port=29500, own_hash="same"))  # fmt: skip
+
+
+def test_a_healthy_fleet_gives_no_finding():
+    assert World().findings() == []
+
+
+def ports_beside(world: World) -> None:
+    world.change(
+        "laptop",
+        interfaces=[loopback(), interface("eth0", "192.168.1.28"), interface("docker0", "172.17.0.1", kind="docker")],
+    )
+    world.gloo("laptop", "172.17.0.1")
+
+
+def overlay_beside_lan(world: World) -> None:
+    world.change(
+        "laptop",
+        interfaces=[
+            loopback(),
+            interface("eth0", "192.168.1.28"),
+            interface("tailscale0", "100.64.0.2", kind="tunnel"),
+        ],
+    )
+    world.host("laptop", interface="tailscale0")
+    world.ways["laptop"] = way(0, interface="tailscale0", address="100.64.0.2", kind="tunnel", why=NAMED)
+    world.reached["laptop"] = {"100.64.0.2": 1, "192.168.1.28": 1}
+    world.gloo("laptop", "100.64.0.2")
+
+
+def named_but_unreached(world: World) -> None:
+    world.change(
+        "laptop",
+        interfaces=[loopback(), interface("eth0", "192.168.1.28"), interface("docker0", "172.17.0.1", kind="docker")],
+    )
+    world.host("laptop", interface="docker0")
+    world.ways["laptop"] = way(0, interface="docker0", address="172.17.0.1", kind="docker", why=NAMED)
+    world.reached["laptop"] = {"172.17.0.1": 0, "192.168.1.28": 1}
+    world.pair("attic", "laptop", tries=tries("timeout", "timeout", "timeout"))
+    world.gloo("laptop", "172.17.0.1")
+
+
+def route_through_tunnel(world: World) -> None:
+    world.change(
+        "laptop",
+        interfaces=[loopback(), interface("eth0", "192.168.1.28"), interface("wg0", "10.8.0.2", kind="wireguard")],
+    )
+    world.pair("laptop", "attic", sent_from="10.8.0.2")
+
+
+def six_and_four(world: World) -> None:
+    world.change("laptop", interfaces=[loopback(), interface("eth0", "fd00::28")])
+    world.way("laptop", address="fd00::28", network="fd00::/64")
+    world.gloo("laptop", "fd00::28")
+
+
+def gpus(world: World, **more: Any) -> None:
+    world.change(
+        "attic", gpus=["NVIDIA GeForce RTX 4070"], gpu_driver="550.1", gpu_cards=1, torch_version="2.13.0+cu128"
+    )
+    world.change("attic", **more)
+
+
+Break = Callable[[World], object]
+ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
+    # id, severity, host, peer, what is broken
+    ("net.loopback-hostname", "warning", "laptop", None, lambda w: w.gloo("laptop", "127.0.1.1")),
+    ("net.loopback-hostname", "warning", "laptop", None, lambda w: w.gloo("laptop", "fe80::1")),
+    ("net.wrong-interface", "warning", "laptop", None, ports_beside),
+    ("net.wrong-interface", "error", "laptop", None, named_but_unreached),
+    ("net.wrong-interface", "error", "laptop", None,
+     lambda w: (w.host("laptop", interface="eth9"), w.ways.pop("laptop"), w.pairs.clear())),
+    ("net.wrong-interface", "error", "attic", "laptop",
+     lambda w: [w.pair(*key, tries=tries("timeout", "timeout", "timeout")) for key in list(w.pairs)]),
+    ("net.overlay", "warning", "laptop", None, overlay_beside_lan),
+    ("net.overlay", "warning", "laptop", "attic", route_through_tunnel),
+    ("net.family-mismatch", "error", "laptop", None, six_and_four),
+    ("net.family-mismatch", "warning", "laptop", "attic", lambda w: w.resolved["laptop"].update(attic=["fd00::36"])),
+    ("net.unresolvable", "warning", "laptop", "attic", lambda w: w.resolved["laptop"].update(attic=None)),
+    ("net.unresolvable", "info", "laptop", "attic",
+     lambda w: (w.resolved["laptop"].update(attic=None), w.resolved["attic"].update(laptop=None))),
+    ("net.rendezvous-loopback", "warning", "laptop", "attic",
+     lambda w: w.resolved["laptop"].update(attic=["127.0.1.1"])),
+    ("net.rendezvous-loopback", "warning", "attic", None,
+     lambda w: w.change("attic", environment={"MASTER_ADDR": "localhost"})),
+    # laptop has the smaller address: Gloo lets attic call, so laptop's ephemeral ports must be open
+    ("net.firewall", "error", "laptop", "attic", lambda w: w.pair("attic", "laptop", tries=tries(ephemeral="timeout"))),
+    ("net.firewall", "warning", "attic", "laptop", lambda w: w.pair("laptop", "attic", tries=tries(ephemeral="refused"))),
+    ("net.firewall", "error", "attic", "laptop", lambda w: w.pair("laptop", "attic", tries=tries("timeout"))),
+    ("net.firewall", "warning", "laptop", "attic", lambda w: w.pair("attic", "laptop", tries=tries("timeout"))),
+    ("net.mtu", "error", "attic", "laptop", lambda w: w.pair("attic", "laptop", large="stalled", path_mtu=1400)),
+    ("net.mtu", "warning", "attic", "laptop", lambda w: w.pair("attic", "laptop", path_mtu=1400)),
+    ("net.mtu", "warning", "attic", "laptop", lambda w: w.way("attic", mtu=9000)),
+    ("net.slow-link", "warning", "laptop", None,
+     lambda w: w.change("laptop", interfaces=[loopback(), interface("eth0", "192.168.1.28", speed_Mbit=100)])),
+    ("net.slow-link", "warning", "laptop", None,
+     lambda w: w.change("laptop", interfaces=[loopback(), interface("eth0", "192.168.1.28", duplex="half")])),
+    ("net.slow-link", "warning", "attic", "laptop", lambda w: [w.pair(*key, goodput_Bps=11.7e6) for key in w.pairs]),
+    ("net.slow-link", "warning", "attic", "laptop",
+     lambda w: (w.links.update(attic={"laptop": Link(goodput_Bps=117e6, rtt_s=1e-4)}),
+                [w.pair(*key, goodput_Bps=45e6) for key in w.pairs],
+                [w.change(n, interfaces=[loopback(), interface("eth0", w.ways[n].address, speed_Mbit=None)])
+                 for n in NAMES])),
+    ("net.wireless", "warning", "laptop", None, lambda w: w.way("laptop", kind="wireless")),
+    ("net.stack-loss", "warning", "attic", "laptop", lambda w: w.pair("attic", "laptop", retransmits=2000)),
+    ("net.asymmetric", "warning", "laptop", "attic", lambda w: w.pair("laptop", "attic", goodput_Bps=60e6)),
+    ("port.in-use", "warning", "attic", None,
+     lambda w: w.change("attic", port_holder=Process(pid=12, owner="bob", age_s=4020, command="torchrun"))),
+    ("proc.stale", "warning", "laptop", None, lambda w: w.change("laptop", stale=[Process(pid=12), Process(pid=13)])),
+    ("tty.attached", "warning", "laptop", None, lambda w: w.change("laptop", attached=[Process(pid=12)])),
+    ("version.torch", "error", "laptop", None, lambda w: w.change("laptop", torch_version="2.12.1")),
+    ("version.torch", "error", "laptop", None, lambda w: w.change("laptop", torch_version=None, evener_hash=None)),
+    ("version.torch", "error", None, None, lambda w: [w.change(n, torch_version=None, evener_hash=None) for n in NAMES]),
+    ("version.python", "warning", "laptop", None, lambda w: w.change("laptop", python_version="3.13.1")),
+    ("version.python", "error", "laptop", None, lambda w: w.change("laptop", python_version="3.8.10")),
+    ("version.python", "error", "laptop", None,
+     lambda w: w.change("laptop", python_version=None, torch_version=None, evener_hash=None)),
+    ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash="other")),
+    ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash=None, evener_version=None)),
+    ("rank.duplicate", "error", "laptop", "attic", lambda w: w.change("laptop", machine_id="boot-attic")),
+    ("ssh.unreachable", "error", "laptop", None, lambda w: w.off("laptop", "ssh.unreachable")),
+    ("ssh.auth", "error", "laptop", None, lambda w: w.off("laptop", "ssh.auth")),
+    ("ssh.hostkey", "error", "laptop", None, lambda w: w.off("laptop", "ssh.hostkey")),
+    ("clock.skew", "warning", "laptop", None, lambda w: w.change("laptop", clock_offset_s=-3.0)),
+    ("limit.nofile", "warning", "laptop", None, lambda w: w.change("laptop", limits={"nofile": Limit(soft=64, hard=64)})),
+    ("limit.memlock", "warning", "laptop", None, lambda w: w.change("laptop", has_infiniband=True)),
+    ("mem.space", "warning", "laptop", None, lambda w: w.change("laptop", memory_free_bytes=700 * 10**6)),
+    ("mem.space", "error", "laptop", None, lambda w: w.change("laptop", memory_free_bytes=100 * 10**6)),
+    ("mem.swap", "warning", "laptop", None, lambda w: w.change("laptop", swap_Bps=5e6)),
+    ("disk.space", "warning", "laptop", None, lambda w: w.change("laptop", disk_free_bytes=10**9)),
+    ("disk.space", "error", "laptop", None, lambda w: w.change("laptop", disk_writable=False)),
+    ("shm.size", "warning", "laptop", None, lambda w: w.change("laptop", shm_bytes=64 << 20)),
+    ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", threads=16)),
+    ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", ranks=9)),
+    ("cpu.throttled", "warning", "laptop", None, lambda w: w.change("laptop", cpu_throttle_events=3)),
+    ("cpu.throttled", "warning", "laptop", None,
+     lambda w: w.change("laptop", cpu_max_MHz=4000.0, cpu_limit_MHz=4000.0, cpu_busy_MHz=800.0)),
+    ("power.sleep", "warning", "laptop", None, lambda w: w.change("laptop", on_battery=True)),
+    ("power.sleep", "warning", "laptop", None, lambda w: w.change("laptop", lid_suspends=True)),
+    ("dtype.slow", "info", "laptop", None, lambda w: w.change("laptop", bf16_units=[])),
+    ("gpu.missing", "error", "laptop", None, lambda w: w.host("laptop", devices="cuda")),
+    ("gpu.missing", "error", "attic", None, lambda w: gpus(w, torch_version="2.13.0+cpu")),
+    ("gpu.driver", "warning", "attic", None, lambda w: w.change("attic", gpu_cards=1, gpu_error="no nvidia-smi")),
+    ("gpu.p2p", "info", "attic", None, lambda w: gpus(w, gpus=["H200"] * 2, gpu_iommu=True)),
+    ("env.ineffective", "warning", "laptop", None,
+     lambda w: w.change("laptop", environment={"GLOO_PORT_RANGE": "5000:5010"})),
+    ("env.ineffective", "info", "laptop", None, lambda w: w.change("laptop", environment={"NCCL_DEBUG": "INFO"})),
+    ("env.interface-syntax", "warning", "laptop", None,
+     lambda w: w.change("laptop", environment={"GLOO_SOCKET_IFNAME": "^lo"})),
+    ("env.interface-syntax", "error", "laptop", None,
+     lambda w: (w.host("laptop", interface="^lo"), w.ways.pop("laptop"), w.pairs.clear())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check_id", "severity", "host", "peer", "spoil"), ROWS,
+                         ids=[f"{number}-{row[0]}" for number, row in enumerate(ROWS)])  # fmt: skip
+def test_each_failure_gives_its_finding_and_no_other(check_id, severity, host, peer, spoil):
+    world = World()
+    spoil(world)
+    found = world.findings()
+    assert [(one.check, one.severity, one.host, one.peer) for one in found] == [(check_id, severity, host, peer)]
+    assert found[0].evidence
+    assert found[0].fix
+
+
+def test_every_failure_that_can_be_seen_before_a_launch_has_a_row():
+    later = {"code.mismatch", "spec.mismatch", "data.mismatch", "tokenizer.mismatch"}  # the ranks compare them
+    stated = {
+        "net.loopback-hostname", "net.wrong-interface", "net.overlay", "net.family-mismatch", "net.unresolvable",
+        "net.rendezvous-loopback", "net.firewall", "net.mtu", "net.slow-link", "net.wireless", "net.stack-loss",
+        "net.asymmetric", "port.in-use", "proc.stale", "version.torch", "version.python", "version.evener",
+        "rank.duplicate", "ssh.unreachable", "ssh.auth", "ssh.hostkey", "clock.skew", "limit.nofile", "limit.memlock",
+        "mem.space", "disk.space", "shm.size", "mem.swap", "cpu.oversubscribed", "cpu.throttled", "power.sleep",
+        "dtype.slow", "gpu.missing", "gpu.driver", "gpu.p2p", "env.ineffective", "env.interface-syntax", "tty.attached",
+    }  # fmt: skip
+    assert {row[0] for row in ROWS} == stated - later
+
+
+FIREWALLS = [
+    ("ufw", None, False, "on laptop: sudo ufw allow from 192.168.1.36"),
+    ("nftables", "inet filter input", True, "on laptop: nft insert rule inet filter input ip saddr 192.168.1.36 accept"),
+    ("iptables", "ip filter INPUT", False, "on laptop: sudo iptables -I INPUT -s 192.168.1.36 -j ACCEPT"),
+    ("firewalld", None, True, "on laptop: firewall-cmd --permanent --zone=trusted --add-source=192.168.1.36 && firewall-cmd --reload"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "chain", "is_root", "fix"), FIREWALLS, ids=[row[0] for row in FIREWALLS])
+def test_a_closed_port_is_told_with_the_command_of_the_firewall_that_is_there(kind, chain, is_root, fix):
+    world = World()
+    world.change("laptop", firewall=kind, firewall_chain=chain, is_root=is_root)
+    world.pair("attic", "laptop", tries=tries("ok", "timeout"))
+    (found,) = world.findings()
+    assert found.fix == fix
+    assert found.evidence == (
+        "attic cannot reach laptop at 192.168.1.28: connected to ssh's port 22, connected to port 29500, timed out on "
+        "ephemeral ports (40001)"
+    )
+
+
+def test_many_peers_behind_one_firewall_are_one_finding():
+    world = World()
+    for number, name in enumerate("abc", 40):
+        world.hosts[name], world.facts[name], world.ways[name] = Host(address=name), facts(name, number), way(number)
+    world.pairs = {(s, t): pair(s, t) for s in world.hosts for t in world.hosts if s != t}
+    world.resolved = {}
+    for name in world.hosts:
+        if name != "laptop":
+            world.pair(name, "laptop", tries=tries("timeout", "timeout"))
+    (found,) = world.findings()
+    assert (found.check, found.host, found.peer) == ("net.firewall", "laptop", None)
+    assert "attic, a, b and 1 more cannot reach laptop" in found.evidence
+    assert "192.168.1.0/24" in found.fix
+
+
+def test_torch_missing_everywhere_is_one_finding_that_names_setup():
+    world = World()
+    for name in NAMES:
+        world.change(name, torch_version=None, evener_version=None, evener_hash=None)
+    (found,) = world.findings()
+    assert (found.check, found.fix) == ("version.torch", "evener setup")
+
+
+def test_cuda_and_cpu_builds_of_one_torch_go_together():
+    world = World()
+    gpus(world)
+    assert world.findings() == []
+
+
+def test_every_host_of_another_evener_than_ours_is_one_finding():
+    world = World()
+    for name in NAMES:
+        world.change(name, evener_hash="older")
+    (found,) = world.findings()
+    assert found.check == "version.evener"
+
+
+def test_stale_processes_are_ended_by_exactly_their_ids():
+    world = World()
+    world.change("laptop", stale=[Process(pid=12), Process(pid=13), Process(pid=14, run="demo")])
+    assert [one.fix for one in world.findings()] == ["on laptop: kill 12 13", "evener stop --stale"]
+
+
+# --- which way -------------------------------------------------------------------------------------------------------
+
+DECOYS = [
+    loopback(),
+    interface("docker0", "172.17.0.1", kind="docker", is_physical=False, speed_Mbit=None),
+    interface("tailscale0", "100.64.0.2", kind="tunnel", is_physical=False, speed_Mbit=None),
+    interface("wlan0", "192.168.1.128", kind="wireless", speed_Mbit=None),
+    interface("eth1", None),
+    interface("eth2", "10.0.0.2", up=False),
+    interface("eth0", "192.168.1.28"),
+]
+
+
+def chosen(reached: dict[str, int], *, host: Host | None = None, interfaces: list[Interface] | None = None) -> Way:
+    known = {"laptop": facts("laptop", 28, interfaces=interfaces or DECOYS), "attic": facts("attic", 36)}
+    ways = {
+        name: ways_of(one, host if host and name == "laptop" else Host(address=name)) for name, one in known.items()
+    }
+    return choose(in_order(ways, known)["laptop"], dict(reached), 1, known["laptop"])
+
+
+def test_the_wired_card_is_taken_before_wireless_tunnel_and_bridge():
+    known = {"laptop": facts("laptop", 28, interfaces=DECOYS), "attic": facts("attic", 36)}
+    ways = {name: ways_of(one, Host(address=name)) for name, one in known.items()}
+    assert [one.interface for one in in_order(ways, known)["laptop"]] == ["eth0", "wlan0", "tailscale0", "docker0"]
+    every = {one.address: 1 for one in ways["laptop"]}
+    assert chosen(every).interface == "eth0"
+    assert chosen(every).why == "wired; the other host reaches it; rather than wlan0, tailscale0, docker0"
+
+
+def test_what_the_others_really_reach_comes_first():
+    assert chosen({"192.168.1.28": 0, "192.168.1.128": 1, "100.64.0.2": 1}).interface == "wlan0"
+    assert chosen({"192.168.1.28": 0, "192.168.1.128": 0, "100.64.0.2": 1}).interface == "tailscale0"
+    assert chosen({}).interface == "eth0"  # nobody reached anything: what is likely best
+
+
+def test_the_interface_of_the_fleet_file_is_taken_as_it_is():
+    named = chosen({"192.168.1.28": 1, "100.64.0.2": 1}, host=Host(address="x", interface="tailscale0"))
+    assert (named.interface, named.why) == ("tailscale0", NAMED)
+    assert ways_of(facts("laptop", 28, interfaces=DECOYS), Host(address="x", interface="eth9")) == []
+
+
+def test_gloo_binds_the_first_address_of_an_interface_so_we_test_that_one():
+    two = interface("eth0", "10.9.9.9")
+    two = msgspec.structs.replace(two, addresses=[*two.addresses, Address(address="192.168.1.28", prefix=24)])
+    assert chosen({}, interfaces=[loopback(), two]).address == "10.9.9.9"
+
+
+def test_one_host_stays_on_its_loopback():
+    assert only_host(facts("here", 5), Host(address="local")).address == "127.0.0.1"

@@ -1,0 +1,235 @@
+"""What runs on a host: facts of this machine by a local session, and connections over its loopback."""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.core.fleet import Host
+from evener.core.machine import usable_cores
+from evener.core.rundir import code_hash
+from evener.hosts.facts import Facts, to_facts
+from evener.hosts.remote import net
+from evener.hosts.session import REMOTE, Session, open_session
+
+SECRET, IDENTITY, OTHER = "s" * 32, "i" * 32, "o" * 32
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux: network namespaces, /proc")
+
+
+@pytest.mark.parametrize("path", sorted(REMOTE.glob("*.py")), ids=lambda path: path.name)
+def test_what_is_sent_runs_on_python_3_8_with_the_standard_library_alone(path):
+    tree = ast.parse(path.read_text(), feature_version=(3, 8))
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            assert name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    opened = open_session("here", Host(address="local"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def facts(session: Session) -> Facts:
+    return to_facts(session.call("facts", "collect", workdir="/nowhere/yet"), session.clock_offset_s())
+
+
+def test_facts_of_this_machine_are_those_that_we_know_ourselves(facts):
+    assert facts.hostname == socket.gethostname()
+    assert facts.python == sys.executable
+    assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
+    assert facts.evener_hash == code_hash()
+    assert facts.torch_version is not None
+    assert facts.cores == usable_cores()
+    assert facts.memory_bytes is not None
+    assert facts.memory_free_bytes is not None
+    assert 0 < facts.memory_free_bytes <= facts.memory_bytes
+    assert facts.workdir == "/nowhere/yet"
+    assert facts.disk_free_bytes is not None
+    assert abs(facts.clock_offset_s or 0.0) <= (facts.clock_error_s or 0.0) + 0.05
+
+
+def test_facts_list_the_loopback_and_every_interface_the_kernel_has(facts):
+    loopback = next(one for one in facts.interfaces if one.kind == "loopback")
+    assert loopback.first is not None
+    assert loopback.first.address == "127.0.0.1"
+    assert loopback.first.prefix == 8
+    assert {one.name for one in facts.interfaces} == {name for _, name in socket.if_nameindex()}
+
+
+def test_gloos_choice_is_one_of_its_candidates_or_the_loopback(facts):
+    binding = [one.address for one in facts.gloo.candidates if one.binds]
+    assert facts.gloo.address == (binding or ["127.0.0.1"])[0]
+
+
+def test_the_holder_of_a_port_is_named(session):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        told = to_facts(session.call("facts", "collect", port=server.getsockname()[1]))
+    assert told.port_holder is not None
+    assert told.port_holder.pid == os.getpid()
+    assert told.port_holder.command is not None
+
+
+def test_secrets_of_the_environment_are_not_told():
+    code = "import runpy, sys, json; print(json.dumps(runpy.run_path(sys.argv[1])['_environment']()))"
+    env = os.environ | {"MASTER_ADDR": "attic", "TORCH_API_KEY": "sesame", "HOME_SWEET": "x"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(REMOTE / "facts.py")], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"MASTER_ADDR": "attic"' in done.stdout
+    assert "TORCH_API_KEY" in done.stdout
+    assert "sesame" not in done.stdout
+    assert "HOME_SWEET" not in done.stdout
+
+
+@linux
+def test_a_rank_that_lost_its_parent_is_stale_and_one_of_ours_is_not(session, tmp_path):
+    """An orphan's parent is the first process: seen by a session that shares its process table."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys, time; print(1, flush=True); sys.stdin.read()")
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "attic"}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline()
+        told = to_facts(session.call("facts", "collect"))
+        assert rank.pid not in [one.pid for one in told.stale]  # we, its parent, are alive
+        assert rank.stdin is not None
+        rank.stdin.close()
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ports() -> Iterator[dict]:
+    yield net.listen(["127.0.0.1"], SECRET, IDENTITY, more=2)["127.0.0.1"]
+    net.close()
+
+
+def target(
+    port: int, *, identity: str | None = IDENTITY, peer: str = "b", rank: int = 0, address: str = "127.0.0.1"
+) -> dict:
+    return {"peer": peer, "address": address, "port": port, "identity": identity, "rank": rank}
+
+
+def test_ports_that_listen_answer_with_their_identity(ports):
+    numbers = [ports["ephemeral"], *ports["more"]]
+    assert len(set(numbers)) == 3
+    found = net.connect([target(number) for number in numbers], SECRET, 2.0)
+    assert [one["result"] for one in found] == ["ok"] * 3
+    assert found[0]["source"] == "127.0.0.1"
+
+
+def test_refused_timed_out_and_somebody_else_are_told_apart(ports):
+    with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
+        closed.bind(("127.0.0.1", 0))
+        found = net.connect(
+            [
+                target(closed.getsockname()[1]),
+                target(silent.getsockname()[1]),
+                target(ports["ephemeral"], identity=OTHER),
+                target(silent.getsockname()[1], identity=None),
+            ],
+            SECRET,
+            0.5,
+        )
+    assert [one["result"] for one in found] == ["refused", "timeout", "stranger", "ok"]
+
+
+def test_a_full_queue_times_out():
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(3)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        assert net.connect([target(full.getsockname()[1], identity=None)], SECRET, 0.3)[0]["result"] == "timeout"
+        for one in waiting:
+            one.close()
+
+
+def test_a_wrong_secret_is_not_answered(ports):
+    assert net.connect([target(ports["ephemeral"])], "x" * 32, 0.5)[0]["result"] == "stranger"
+
+
+def test_once_a_peer_answered_on_its_best_way_the_others_are_not_waited_for(ports):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = net.connect([target(ports["ephemeral"], rank=0), target(silent.getsockname()[1], rank=1)], SECRET, 10.0)
+    assert [one["result"] for one in found] == ["ok", "untried"]
+
+
+def test_a_better_way_is_waited_for(ports):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = net.connect([target(ports["ephemeral"], rank=1), target(silent.getsockname()[1], rank=0)], SECRET, 0.4)
+    assert [one["result"] for one in found] == ["ok", "timeout"]
+
+
+def test_round_trips_large_messages_and_goodput_over_the_loopback(ports):
+    way = target(ports["ephemeral"]) | {"udp": ports["udp"], "mtu": 1500}
+    (trips,) = net.round_trips([way], SECRET, repeats=12)
+    assert len(trips) == 10
+    assert all(0 < trip < 1 for trip in trips)
+    (large,) = net.large([way], SECRET)
+    assert large["large"] == "ok"
+    assert large["path_mtu"] in (1500, None if sys.platform != "linux" else 1500)
+    found = net.burst(way, SECRET, 0.05, 0.02)
+    assert found["goodput_Bps"] > 1e6
+    if sys.platform == "linux":
+        assert found["segments"] > 0
+
+
+@linux
+def test_the_path_mtu_is_the_largest_datagram_that_arrives(monkeypatch):
+    """A server that takes no datagram above a size stands for a narrow link."""
+    narrow = 1234
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        server.settimeout(5)
+
+        def answer() -> None:
+            while True:
+                try:
+                    data, sender = server.recvfrom(1 << 16)
+                except OSError:
+                    return
+                if len(data) + net.HEADERS[socket.AF_INET] <= narrow:
+                    server.sendto(data[32:40], sender)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        way = {"address": "127.0.0.1", "udp": server.getsockname()[1], "mtu": 1500}
+        assert net._path_mtu(way, SECRET) == narrow
+
+
+def test_a_message_that_stands_still_is_told(monkeypatch):
+    monkeypatch.setattr(net, "SILENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        assert net._send_large(target(silent.getsockname()[1]), SECRET, 1 << 24) == "stalled"
+
+
+def test_names_are_resolved_and_unknown_ones_are_none():
+    found = net.resolve(["localhost", "no-such-host.invalid"])
+    assert "127.0.0.1" in found["localhost"] or "::1" in found["localhost"]
+    assert found["no-such-host.invalid"] is None
+
+
+def test_the_remote_folder_is_what_the_session_sends():
+    assert (REMOTE / "facts.py").exists()
+    assert Path(net.__file__).parent == REMOTE
