@@ -1,0 +1,100 @@
+"""evener setup: the same evener and torch on every host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+
+def setup(
+    fleet: str = typer.Option("fleet.toml", help="fleet file"),
+    hosts: list[str] | None = typer.Option(None, "--host", help="this host only; may be given again [all]"),
+    carry: bool = typer.Option(False, "--carry", help="send wheels from here, even where a host reaches a registry"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+) -> int:
+    """Put this evener, and the torch that is installed here, on every host of the fleet.
+
+    Each host gets a virtual environment in its working directory, with packages from the registry of its own pip, or
+    from this machine where it reaches none. What is there stays; a second run changes nothing. Exit status 1 when a
+    host could not be set up.
+
+    Example: `evener setup --fleet fleet.toml`.
+    """
+    import json
+    import sys
+
+    import msgspec
+
+    from evener.core.errors import EvenerError, UsageError, did_you_mean
+    from evener.core.fleet import load_fleet
+    from evener.hosts.session import connect
+    from evener.launch.setup import set_up
+
+    whole = load_fleet(fleet)
+    for name in hosts or []:
+        if name not in whole.hosts:
+            raise UsageError(f"{fleet}: no host {name}", hint=did_you_mean(name, whole.hosts))
+    chosen = {name: host for name, host in whole.hosts.items() if not hosts or name in hosts}
+    asked = msgspec.structs.replace(whole, hosts=chosen)
+    with connect(asked) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
+        results: dict[str, object] = {**unreachable, **set_up(asked, sessions, tell, carry=carry)}
+    done = [results[name] for name in chosen if not isinstance(results[name], EvenerError)]
+    errors = {name: error for name in chosen if isinstance(error := results[name], EvenerError)}
+    if as_json:
+        findings = [
+            {"check": getattr(error, "check", "setup.failed"), "severity": "error", "host": name, "peer": None,
+             "evidence": str(error), "fix": error.hint}
+            for name, error in errors.items()
+        ]  # fmt: skip
+        print(
+            json.dumps({"hosts": [msgspec.to_builtins(one) for one in done], "findings": findings}, ensure_ascii=False)
+        )
+        return 1 if errors else 0
+    for one in done:
+        print(one.line)  # type: ignore[attr-defined]
+    for name, error in errors.items():
+        text = str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
+        print(f"error: {text}", file=sys.stderr)
+        for line in error.output.splitlines()[-15:]:
+            print(f"  | {line}", file=sys.stderr)
+        if error.hint:
+            print(f"hint:  {error.hint}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+@contextmanager
+def _progress(names: list[str], *, quiet: bool) -> Iterator[Callable[[str, str, bool], None]]:
+    """On a terminal a line a host that moves; elsewhere a line for each step. All on stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, quiet=quiet, markup=False)
+    if not console.is_terminal or quiet:
+
+        def line(name: str, text: str, is_step: bool) -> None:
+            if is_step:
+                console.print(f"{name}: {text}", soft_wrap=True)
+
+        yield line
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.fields[host]}", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.fields[detail]}", markup=False, style="dim", table_column=Column(no_wrap=True, ratio=1)),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True) as bars:
+        tasks = {name: bars.add_task("", host=name, detail="") for name in names}
+
+        def show(name: str, text: str, is_step: bool) -> None:
+            if is_step:
+                bars.update(tasks[name], description=text, detail="")
+            else:
+                bars.update(tasks[name], detail=text)
+
+        yield show

@@ -1,0 +1,378 @@
+"""How does every host get the same evener and torch? Look, compare, and change only what differs.
+
+The interpreter that trains on a host is, in this order:
+
+    [hosts.X] python = "…"    the user's: changed only if it is a virtual environment
+    WORKDIR/venv              evener's own: made where it is missing, with a python 3.11 or newer that is there
+    on this machine           the environment that runs this program, as long as there is no WORKDIR/venv
+
+Packages come from the registry of the host's own pip, or, where that reaches none, as wheels from here, by content hash
+(`launch/ship.py`). Hosts without a GPU get PyTorch's build for processors where its index can be reached. A setup that
+was interrupted leaves a mark in the environment, and the next one completes it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from evener.core.errors import EvenerError, HostError
+from evener.core.fleet import Fleet, Host
+from evener.core.units import size
+from evener.hosts.session import RemoteError, Session, Sessions, for_each
+from evener.launch.ship import send_to
+from evener.launch.tree import pack
+from evener.launch.wheels import (
+    CPU_INDEX,
+    Target,
+    closure,
+    content_hash,
+    evener_wheel,
+    fetch_wheels,
+    lacking,
+    pinned,
+)
+
+CPU_BYTES = 1_300_000_000  # measured (2026-11): a venv with evener, torch 2.13.0+cpu and all that they need, 1.1 GB
+CUDA_BYTES = 9_000_000_000  # assumption
+SILENT_S = 60.0  # a host that works says so every 5 s
+# Measured (2026-11, 2 cores): 20 s instead of 54 s, for pip compiles all of torch; what a worker imports is compiled by
+# the import that ends a setup.
+QUICK = ("--no-compile", "--progress-bar=off")
+PROBED_PACKAGE = "msgspec"  # small, and on every registry that has what evener needs
+
+Tell = Callable[[str, str, bool], None]  # host, what it does, is that a new step?
+
+
+class HostSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found and done on one host."""
+
+    host: str
+    python: str  # the interpreter that trains
+    actions: list[str]  # what changed; nothing if all was there
+    torch: str
+    evener: str
+    evener_hash: str
+    packages: int  # installed by this setup, evener not counted
+    source: Literal["registry", "carried", "none"]
+    sent_bytes: int
+    took_s: float
+
+    @property
+    def line(self) -> str:
+        """For a person."""
+        if self.actions:
+            return f"{self.host}: {', '.join(self.actions)}"
+        return f"{self.host}: nothing to do: torch {self.torch}, evener {self.evener} ({self.evener_hash[:8]})"
+
+
+class Ours(msgspec.Struct, frozen=True, kw_only=True):
+    """The evener that runs here."""
+
+    wheel: Path
+    version: str
+    hash: str
+
+
+def set_up(fleet: Fleet, sessions: Sessions, tell: Tell, *, carry: bool = False) -> dict[str, HostSetup | EvenerError]:
+    """All hosts at once; what goes wrong on one stops no other. `carry`: wheels travel from here in any case."""
+    with tempfile.TemporaryDirectory(prefix="evener-setup-") as folder:
+        wheel = evener_wheel(Path(folder))
+        ours = Ours(wheel=wheel, version=wheel.name.split("-")[1], hash=content_hash(wheel))
+
+        def one(name: str) -> HostSetup | EvenerError:
+            try:
+                return _Setup(sessions[name], fleet.hosts[name], ours, tell, carry).run()
+            except RemoteError as error:
+                return _told(name, error)
+            except EvenerError as error:
+                return error
+
+        return for_each(sessions, one)
+
+
+class _Setup:
+    """One host."""
+
+    def __init__(self, session: Session, host: Host, ours: Ours, tell: Tell, carry: bool) -> None:
+        self._session, self._host, self._ours, self._carry = session, host, ours, carry
+        self._name, self._tell = session.name, tell
+        self._actions: list[str] = []
+        self._packages, self._sent_bytes = 0, 0
+        self._source: Literal["registry", "carried", "none"] = "none"
+
+    def run(self) -> HostSetup:
+        began = time.monotonic()
+        self._step("looking")
+        found = self._look()
+        if self._todo(found) is not None:
+            found = self._change(found)
+        now = found["now"]
+        return HostSetup(
+            host=self._name, python=found["python"], actions=self._actions, torch=now["packages"]["torch"],
+            evener=now["packages"]["evener"], evener_hash=now["evener_hash"], packages=self._packages,
+            source=self._source, sent_bytes=self._sent_bytes, took_s=time.monotonic() - began,
+        )  # fmt: skip
+
+    def _change(self, found: dict[str, Any]) -> dict[str, Any]:
+        self._check_may_change(found)
+        if who := self._call("begin", workdir=self._host.workdir):
+            raise self._error("setup.busy", f"another setup is at work there: {who}", "wait until it is done")
+        try:
+            found = self._look()  # another one may just have done it
+            if found["now"] is None:
+                found = self._make_venv(found)
+            prefix, python = found["now"]["prefix"], found["python"]
+            todo = self._todo(found)
+            if todo is None:
+                return found
+            self._call("mark", prefix=prefix, what="packages" if todo else "evener")
+            if todo:
+                self._install(found, todo)
+            if found["now"]["evener_hash"] != self._ours.hash or "evener" not in found["now"]["packages"]:
+                self._install_evener(python)
+            return self._checked(prefix, imports=bool(todo))
+        finally:
+            self._let_go()
+
+    def _checked(self, prefix: str, *, imports: bool) -> dict[str, Any]:
+        """What was wanted is there, and works: else HostError."""
+        self._step("checking")
+        found = self._look()
+        left = lacking(self._wanted(found), found["now"]["packages"])
+        if left or found["now"]["evener_hash"] != self._ours.hash:
+            what = ", ".join(pinned(left)) or "this evener"
+            fix = f"on {self._name}, look: {found['python']} -m pip check"
+            raise self._error("setup.pip", f"pip ended well, and {what} is not there", fix)
+        if imports:
+            works = self._run("import", "try_import", python=found["python"])
+            if self._wants_cuda(found) and not works["cuda"]:
+                raise self._error(
+                    "setup.cuda",
+                    f"torch {works['torch']} cannot use the GPU there",
+                    "a newer driver, or a torch for its CUDA; nvidia-smi shows the driver's",
+                )
+        self._call("end", prefix=prefix)
+        return found
+
+    def _todo(self, found: dict[str, Any]) -> dict[str, str] | None:
+        """Packages to install; none of them when evener alone is; None when all is as it should be."""
+        if found["now"] is None:
+            return {}
+        wanted = self._wanted(found)
+        todo = lacking(wanted, found["now"]["packages"])
+        if found["unfinished"] == "packages":
+            todo = wanted
+        if self._wants_cuda(found) and found["now"]["torch_cuda"] is None:
+            todo["torch"] = wanted["torch"]
+        is_ours = found["now"]["evener_hash"] == self._ours.hash and "evener" in found["now"]["packages"]
+        return None if is_ours and not todo and not found["unfinished"] else todo
+
+    def _wanted(self, found: dict[str, Any]) -> dict[str, str]:
+        return closure(self._ours.wheel, Target.of(found["now"], wants_cuda=self._wants_cuda(found)))
+
+    def _wants_cuda(self, found: dict[str, Any]) -> bool:
+        return bool(found["has_gpu"]) and self._host.devices != "cpu"
+
+    def _check_may_change(self, found: dict[str, Any]) -> None:
+        now = found["now"]
+        if now is None and not found["is_own"]:
+            fix = f'name another: [hosts.{self._name}] python = "…"'
+            raise self._error("version.python", f"{found['python']} does not start there", fix)
+        if now is not None:
+            lacks = self._lacks(found)
+            if tuple(int(part) for part in now["markers"]["python_version"].split(".")) < (3, 11):
+                version = now["markers"]["python_full_version"]
+                raise self._error("version.python", f"{found['python']} is python {version}", "3.11 or newer is needed")
+            if not now["is_venv"]:
+                raise self._error(
+                    "setup.python",
+                    f"{found['python']} lacks {lacks}, and is no virtual environment: setup does not change it",
+                    f"leave [hosts.{self._name}] python out, and setup makes {self._host.workdir}/venv; "
+                    f'or on {self._name}: {found["python"]} -m venv ~/evener, and python = "~/evener/bin/python"',
+                )
+            if now["editable"] is not None and now["evener_hash"] != self._ours.hash:
+                raise self._error(
+                    "setup.evener",
+                    f"evener there is a source tree of other code than here: {now['editable'].removeprefix('file://')}",
+                    f"bring it to the same state, or leave [hosts.{self._name}] python out",
+                )
+            if "pip" not in now["packages"]:
+                fix = f"uv pip install --python {found['python']} pip"
+                raise self._error("setup.pip", f"{found['python']} lacks {lacks}, and has no pip to install it", fix)
+        needed = CUDA_BYTES if self._wants_cuda(found) else CPU_BYTES
+        has_torch = now is not None and "torch" in now["packages"]
+        if found["free_bytes"] < needed and not has_torch:
+            raise self._error(
+                "disk.full",
+                f"{self._host.workdir} has {size(found['free_bytes'])} free; a venv with torch takes {size(needed)}",
+                f'make room there, or name another disk: [hosts.{self._name}] workdir = "…"',
+            )
+
+    def _lacks(self, found: dict[str, Any]) -> str:
+        todo = dict(self._todo(found) or {})
+        what = [f"torch {todo.pop('torch')}"] if "torch" in todo else []
+        what += pinned(todo) if len(todo) <= 3 else [f"{len(todo)} packages"]
+        return " and ".join(what) or "this evener"
+
+    def _make_venv(self, found: dict[str, Any]) -> dict[str, Any]:
+        base = found["base"]
+        if base["python"] is None and "lacks_venv" in base:
+            version = ".".join(base["version"].split(".")[:2])
+            raise self._error(
+                "setup.venv",
+                f"{base['lacks_venv']} cannot make a virtual environment: ensurepip is missing",
+                f"on {self._name}, run: sudo apt install python{version}-venv",
+            )
+        if base["python"] is None:
+            raise self._error(
+                "version.python",
+                f"no python 3.11 or newer is there: {', '.join(base['seen']) or 'none at all'}",
+                f"on {self._name}, install one (sudo apt install python3.11-venv, or: uv python install 3.12), "
+                f'or name it: [hosts.{self._name}] python = "…"',
+            )
+        self._step(f"making a venv with python {base['version']}")
+        self._run("venv", "make_venv", workdir=self._host.workdir, base=base["python"])
+        self._actions.append(f"venv made with python {base['version']}")
+        made = self._look()
+        if made["now"] is None:
+            raise self._error("setup.venv", f"the venv that {base['python']} made does not start", "")
+        return made
+
+    def _install(self, found: dict[str, Any], todo: dict[str, str]) -> None:
+        python, now = found["python"], found["now"]
+        target = Target.of(now, wants_cuda=self._wants_cuda(found))
+        if target.wants_cuda and now["torch_cuda"] is None and "torch" in now["packages"]:
+            self._pip(python, ["uninstall", "--yes", "torch"], now["half"])  # pip takes its two builds for one
+        before = now["packages"]
+        if self._carry or not self._reaches_registry(python):
+            self._source = "carried"
+            wheels = self._wheels(target, todo, self._wanted(found))
+            tree = pack(wheels)
+            self._step(f"sending {len(wheels)} wheels, {size(tree.size)}")
+            arrived = send_to(self._session, self._host.workdir, tree, self._sending)
+            self._sent_bytes += arrived.sent_bytes
+            self._step(f"installing {len(wheels)} packages")
+            paths = [f"{arrived.path}/{name}" for name in wheels]
+            self._pip(python, ["install", *QUICK, "--no-index", "--no-deps", *paths], now["half"])
+            self._session.call("files", "discard", workdir=self._host.workdir, tree=tree.digest)
+        else:
+            self._source = "registry"
+            wants_cpu = target.is_linux and not target.wants_cuda and "torch" in todo
+            has_cpu = wants_cpu and self._call("opens", url=f"{CPU_INDEX}/torch/")
+            index = ["--extra-index-url", CPU_INDEX] if has_cpu else []
+            self._step(f"installing {len(todo)} packages from the registry")
+            self._pip(python, ["install", *QUICK, "--prefer-binary", *index, *pinned(todo)], now["half"])
+        after = self._look()["now"]["packages"]
+        changed = [name for name, version in after.items() if before.get(name) != version and name != "evener"]
+        self._packages = len(changed)
+        self._actions.append(self._told_packages(before, after, changed))
+
+    def _wheels(self, target: Target, todo: dict[str, str], wanted: dict[str, str]) -> dict[str, Path]:
+        try:
+            return fetch_wheels(target, todo, wanted, self._step)
+        except EvenerError as error:
+            about = "" if self._carry else "it reaches no registry, and there are "
+            raise self._error("setup.registry", f"{about}{error}", error.hint, error.output) from error
+
+    def _told_packages(self, before: dict[str, str], after: dict[str, str], changed: list[str]) -> str:
+        num_others = len(changed) - ("torch" in changed)
+        what = [f"torch {after['torch']}"] * ("torch" in changed)
+        if num_others:
+            some = ", ".join(sorted(name for name in changed if name != "torch")) if num_others <= 3 else ""
+            what.append(f"{some or num_others}{'' if some else ' packages'}")
+        how = size(self._sent_bytes) if self._sent_bytes else "earlier"
+        where = "the registry" if self._source == "registry" else f"wheels sent from here ({how})"
+        return f"{' and '.join(what) or 'nothing'} installed from {where}"
+
+    def _install_evener(self, python: str) -> None:
+        self._step("installing evener")
+        tree = pack({self._ours.wheel.name: self._ours.wheel})
+        arrived = send_to(self._session, self._host.workdir, tree)
+        self._sent_bytes += arrived.sent_bytes
+        wheel = f"{arrived.path}/{self._ours.wheel.name}"
+        self._pip(python, ["install", *QUICK, "--no-index", "--no-deps", "--force-reinstall", wheel], [])
+        self._session.call("files", "discard", workdir=self._host.workdir, tree=tree.digest)
+        self._actions.append(f"evener {self._ours.version} ({self._ours.hash[:8]}) installed")
+
+    def _reaches_registry(self, python: str) -> bool:
+        """Asked of pip itself, whose configuration may name a mirror, a proxy or a folder."""
+        self._step("asking for a registry")
+        arguments = ["--retries=0", "--timeout=5", "index", "versions", PROBED_PACKAGE]
+        items = self._session.stream("setup", "pip", python=python, arguments=arguments, timeout_s=SILENT_S)
+        return next((item["status"] for item in items if "status" in item), 1) == 0
+
+    def _pip(self, python: str, arguments: list[str], half: list[str]) -> None:
+        self._run("pip", "pip", python=python, arguments=arguments, forget=half)
+
+    def _run(self, what: str, function: str, **args: Any) -> Any:
+        """A program there, to its end; HostError with what it said when it failed. What it found, if anything."""
+        said: list[str] = []
+        status, value = None, None
+        for item in self._session.stream("setup", function, timeout_s=SILENT_S, **args):
+            if "line" in item:
+                said = [*said, item["line"]][-40:]
+                self._tell(self._name, item["line"].strip(), False)
+            elif "alive" in item:
+                self._tell(self._name, f"{what}: {item['alive']} s", False)
+            status, value = item.get("status", status), item.get("works", value)
+        if status != 0:
+            raise self._failed(what, status, said)
+        return value
+
+    def _failed(self, what: str, status: int | None, said: list[str]) -> HostError:
+        text = "\n".join(said)
+        if any(sign in text for sign in ("No space left on device", "Errno 28", "Errno 122")):
+            fix = "make room there and run it again"
+            return self._error("disk.full", f"its disk is full: {self._host.workdir}", fix, text)
+        errors = [line for line in said if line.startswith(("ERROR:", "Error:"))] or said[-1:] or ["it said nothing"]
+        hint = {
+            "venv": f"on {self._name}, run: sudo apt install python3-venv",
+            "import": f"the lines above name what is missing on {self._name}",
+        }.get(what, "run it again: what is there is kept; --carry sends wheels from here")
+        about = {"venv": "setup.venv", "import": "setup.import"}.get(what, "setup.pip")
+        message = errors[-1].removeprefix("ERROR: ")
+        return self._error(about, f"{what} failed (exit status {status}): {message}", hint, "\n".join(said[-15:]))
+
+    def _look(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._call(
+            "look", workdir=self._host.workdir, python=self._host.python,
+            here=sys.executable if self._host.is_local else None,
+            preferred=[f"python3.{sys.version_info.minor}"],
+        )  # fmt: skip
+        return found
+
+    def _let_go(self) -> None:
+        try:
+            self._call("end")
+        except (HostError, RemoteError):  # the connection is lost, and the lock with it
+            return
+
+    def _call(self, function: str, **args: Any) -> Any:
+        return self._session.call("setup", function, timeout_s=2 * SILENT_S, **args)
+
+    def _step(self, text: str) -> None:
+        self._tell(self._name, text, True)
+
+    def _sending(self, host: str, done: int, total: int) -> None:
+        self._tell(host, f"sent {size(done)} of {size(total)}", False)
+
+    def _error(self, check: str, text: str, hint: str, output: str = "") -> HostError:
+        return HostError(f"{self._name}: {text}", check=check, host=self._name, hint=hint, output=output)
+
+
+def _told(name: str, error: RemoteError) -> HostError:
+    is_full = "[Errno 28]" in error.message or "[Errno 122]" in error.message
+    return HostError(
+        f"{name}: {'its disk is full: ' if is_full else ''}{error.message}",
+        check="disk.full" if is_full else "setup.failed",
+        host=name,
+        hint="make room there and run it again" if is_full else f"can its user write to [hosts.{name}] workdir?",
+        output="" if is_full else error.traceback,
+    )

@@ -1,0 +1,242 @@
+"""What is in a project or in a folder of data, by path and content? What `launch/ship.py` sends.
+
+In a git repository the project's code is what git tracks, and what is new and not ignored; else every file. In both
+cases without hidden files that git does not track, virtual environments, `__pycache__` and a `runs/` at the top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.core.rundir import write_atomic
+from evener.core.units import size
+
+MAX_CODE_BYTES = 512_000_000
+CACHED_FROM_BYTES = 1 << 20
+SETTLED_S = 2.0  # a file that changed later than this before it was hashed may change again within a tick of its clock
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file of a tree."""
+
+    source: Path
+    digest: str  # blake2b of its content
+    size: int
+    executable: bool = False
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """Files and links by their path in the tree, as "a/b"; bytes that are not UTF-8 are surrogates."""
+
+    files: dict[str, File]
+    links: dict[str, str] = {}
+    linked: bool = False  # made of hard links: data, which is only read
+
+    @property
+    def digest(self) -> str:
+        """Its name on every host."""
+        return hashlib.blake2b(self.body, digest_size=16).hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+    @property
+    def body(self) -> bytes:
+        """What a host is told about it; canonical, for the digest is made of it."""
+        files = [[path, file.digest, file.size, file.executable] for path, file in sorted(self.files.items())]
+        return json.dumps({"files": files, "links": sorted(self.links.items())}).encode()
+
+
+def describe(folder: str | os.PathLike[str], *, max_bytes: int = MAX_CODE_BYTES) -> Tree:
+    """A project's code. A link that stays inside is kept; one that leads out is a UsageError, as are > `max_bytes`."""
+    root = _folder(folder)
+    listed = _git_files(root)
+    names = sorted(listed if listed else _walk(root))
+    sizes: dict[str, int] = {}
+    links: dict[str, str] = {}
+    for name in names:
+        path = root / name
+        with contextlib.suppress(FileNotFoundError):  # tracked, and removed
+            state = path.lstat()
+            if stat.S_ISLNK(state.st_mode):
+                links[name] = _target(root, name)
+            elif stat.S_ISREG(state.st_mode):
+                sizes[name] = state.st_size
+    if sum(sizes.values()) > max_bytes:
+        raise UsageError(
+            f"{root} holds {size(sum(sizes.values()))} of code, more than {size(max_bytes)}: {_largest(sizes)}",
+            hint="name in .gitignore what the program does not need; a corpus travels by itself, with --data",
+        )
+    return Tree(_hashed(root, sizes), links)
+
+
+def describe_data(folder: str | os.PathLike[str]) -> Tree:
+    """A folder of data, of any size: every file that is not hidden. Of a link to a file its content travels."""
+    root = _folder(folder)
+    names = sorted(_walk(root))
+    if left := [name for name in names if not (root / name).is_file()]:
+        raise UsageError(f"{root / left[0]} is a link to what is not a file", hint="put its content in its place")
+    return Tree(_hashed(root, {name: (root / name).stat().st_size for name in names}, executable=False), linked=True)
+
+
+def pack(files: dict[str, Path]) -> Tree:
+    """Files from anywhere under names of their own: wheels."""
+    with DigestCache() as digests:
+        return Tree({name: File(path, digests.of(path), path.stat().st_size) for name, path in files.items()}, {}, True)
+
+
+def _folder(folder: str | os.PathLike[str]) -> Path:
+    root = Path(folder).expanduser().absolute()
+    if not root.is_dir():
+        raise UsageError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
+    return root
+
+
+def _git_files(root: Path) -> list[str]:
+    """What git says is the project's; nothing where there is no git, or where git ignores the whole folder."""
+    if not any((folder / ".git").exists() for folder in (root, *root.parents)) or shutil.which("git") is None:
+        return []
+    tracked = _git_list(root, "--cached")
+    new = [name for name in _git_list(root, "--others", "--exclude-standard") if not _is_left_out(root, name)]
+    found = []
+    for name in dict.fromkeys(tracked + new):
+        if (root / name).is_dir() and not (root / name).is_symlink():  # a repository inside: a submodule
+            inside = root / name
+            found += [f"{name.rstrip('/')}/{below}" for below in _git_files(inside) or _walk(inside)]
+        else:
+            found.append(name)
+    return found
+
+
+def _git_list(root: Path, *which: str) -> list[str]:
+    argv = ["git", "-C", str(root), "ls-files", "-z", *which]
+    done = subprocess.run(argv, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        hint = next((line.strip() for line in said if line.strip().startswith("git config")), "git status says more")
+        raise UsageError(f"{root}: git does not list its files: {said[0]}", hint=hint)
+    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+
+
+def _walk(root: Path) -> list[str]:
+    """Every file and link below, but for what is left out; links are not followed."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        inside = os.path.relpath(folder, root)
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        paths = {name: name if inside == "." else f"{inside}/{name}" for name in (*names, *folders)}
+        found += [paths[name] for name in (*names, *links) if not _is_left_out(root, paths[name])]
+        folders[:] = [name for name in folders if name not in links and not _is_left_out(root, f"{paths[name]}/")]
+    return [name for name in found if (root / name).is_symlink() or (root / name).is_file()]
+
+
+def _is_left_out(root: Path, name: str) -> bool:
+    """Hidden, a virtual environment, compiled, or a run."""
+    folders = name.split("/")[:-1]
+    return (
+        any(part.startswith(".") for part in name.rstrip("/").split("/"))
+        or "__pycache__" in folders
+        or name.startswith("runs/")
+        or any((root / "/".join(folders[: depth + 1]) / "pyvenv.cfg").exists() for depth in range(len(folders)))
+    )
+
+
+def _target(root: Path, name: str) -> str:
+    """Where a link inside the tree points, as it is written in the tree."""
+    link = root / name
+    written = os.readlink(link)
+    real_root, real = os.path.realpath(root), os.path.realpath(link)
+    if real != real_root and not real.startswith(real_root + os.sep):
+        raise UsageError(
+            f"{link} is a link that leads out of the project, to {written}",
+            hint="put its content in its place, or name it in .gitignore; a corpus travels by itself, with --data",
+        )
+    lexical = os.path.normpath(os.path.join(os.path.dirname(name), written))
+    if os.path.isabs(written) or lexical.split("/")[0] == "..":
+        return os.path.relpath(real, os.path.realpath(link.parent))
+    return written
+
+
+def _largest(sizes: dict[str, int], num: int = 3) -> str:
+    """`checkpoints/ 2.1 GB, model.bin 503.3 MB`."""
+    by_top: dict[str, int] = {}
+    for name, num_bytes in sizes.items():
+        top, slash, _ = name.partition("/")
+        by_top[top + slash] = by_top.get(top + slash, 0) + num_bytes
+    largest = sorted(by_top.items(), key=lambda entry: -entry[1])[:num]
+    return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in largest)
+
+
+def _hashed(root: Path, sizes: dict[str, int], *, executable: bool = True) -> dict[str, File]:
+    files = {}
+    with DigestCache() as digests:
+        for name in sizes:
+            path = root / name
+            try:
+                state, digest = path.stat(), digests.of(path)
+            except OSError as error:
+                raise UsageError(f"{path}: {error.strerror}", hint="mend it, or name it in .gitignore") from None
+            files[name] = File(path, digest, state.st_size, executable and bool(state.st_mode & stat.S_IXUSR))
+    return files
+
+
+class DigestCache:
+    """The hashes of large files, by path, size, times and inode, so that a corpus is not read at every launch."""
+
+    def __enter__(self) -> DigestCache:
+        try:
+            self._known: dict[str, list[Any]] = json.loads(self._path().read_bytes())
+        except (OSError, ValueError):
+            self._known = {}
+        self._is_new = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_new:
+            with contextlib.suppress(OSError):
+                write_atomic(self._path(), json.dumps(self._known).encode())
+
+    def of(self, path: Path) -> str:
+        """blake2b of the content, as hex."""
+        state = path.stat()
+        key = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
+        name = os.path.realpath(path)
+        known = self._known.get(name)
+        if known is not None and known[:-1] == key:
+            return str(known[-1])
+        now = time.time()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+        if state.st_size >= CACHED_FROM_BYTES and now - state.st_ctime > SETTLED_S:
+            self._known[name] = [*key, digest]
+            self._is_new = True
+        return digest
+
+    @classmethod
+    def forget(cls, path: Path) -> None:
+        """What was known of a file is not true."""
+        with cls() as cache:
+            cache._is_new = cache._known.pop(os.path.realpath(path), None) is not None
+
+    @staticmethod
+    def _path() -> Path:
+        return cache_folder() / "digests.json"
+
+
+def cache_folder() -> Path:
+    """Where evener keeps on this machine what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evener"

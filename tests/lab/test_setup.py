@@ -1,0 +1,159 @@
+"""A bare machine that reaches no registry becomes one that trains; then only what changed is sent.
+
+evener is run from a copy of its source tree, so that its code can be changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.lab.lab import Host, Lab
+from evener.lab.spec import HostSpec
+
+ROOT = Path(__file__).parents[2]
+SETUP_S = 900
+pytestmark = pytest.mark.slow
+
+
+class Controller:
+    """evener on this machine, from a source tree of its own, and one bare host of a lab."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.host: Host = lab.host("a")
+        self.home = self.host.home
+        self.source = folder / "evener"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "src", self.source / "src", ignore=ignored)
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, self.source)
+        self.fleet = folder / "fleet.toml"
+        text = "".join(line for line in lab.state.fleet_text.splitlines(True) if not line.startswith("python = "))
+        self.fleet.write_text(text)
+        self.env = os.environ | {"PYTHONPATH": str(self.source / "src")}
+
+    def start(self, *flags: str) -> subprocess.Popen[str]:
+        code = "from evener.cli.main import main; main()"
+        argv = [sys.executable, "-c", code, "setup", "--fleet", str(self.fleet), "--json", *flags]
+        return subprocess.Popen(argv, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def setup(self, *flags: str) -> dict[str, Any]:
+        process = self.start(*flags)
+        out, err = process.communicate(timeout=SETUP_S)
+        assert out, err
+        told = json.loads(out)
+        assert process.returncode == (1 if told["findings"] else 0), err
+        return told
+
+    def python(self, code: str) -> str:
+        """What the host's own interpreter says."""
+        python = str(self.home / ".evener/venv/bin/python")
+        return self.host.exec([python, "-c", code], timeout_s=120).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def controller(make_lab: Callable[..., Lab], tmp_path_factory: pytest.TempPathFactory):
+    lab = make_lab(a=HostSpec())
+    yield Controller(lab, tmp_path_factory.mktemp("setup"))
+    lab.down()  # 1.3 GB
+
+
+@pytest.fixture(scope="module")
+def first(controller: Controller) -> dict[str, Any]:
+    """A setup that is killed while pip installs torch, and the next one, which completes it."""
+    store, killed = controller.home / ".evener", controller.start()
+    deadline = time.monotonic() + SETUP_S
+    while not list(store.glob("venv/lib/python*/site-packages/torch/lib")):
+        assert killed.poll() is None, killed.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert (store / "venv/evener-unfinished").read_text() == "packages"
+    while any(b"-m\0pip" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in controller.host.pids()):
+        assert time.monotonic() < deadline, "pip goes on without anyone"
+        time.sleep(0.02)
+    told = controller.setup()
+    assert told["findings"] == []
+    return told["hosts"][0]
+
+
+def test_a_killed_setup_is_completed_from_wheels_that_are_there(controller, first):
+    assert first["source"] == "carried"
+    assert first["packages"] > 10
+    assert first["sent_bytes"] < 1_000_000  # evener: all else had arrived
+    store = controller.home / ".evener"
+    assert sorted(path.name for path in store.iterdir()) == ["blobs", "setup.lock", "trees", "venv"]
+    assert not list((store / "blobs").iterdir())
+    assert not list((store / "trees").iterdir())
+    assert not (store / "venv/evener-unfinished").exists()
+
+
+def test_it_trains_there(controller, first):
+    code = "import evener, torch; print(evener.__file__, torch.__version__, torch.ones(3).sum().item())"
+    file, torch, total = controller.python(code).split()
+    assert file.startswith(str(controller.home / ".evener/venv/lib"))
+    assert (torch.split("+")[0], total) == (first["torch"].split("+")[0], "3.0")
+    hash_there = controller.python("from evener.core.rundir import code_hash; print(code_hash())")
+    code = "from evener.core.rundir import code_hash; print(code_hash())"
+    here = subprocess.run([sys.executable, "-c", code], env=controller.env, capture_output=True, text=True, check=True)
+    assert hash_there == here.stdout.strip()
+    assert controller.host.exec([str(controller.home / ".evener/venv/bin/evener"), "--version"]).stdout.startswith(
+        "evener"
+    )
+
+
+def test_a_second_run_changes_nothing(controller, first):
+    def state() -> dict[str, int]:
+        paths = [path for path in controller.home.rglob("*") if "__pycache__" not in path.parts]
+        return {str(path): path.lstat().st_mtime_ns for path in paths if path.name != "setup.lock"}
+
+    before = state()
+    [found] = controller.setup()["hosts"]
+    assert (found["actions"], found["sent_bytes"], found["evener_hash"]) == ([], 0, first["evener_hash"])
+    assert state() == before
+
+
+def test_when_evener_changes_evener_alone_is_installed(controller, first):
+    with (controller.source / "src/evener/core/units.py").open("a") as file:
+        file.write("\nANSWER = 42\n")
+    [found] = controller.setup()["hosts"]
+    assert (found["packages"], found["source"], len(found["actions"])) == (0, "none", 1)
+    assert found["evener_hash"] != first["evener_hash"]
+    assert 0 < found["sent_bytes"] < 1_000_000
+    assert controller.python("from evener.core.units import ANSWER; print(ANSWER)") == "42"
+    assert controller.setup()["hosts"][0]["actions"] == []
+
+
+def test_what_is_missing_alone_is_sent(controller, first):
+    controller.python("import shutil, rich, pathlib; shutil.rmtree(pathlib.Path(rich.__file__).parent)")
+    [info] = controller.home.glob(".evener/venv/lib/python*/site-packages/rich-*.dist-info")
+    shutil.rmtree(info)
+    [found] = controller.setup()["hosts"]
+    assert found["packages"] == 1
+    assert found["actions"][0].startswith("rich installed from wheels sent from here")
+    assert found["sent_bytes"] < 2_000_000
+
+
+def test_a_small_disk_is_told_before_it_is_full(controller, first):
+    controller.host.exec(["mkdir", "-p", "small"])
+    controller.host.exec(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(controller.home / "small")])
+    text = controller.fleet.read_text()
+    controller.fleet.write_text(f'{text}workdir = "~/small"\n')
+    try:
+        told = controller.setup()
+    finally:
+        controller.fleet.write_text(text)
+    assert [(one["check"], one["host"]) for one in told["findings"]] == [("disk.full", "a")]
+    assert "a: ~/small has 31" in told["findings"][0]["evidence"]
+    assert told["hosts"] == []

@@ -1,0 +1,273 @@
+"""What a host needs is worked out for that host, and nothing is changed that is not evener's to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from evener.core.errors import EvenerError, HostError
+from evener.core.fleet import Fleet, Host
+from evener.hosts.remote import setup as remote
+from evener.hosts.session import Session, open_session
+from evener.launch import wheels
+from evener.launch.setup import Ours, _Setup, set_up
+from evener.launch.wheels import Target, closure, content_hash, evener_wheel, fetch_wheels
+
+ROOT = Path(__file__).parents[2]
+LINUX = {
+    "sys_platform": "linux", "platform_machine": "x86_64", "python_version": "3.11", "platform_system": "Linux",
+    "python_full_version": "3.11.2", "os_name": "posix", "implementation_name": "cpython",
+    "implementation_version": "3.11.2", "platform_release": "", "platform_version": "",
+    "platform_python_implementation": "CPython",
+}  # fmt: skip
+
+
+def target(libc: tuple[str, str] = ("glibc", "2.36"), mac: str = "", *, cuda: bool = False, **markers: str) -> Target:
+    return Target(markers=LINUX | markers, libc=libc, mac=mac, wants_cuda=cuda)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return evener_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+# -- evener's own wheel --
+
+
+def test_the_wheel_is_the_code_that_runs(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.endswith(".py")}
+        assert archive.read("evener/core/fleet.py") == (ROOT / "src/evener/core/fleet.py").read_bytes()
+    assert packed == {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/evener").rglob("*.py")}
+
+
+def test_its_hash_is_the_hash_of_what_is_installed(wheel):
+    assert content_hash(wheel) == remote.probe(sys.executable)["evener_hash"]
+
+
+def test_an_installed_evener_is_packed_again(wheel, tmp_path):
+    """From a folder that looks as pip leaves it, without a source tree."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, capture_output=True)
+    code = (
+        "import sys, pathlib; from evener.launch import wheels; print(wheels.evener_wheel(pathlib.Path(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | {"PYTHONPATH": str(site)}, cwd=tmp_path,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    again = Path(done.stdout.strip())
+    assert again.parent == tmp_path
+    assert content_hash(again) == content_hash(wheel)
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert set(first.namelist()) == set(second.namelist())
+        for name in first.namelist():
+            assert name.endswith("RECORD") or first.read(name) == second.read(name), name
+    subprocess.run([*pip, "--target", str(tmp_path / "site2"), str(again)], check=True, capture_output=True)
+
+
+# -- What a host needs --
+
+
+def test_versions_are_those_of_constraints(wheel):
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    here = Target.of(remote.probe(sys.executable), wants_cuda=False)
+    found = closure(wheel, here)
+    assert {"torch", "msgspec", "numpy", "filelock", "jinja2"} < set(found)
+    assert not {"pytest", "ruff", "pip", "evener"} & set(found)
+    assert {name: canonical.get(name) for name in found} == found
+
+
+def test_platforms():
+    assert target().platforms()[0] == "manylinux_2_36_x86_64"
+    assert "manylinux2014_x86_64" in target().platforms()
+    assert target(("", "")).platforms()[:2] == ["musllinux_1_2_x86_64", "musllinux_1_1_x86_64"]
+    mac = target(("", ""), "14.2", sys_platform="darwin", platform_machine="arm64")
+    assert mac.platforms()[:3] == ["macosx_14_0_arm64", "macosx_14_0_universal2", "macosx_13_0_arm64"]
+    assert "--python-version=3.12" in target(python_version="3.12").pip_flags()
+    here = Target.of(remote.probe(sys.executable), wants_cuda=False)
+    assert here.pip_flags() == ["--only-binary=:all:"]
+
+
+def tiny_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+    info = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
+        archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_what_only_that_host_needs_is_read_from_the_wheels(tmp_path, monkeypatch):
+    """As torch's build for CUDA needs packages that its build for processors does not."""
+    shop = tmp_path / "shop"
+    shop.mkdir()
+    tiny_wheel(shop, "torch", "9.0", 'toolkit[blas]==1.0; platform_system == "Linux"', 'wine; os_name == "nt"', "rich")
+    tiny_wheel(shop, "toolkit", "1.0", 'nv_blas==3.1; extra == "blas"', 'nv_fft==3.1; extra == "fft"')
+    tiny_wheel(shop, "toolkit", "2.0")
+    tiny_wheel(shop, "nv_blas", "3.1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+    monkeypatch.setattr(wheels._remote, "opens", lambda url: False)
+    there, told = target(cuda=True), []
+    found = fetch_wheels(there, {"torch": "9.0"}, {"torch": "9.0", "rich": "15.0.0"}, told.append)
+    names = {"torch-9.0-py3-none-any.whl", "toolkit-1.0-py3-none-any.whl", "nv_blas-3.1-py3-none-any.whl"}
+    assert set(found) == names
+    assert len(told) == 3
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
+    assert set(fetch_wheels(there, {"torch": "9.0"}, {"rich": "15.0.0"}, told.append)) == names
+    assert len(told) == 3  # nothing was downloaded again
+    with pytest.raises(EvenerError, match=r"No matching distribution found for torch==9\.1"):
+        fetch_wheels(there, {"torch": "9.1"}, {}, told.append)
+    mac = target(("", ""), "14.2", sys_platform="darwin", platform_machine="arm64", platform_system="Darwin")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+    assert set(fetch_wheels(mac, {"torch": "9.0"}, {"rich": ""}, told.append)) == {"torch-9.0-py3-none-any.whl"}
+
+
+# -- What is there --
+
+
+def script(folder: Path, name: str, says: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+    (folder / name).chmod(0o755)
+
+
+def base_of(monkeypatch, folder: Path, preferred: list[str]) -> dict[str, Any]:
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(remote, "PLACES", ())
+    return remote.look(str(folder / "work"), preferred=preferred)["base"]
+
+
+def test_which_python_makes_the_venv(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    script(folder, "python3", '[[3, 9, 2], true, "/usr/bin/python3"]')
+    script(folder, "python3.14", "a shim of a version that is not there")
+    assert base_of(monkeypatch, folder, []) == {"python": None, "seen": ["python3 is 3.9.2"]}
+    script(folder, "python3.12", '[[3, 12, 1], false, "/usr/bin/python3.12"]')
+    lacks = {"python": None, "version": "3.12.1", "lacks_venv": "/usr/bin/python3.12"}
+    assert base_of(monkeypatch, folder, []) == lacks
+    script(folder, "python3.13", '[[3, 13, 0], true, "/opt/python3.13"]')
+    script(folder, "python3.11", '[[3, 11, 2], true, "/opt/python3.11"]')
+    assert base_of(monkeypatch, folder, [])["python"] == "/opt/python3.13"
+    assert base_of(monkeypatch, folder, ["python3.11"])["python"] == "/opt/python3.11"
+
+
+@pytest.mark.parametrize(
+    ("base", "check", "text", "hint"),
+    [
+        ({"python": None, "seen": ["python3 is 3.9.2"]}, "version.python", "newer is there: python3 is 3.9.2", "uv"),
+        (
+            {"python": None, "version": "3.12.1", "lacks_venv": "/usr/bin/python3.12"},
+            "setup.venv", "ensurepip is missing", "sudo apt install python3.12-venv",
+        ),
+    ],
+)  # fmt: skip
+def test_why_no_venv_can_be_made(session, wheel, base, check, text, hint):
+    ours = Ours(wheel=wheel, version="0", hash="0")
+    one = _Setup(session, Host(address="local"), ours, lambda *_: None, carry=False)
+    with pytest.raises(HostError, match=text) as caught:
+        one._make_venv({"base": base, "now": None})
+    assert (caught.value.check, caught.value.host) == (check, "here")
+    assert hint in caught.value.hint
+
+
+def test_what_pip_left_half_installed_does_not_count(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "v")], check=True)
+    [site] = (tmp_path / "v/lib").glob("python*/site-packages")
+    for name, whole in (("rich", True), ("torch", False)):
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        if whole:
+            (info / "INSTALLER").write_text("pip\n")
+    found = remote.probe(str(tmp_path / "v/bin/python"))
+    assert found["packages"] == {"rich": "1.0"}
+    assert found["half"] == [str(site / "torch-1.0.dist-info")]
+    assert (found["is_venv"], found["evener_hash"]) == (True, None)
+
+
+# -- What is done --
+
+
+@pytest.fixture
+def session():
+    opened = open_session("here", Host(address="local"))
+    yield opened
+    opened.close()
+
+
+def test_one_setup_at_a_time(session, tmp_path):
+    other = open_session("other", Host(address="local"))
+    assert other.call("setup", "begin", workdir=str(tmp_path)) is None
+    assert re.match(r"process \d+, which began at ", session.call("setup", "begin", workdir=str(tmp_path)))
+    other.close()  # as a controller that crashes
+    assert session.call("setup", "begin", workdir=str(tmp_path)) is None
+
+
+def test_this_environment_needs_nothing(tmp_path):
+    fleet = Fleet(hosts={"here": Host(address="local", workdir=str(tmp_path))})
+    found = run_setup(fleet)["here"]
+    assert found.line.startswith("here: nothing to do: torch 2")
+    assert (found.actions, found.sent_bytes, found.python) == ([], 0, sys.executable)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_python_that_is_no_venv_is_left_alone(tmp_path):
+    python = f"{sys.base_prefix}/bin/python3"
+    fleet = Fleet(hosts={"here": Host(address="local", python=python, workdir=str(tmp_path))})
+    error = run_setup(fleet)["here"]
+    assert isinstance(error, HostError)
+    assert error.check == "setup.python"
+    assert re.search(r"lacks torch \S+ and \d+ packages, and is no virtual environment", str(error))
+
+
+def run_setup(fleet: Fleet) -> dict[str, Any]:
+    sessions: dict[str, Session] = {name: open_session(name, host) for name, host in fleet.hosts.items()}
+    try:
+        return set_up(fleet, sessions, lambda *_: None)
+    finally:
+        for one in sessions.values():
+            one.close()
+
+
+def test_the_verb_names_each_host(tmp_path):
+    (tmp_path / "fleet.toml").write_text(
+        '[hosts.here]\naddress = "local"\n[hosts.gone]\naddress = "127.0.0.1"\nport = 1\n'
+    )
+    code = "from evener.cli.main import main; main()"
+    argv = [sys.executable, "-c", code, "setup", "--fleet", str(tmp_path / "fleet.toml")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.startswith("here: nothing to do")
+    assert "error: gone: ssh cannot reach 127.0.0.1 -p 1" in done.stderr
+    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert [one["host"] for one in told["hosts"]] == ["here"]
+    assert [(one["host"], one["check"]) for one in told["findings"]] == [("gone", "ssh.unreachable")]
+    done = subprocess.run([*argv, "--host", "hree"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert 'did you mean "here"?' in done.stderr
+
+
+def test_a_target_is_plain_data():
+    assert msgspec.json.decode(msgspec.json.encode(target()), type=Target) == target()
