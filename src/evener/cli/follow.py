@@ -20,8 +20,8 @@ PLAIN_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
-def screen(resolved: Resolved, *, quiet: bool = False) -> Iterator[Callable[[Any], None]]:
-    """What `launch.local.run` calls with every record and event: a bar on a terminal, plain lines elsewhere."""
+def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = None) -> Iterator[Callable[[Any], None]]:
+    """What `launch.local.run` and `launch.fleet.follow` call with every record and event: a bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -31,8 +31,9 @@ def screen(resolved: Resolved, *, quiet: bool = False) -> Iterator[Callable[[Any
     progress = Progress(spec.train.steps, spec.train.batch * resolved.shape.block_size)
     groups = [f"{group} {count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
     console.print(f"{count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
+    num_ranks = num_ranks or spec.machine.ranks
     console.print(
-        f"{spec.machine.ranks} {'process' if spec.machine.ranks == 1 else 'processes'}, "
+        f"{num_ranks} {'process' if num_ranks == 1 else 'processes'}, "
         f"{spec.train.batch} × {resolved.shape.block_size} tokens a step from {resolved.corpus.path}"
     )
     console.print(f"run directory {spec.out}")

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from evener import __version__
-from evener.cli import bench, data, report, sample, train, verify
+from evener.cli import bench, data, doctor, lab, launch, probe, report, runs, sample, setup, train, verify
 from evener.core.errors import EvenerError
 
 app = typer.Typer(
@@ -31,11 +31,19 @@ def _root(
 
 
 train.add_to(app)
+app.command("doctor")(doctor.doctor)
+app.command("setup")(setup.setup)
+app.command("launch")(launch.launch)
+app.command("runs")(runs.runs)
+app.command("logs")(runs.logs)
+app.command("stop")(runs.stop)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.command("sample")(sample.sample)
 app.add_typer(data.app, name="data")
+app.add_typer(probe.app, name="probe")
+app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:

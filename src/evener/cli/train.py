@@ -1,4 +1,4 @@
-"""evener train: train a model on this machine. Its flags are the leaves of RunSpec."""
+"""evener train: train a model here or on a fleet. Its flags are the leaves of RunSpec."""
 
 from __future__ import annotations
 
@@ -11,39 +11,91 @@ EPILOG = "Example: `evener data verbs && evener train --data data/verbs --ranks 
 
 SPEC_FILE = typer.Argument(None, metavar="[SPEC.toml]", help="A run as TOML ([train] steps = 100). Flags win over it.")
 RESUME = typer.Option(None, "--resume", metavar="RUN", help="Go on with this run from its newest checkpoint.")
+FLEET = typer.Option(
+    None, "--fleet", metavar="FILE", help="Hosts to train on; local: this machine [fleet.toml if here]"
+)
+DETACH = typer.Option(False, "--detach", help="On a fleet: start it, and return.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Print the exact command and environment, and start nothing.")
 AS_JSON = typer.Option(False, "--json", help="Print one JSON object at the end.")
 
 
-def train(spec_file: str | None, resume: str | None, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:
-    """Train a model on this machine: one process, or --ranks N of them.
+def train(spec_file: str | None, resume: str | None, fleet: str | None, detach: bool, dry_run: bool, as_json: bool,
+          **flags: str | bool | None) -> int:  # fmt: skip
+    """Train a model on this machine, or on all hosts of a fleet.
 
-    Ctrl-C finishes the step, saves and leaves; --resume goes on, bit for bit.
+    On this machine Ctrl-C finishes the step, saves and leaves. On a fleet it stops watching and leaves the run alone;
+    `evener stop` ends it. --resume goes on, bit for bit.
     """
     import json
 
-    from evener.cli import follow
+    from evener.cli import fleets, follow
     from evener.core.rundir import RunDir
     from evener.corpus.check import check_token_ids
-    from evener.launch import local
-    from evener.launch.torchrun import worker_argv, worker_env
     from evener.report.summary import as_result, summarize
 
+    path = fleets.fleet_path(fleet)
     resolved = _resolved(spec_file, resume, flags)
     check_token_ids(resolved.corpus)
     spec, resumes = resolved.spec, resume is not None
-    if dry_run:
-        env, argv = worker_env(spec), worker_argv(spec, resume=resumes)
-        print(json.dumps({"env": env, "argv": argv}) if as_json else follow.shell_line(env, argv))
-        return 0
-    with follow.screen(resolved, quiet=as_json) as observe:
-        manifest = local.run(spec, observe, resume=resumes)
+    if path is not None:
+        status = _on_fleet(path, resolved, resumes, detach, dry_run, as_json)
+        if status is not None:
+            return status
+    else:
+        from evener.launch import local
+        from evener.launch.torchrun import worker_argv, worker_env
+
+        if dry_run:
+            env, argv = worker_env(spec), worker_argv(spec, resume=resumes)
+            print(json.dumps({"env": env, "argv": argv}) if as_json else follow.shell_line(env, argv))
+            return 0
+        with follow.screen(resolved, quiet=as_json) as observe:
+            local.run(spec, observe, resume=resumes)
     summary = summarize(RunDir(spec.out or ""))
     if as_json:
         print(json.dumps(as_result(summary)))
     else:
         follow.tell_end(summary)
-    return follow.exit_status(manifest)
+    return follow.exit_status(summary.manifest)
+
+
+def _on_fleet(path: str, resolved: Any, resumes: bool, detach: bool, dry_run: bool, as_json: bool) -> int | None:
+    """Train on a fleet; the exit status where there is nothing to tell of an end."""
+    import contextlib
+
+    from evener.cli import fleets, follow
+    from evener.core.errors import EvenerError
+    from evener.core.plan import plan_path, read_plan
+    from evener.core.rundir import RunDir
+    from evener.launch import fleet as launcher
+
+    rundir = RunDir(resolved.spec.out)
+    run_id = read_plan(rundir).id if plan_path(rundir).exists() else None
+    with fleets.connected(path) as (hosts, sessions, errors):
+        prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, run_id)
+        fleets.tell_warnings(prepared)
+        plan, trees = launcher.plan_training(prepared, resolved, resume=resumes)
+        if dry_run:
+            fleets.print_plan(plan, as_json)
+            return 0
+        launcher.deliver(trees, plan, sessions, fleets.say)
+        if resumes:
+            launcher.restore(rundir, plan, sessions, resolved.resume.step)
+        launcher.start(rundir, plan, sessions)
+    if not as_json:
+        fleets.tell_plan(plan)
+    if detach:
+        fleets.left_alone(rundir)
+        return 0
+    try:
+        with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
+            launcher.follow(rundir, plan, observe, fleets.on_lost)
+    except KeyboardInterrupt:
+        fleets.left_alone(rundir)
+        return 130
+    with contextlib.suppress(EvenerError):  # it stays on the first host, and --resume asks again
+        launcher.bring_checkpoint(rundir, plan)
+    return None
 
 
 def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | bool | None]) -> Any:
@@ -54,7 +106,6 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
 
     from evener.core.errors import UsageError
     from evener.core.resolve import new_run_path, resolve
-    from evener.core.rundir import RunDir
     from evener.core.spec import make_spec
 
     texts = {name: str(value).lower() if isinstance(value, bool) else value
@@ -63,10 +114,37 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
     if resume is not None:
         if spec_file is not None or "out" in texts:
             raise UsageError("--resume: a run has its own spec and place", hint="leave out --out and the TOML file")
-        base = msgspec.structs.replace(RunDir(resume).manifest().spec, out=resume)
+        base = msgspec.structs.replace(_spec_of(resume), out=resume)
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
     resolved = resolve(spec, resume=resume is not None)
     return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or new_run_path(spec)))
+
+
+def _spec_of(resume: str) -> Any:
+    """The spec of a run that is resumed; from a fleet its records and newest checkpoint are brought home first."""
+    from evener.cli import fleets
+    from evener.core.errors import HostError, UsageError
+    from evener.core.plan import plan_path, read_plan
+    from evener.core.rundir import RunDir
+
+    rundir = RunDir(resume)
+    if not plan_path(rundir).exists():
+        return rundir.manifest().spec
+    from evener.launch import fleet as launcher
+
+    plan = read_plan(rundir)
+    for name, state in launcher.states(plan).items():
+        if not isinstance(state, HostError) and state["state"] == "running":
+            raise UsageError(
+                f"{resume}: still running on {name}", hint=f"evener logs -f {resume}, or evener stop {resume}"
+            )
+    launcher.catch_up(rundir, plan)
+    try:
+        launcher.bring_checkpoint(rundir, plan)
+    except HostError as error:
+        fleets.say(f"warning: {error}; going on from the newest checkpoint that is here")
+    assert plan.spec is not None
+    return plan.spec
 
 
 def add_to(app: typer.Typer) -> None:
@@ -76,6 +154,8 @@ def add_to(app: typer.Typer) -> None:
     options: list[tuple[str, Any, Any]] = [
         ("spec_file", SPEC_FILE, str | None),
         ("resume", RESUME, str | None),
+        ("fleet", FLEET, str | None),
+        ("detach", DETACH, bool),
         ("dry_run", DRY_RUN, bool),
         ("as_json", AS_JSON, bool),
     ]

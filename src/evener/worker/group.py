@@ -26,7 +26,7 @@ class Group:
     def __init__(self, device: str, backend: str) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count() if device != "cpu" else 0
         every_rank_has_a_gpu = num_gpus >= self.local_world_size
@@ -36,7 +36,7 @@ class Group:
                 hint="--device cpu --backend gloo trains on the processor",
             )
         use_gpu = device == "cuda" or every_rank_has_a_gpu
-        self.device = torch.device("cuda", local_rank % num_gpus) if use_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", self.local_rank % num_gpus) if use_gpu else torch.device("cpu")
         self.backend = "none"
         self.control: Any = None  # a Gloo group for news between hosts' processors
         if use_gpu:

@@ -44,6 +44,7 @@ from evener.core.units import count
 from evener.plan.balance import equal_shares, micro_batch_sizes
 from evener.plan.cost import compile_pays
 from evener.worker import checkpoint as checkpoints
+from evener.worker.agree import Identity, identity, mismatch
 from evener.worker.clock import CudaClock, HostClock
 from evener.worker.group import Group
 from evener.worker.record import BLOCKED, Recorder
@@ -82,14 +83,14 @@ class Run:
         self.rank, self.world_size, self.device = self.group.rank, self.group.world_size, self.group.device
         self._machine = this_machine()
         torch.set_num_threads(spec.machine.threads or max(1, self._machine.cores // self.group.local_world_size))
-        self.dir = RunDir(self._agree_on(spec.out or new_run_path(spec)))
+        self.dir = RunDir(spec.out or self._agree_on(new_run_path(spec)))  # hosts have places of their own
         self._redirect_output()
         if resolved is not None:
             self._resume = resolved.resume
         else:
             self._resume = newest_checkpoint(self.dir) if resume else None
         self._clock = CudaClock() if self.device.type == "cuda" else HostClock()
-        self.dtype = _dtype(spec.model.dtype, self.device)
+        self.dtype = choose_dtype(spec.model.dtype, self.device)
         self._scaler = torch.amp.GradScaler("cuda", enabled=self.dtype == torch.float16)
         self.compiled = self._compiles()
         self.contention: Contention | None = None
@@ -193,9 +194,10 @@ class Run:
             checkpoints.load(self.dir.checkpoint_path(first), self.module, self._optimizer)
             if resume.scaler:
                 self._scaler.load_state_dict(resume.scaler)
-            if self.rank == 0:
+            if self.group.local_rank == 0:
                 for rank in self.dir.recorded_ranks():
                     self.dir.keep_records_before(rank, first)
+        self._check_identities()
         saved = [(step, read_checkpoint(self.dir.checkpoint_path(step)).val_loss)
                  for step in self.dir.checkpoint_steps()]  # fmt: skip
         self._best = min(((loss, step) for step, loss in saved if loss is not None), default=None)
@@ -350,6 +352,17 @@ class Run:
             if self.rank == 0 and hasattr(self, "_manifest"):
                 self.dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))
 
+    def _check_identities(self) -> None:
+        """Raise RunError before the first step where the ranks are not of one mind."""
+        mine = identity(self.rank, self._machine.host, self.spec, self._resolved, self.module.named_parameters())
+        ranks = [msgspec.json.decode(text, type=Identity) for text in self.group.gather(msgspec.json.encode(mine))]
+        found = mismatch(ranks)
+        if found is not None:
+            check, what, where = found
+            if self.rank == 0:
+                self.dir.add_event(check, what=what, where=where)
+            raise RunError(f"{check}: {what}: {where} differ", hint="evener train sends every host the same")
+
     # --- small things --------------------------------------------------------------------------------------------
 
     def _lap(self, part: str) -> None:
@@ -472,7 +485,7 @@ class Step:
         )
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """fp32, bf16 or fp16; auto is bf16 where the device has units for it."""
     if name == "auto":
         if device.type == "cuda":

@@ -1,0 +1,105 @@
+"""What do the verbs that start and follow a run on a fleet have in common?"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE_ALONE = "local"  # --fleet local: this machine, whatever fleet.toml says
+
+
+def fleet_path(given: str | None) -> str | None:
+    """The fleet file that a verb uses: the one given, else fleet.toml where there is one."""
+    from evener.core.fleet import DEFAULT_FLEET
+
+    if given is not None:
+        return None if given == HERE_ALONE else given
+    return DEFAULT_FLEET if Path(DEFAULT_FLEET).exists() else None
+
+
+def say(text: str) -> None:
+    """One line for a person."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def tell_warnings(prepared: Any) -> None:
+    """What the preflight found that does not stand in the way."""
+    for finding in prepared.findings:
+        where = " → ".join(name for name in (finding.host, finding.peer) if name)
+        say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
+
+
+def tell_plan(plan: Any) -> None:
+    """Which rank is where."""
+    for host in plan.hosts:
+        last = host.first_rank + host.num_ranks - 1
+        ranks = f"rank {host.first_rank}" if host.num_ranks == 1 else f"ranks {host.first_rank} to {last}"
+        say(f"{host.name}: {ranks}, {host.interface} {host.address}")
+
+
+def print_plan(plan: Any, as_json: bool) -> None:
+    """--dry-run: the very object that the real call would use, or what to type on each host."""
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.encode(plan).decode())
+        return
+    for host in plan.hosts:
+        print(f"# on {host.name}\n{host.shell_line()}\n")
+
+
+def left_alone(run_dir: Any) -> None:
+    """What to tell somebody who stops watching."""
+    say(f"the run goes on without this terminal\nsee it:  evener logs -f {run_dir}\nend it:  evener stop {run_dir}")
+
+
+def on_lost(host: Any) -> None:
+    """A host went out of sight, or came back."""
+    if host.error is not None:
+        say(f"{host.error}; trying again, the run goes on without it")
+    else:
+        say(f"{host.name}: seen again; nothing was missed")
+
+
+class Lines:
+    """What the ranks print, as it comes home: `2 attic │ text`."""
+
+    def __init__(self, rundir: Any, plan: Any, hosts: set[str] | None = None, ranks: set[int] | None = None) -> None:
+        from evener.core.rundir import follow_lines
+
+        self._followers: list[tuple[str, Any]] = []
+        width = max(len(f"{host.first_rank + host.num_ranks} {host.name}") for host in plan.hosts)
+        for host in plan.hosts:
+            if hosts is not None and host.name not in hosts:
+                continue
+            if ranks is None:
+                path = rundir.path / "logs" / f"{host.name}.log"
+                self._followers.append((f"{'- ' + host.name:{width}}", follow_lines(path)))
+            for rank in range(host.first_rank, host.first_rank + host.num_ranks):
+                if ranks is None or rank in ranks:
+                    label = f"{rank} {host.name}"
+                    self._followers.append((f"{label:{width}}", follow_lines(rundir.log_path(host.name, rank))))
+
+    def print_new(self, *, stamps: bool = False) -> None:
+        """Print what came since the last time, in the order of its time stamps."""
+        new: list[tuple[str, str, str]] = []
+        for label, follower in self._followers:
+            for line in next(follower):
+                stamp, _, text = line.decode(errors="replace").partition(" ")
+                new.append((stamp, label, text[2:]))
+        for stamp, label, text in sorted(new, key=lambda one: one[0]):
+            print(f"{stamp} {label} │ {text}" if stamps else f"{label} │ {text}", flush=True)
+
+
+@contextlib.contextmanager
+def connected(path: str) -> Iterator[tuple[Any, Any, Any]]:
+    """(fleet, sessions, errors) of a fleet file."""
+    from evener.core.fleet import load_fleet
+    from evener.hosts.session import connect
+
+    fleet = load_fleet(path)
+    with connect(fleet) as (sessions, errors):
+        yield fleet, sessions, errors

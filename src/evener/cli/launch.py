@@ -1,0 +1,89 @@
+"""evener launch: any program that torchrun can run, on the fleet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+
+def launch(
+    program: list[str] = typer.Argument(..., metavar="-- SCRIPT.py ARGS | -- -m MODULE ARGS", help="the program"),
+    fleet: str | None = typer.Option(None, help="fleet file [fleet.toml]"),
+    out: str | None = typer.Option(None, help="run directory [runs/DATE-SCRIPT]"),
+    port: int | None = typer.Option(None, min=1, max=65535, help="of the rendezvous [29500, or another that is free]"),
+    detach: bool = typer.Option(False, "--detach", help="start it, and return"),
+    dry_run: bool = typer.Option(False, "--dry-run", help="print what each host would run, and start nothing"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object at the end"),
+) -> int:
+    """Run a script of your own on every host of the fleet, as torchrun would.
+
+    The folder you are in travels to the hosts (in a git repository: what git does not ignore). Ranks get RANK,
+    WORLD_SIZE, MASTER_ADDR and the right network interface. Ctrl-C stops watching, not the run.
+
+    Example: `evener launch -- train.py --lr 1e-3`.
+    """
+    import json
+    import os
+    import time
+    from pathlib import Path
+
+    from evener.cli import fleets
+    from evener.core.errors import UsageError
+    from evener.core.rundir import RunDir
+    from evener.launch import fleet as launcher
+
+    path = fleets.fleet_path(fleet)
+    if path is None:
+        raise UsageError("there is no fleet.toml here", hint="--fleet FILE, or torchrun for this machine alone")
+    project, argv = _program(program)
+    name = Path(argv[1] if argv[0] == "-m" else argv[0]).stem
+    rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    if rundir.path.exists():
+        raise UsageError(f"--out {rundir}: is there already", hint="another --out")
+    with fleets.connected(path) as (hosts, sessions, errors):
+        prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, port=port)
+        fleets.tell_warnings(prepared)
+        plan, trees = launcher.plan_script(prepared, project, argv, os.environ)
+        if dry_run:
+            fleets.print_plan(plan, as_json)
+            return 0
+        launcher.deliver(trees, plan, sessions, fleets.say)
+        launcher.start(rundir, plan, sessions)
+    fleets.tell_plan(plan)
+    fleets.say(f"run directory {rundir}")
+    if detach:
+        fleets.left_alone(rundir)
+        return 0
+    lines = fleets.Lines(rundir, plan)
+    try:
+        states = launcher.follow(
+            rundir, plan, lambda news: None, fleets.on_lost, lambda mirror: None if as_json else lines.print_new()
+        )
+    except KeyboardInterrupt:
+        fleets.left_alone(rundir)
+        return 130
+    stopped = any(state.get("stopped") for state in states.values())
+    if as_json:
+        print(json.dumps({"run_dir": str(rundir), "stopped": stopped, "hosts": states}))
+    else:
+        fleets.say(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
+    return 130 if stopped else 0
+
+
+def _program(words: list[str]) -> Any:
+    """The project's folder, and the program as torchrun takes it there."""
+    from pathlib import Path
+
+    from evener.core.errors import UsageError
+
+    here = Path.cwd().resolve()
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise UsageError("-m: expected a module after it", hint="evener launch -- -m package.module ARGS")
+        return here, words
+    script = Path(words[0]).resolve()
+    if not script.is_file():
+        raise UsageError(f"{words[0]}: no such script", hint="evener launch -- SCRIPT.py ARGS")
+    project = here if script.is_relative_to(here) else script.parent
+    return project, [script.relative_to(project).as_posix(), *words[1:]]

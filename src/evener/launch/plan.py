@@ -1,0 +1,169 @@
+"""With which exact command and environment does each host of a fleet take part? Pure: what it returns can be printed.
+
+torchrun runs on every host with a static rendezvous and explicit node ranks, so that which rank is where is known
+beforehand: host after host in the fleet's order.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Host
+from evener.core.plan import HostPlan, Plan
+from evener.core.spec import RunSpec, to_flags
+
+TRAIN_GRACE_S = 120.0  # to finish a step and save
+SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
+# What a person writes in front of torchrun and expects to reach the ranks. Interfaces and folders are a host's own.
+COPIED = re.compile(r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_?")
+NOT_COPIED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TRANSFORMERS_CACHE"}
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner must know of a host."""
+
+    name: str
+    host: Host
+    address: str  # of the interface that the others reach
+    interface: str
+    python: str  # the interpreter that trains
+    workdir: str  # absolute
+    run: str  # the run's folder there
+    cores: int
+    gpus: list[str]  # names
+    has_bf16: bool  # on the processor, in hardware
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Do its ranks have a GPU each?"""
+        return self.host.devices != "cpu" and bool(self.gpus)
+
+
+def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, data: Mapping[str, str],
+               init_from: Mapping[str, str], *, resume: bool) -> Plan:  # fmt: skip
+    """evener's own worker on every host; `data` and `init_from` say where each host has them."""
+    counts = _num_ranks(places, spec.machine.ranks)
+    total = sum(counts)
+    if total > spec.train.batch:
+        raise UsageError(
+            f"{total} ranks on {len(places)} hosts, more than the {spec.train.batch} sequences of one batch",
+            hint=f"--batch {total} or more gives every rank something to do",
+        )
+    backend = spec.machine.backend
+    if backend == "auto":
+        backend = "nccl" if all(place.uses_gpu for place in places) else "gloo"
+    dtype = _common_dtype(places) if spec.model.dtype == "auto" else spec.model.dtype
+    hosts = []
+    for i, place in enumerate(places):
+        device = spec.machine.device
+        if device == "auto":
+            device = "cuda" if place.uses_gpu else "cpu"
+        mine = msgspec.structs.replace(
+            spec,
+            out=place.run,
+            data=msgspec.structs.replace(spec.data, data=data[place.name]),
+            model=msgspec.structs.replace(spec.model, dtype=dtype, init_from=init_from.get(place.name)),
+            machine=msgspec.structs.replace(
+                spec.machine, ranks=1, threads=_threads(place, counts[i], spec), device=device, backend=backend
+            ),
+        )
+        program = ["-m", "evener.worker", *to_flags(mine), *(["--resume"] if resume else [])]
+        env = _env(place, _threads(place, counts[i], spec), {})
+        hosts.append(_host_plan(run_id, places, counts, i, port, program, env))
+    return Plan(id=run_id, kind="train", address=places[0].address, port=port, backend=backend, grace_s=TRAIN_GRACE_S,
+                spec=spec, hosts=hosts)  # fmt: skip
+
+
+def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequence[str], environment: Mapping[str, str],
+                code: str) -> Plan:  # fmt: skip
+    """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project, whose digest is `code`.
+    Of `environment`, the controller's, little is copied.
+    """
+    counts = _num_ranks(places, 1)
+    copied = {name: value for name, value in environment.items()
+              if COPIED.match(name) and name not in NOT_COPIED and not SECRET.search(name)}  # fmt: skip
+    hosts = []
+    for i, place in enumerate(places):
+        env = _env(place, place.host.threads or max(1, place.cores // counts[i]), copied)
+        project = posixpath.join(place.workdir, "trees", code)
+        hosts.append(_host_plan(run_id, places, counts, i, port, list(program), env, project))
+    return Plan(id=run_id, kind="launch", address=places[0].address, port=port, backend="", grace_s=SCRIPT_GRACE_S,
+                spec=None, hosts=hosts)  # fmt: skip
+
+
+def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: int, port: int, program: list[str],
+               env: dict[str, str], project: str | None = None) -> HostPlan:  # fmt: skip
+    place, master = places[i], places[0].address
+    endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"
+    argv = [
+        place.python,
+        "-m",
+        "evener.worker.agent",
+        f"--nnodes={len(places)}",
+        f"--nproc-per-node={counts[i]}",
+        "--rdzv-backend=evener",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-conf=rank={i}",
+        f"--rdzv-id={run_id}",
+        f"--local-addr={place.address}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        "--shutdown-timeout=5",
+        "--redirects=3",
+        f"--log-dir={posixpath.join(place.run, 'host', 'ranks')}",
+        *program,
+    ]
+    return HostPlan(
+        name=place.name,
+        host=place.host,
+        node_rank=i,
+        first_rank=sum(counts[:i]),
+        num_ranks=counts[i],
+        address=place.address,
+        interface=place.interface,
+        run=place.run,
+        code=project,
+        cwd=posixpath.join(place.run, "code") if project else place.run,
+        argv=argv,
+        env=env,
+    )
+
+
+def _num_ranks(places: Sequence[Place], asked: int) -> list[int]:
+    """Ranks of each host: as its table in the fleet says, else one a GPU, else as many as were asked for."""
+    for place in places:
+        if place.host.devices == "cuda" and not place.gpus:
+            raise UsageError(
+                f"{place.name}: devices is cuda, and nvidia-smi shows no GPU there", hint='devices = "cpu"'
+            )
+    return [place.host.ranks or (len(place.gpus) if place.uses_gpu else asked) for place in places]
+
+
+def _common_dtype(places: Sequence[Place]) -> Literal["auto", "fp32", "bf16"]:
+    """Replicas compute in one arithmetic: their GPUs' if all are the same, else what every host has units for."""
+    if all(place.uses_gpu for place in places) and len({gpu for place in places for gpu in place.gpus}) == 1:
+        return "auto"
+    return "bf16" if all(place.has_bf16 and not place.uses_gpu for place in places) else "fp32"
+
+
+def _threads(place: Place, num_ranks: int, spec: RunSpec) -> int:
+    return place.host.threads or spec.machine.threads or max(1, place.cores // num_ranks)
+
+
+def _env(place: Place, threads: int, copied: Mapping[str, str]) -> dict[str, str]:
+    """Of the interface the exact name: Gloo takes one name, NCCL a prefix unless an = stands before it."""
+    return {
+        **copied,
+        "EVENER_HOST": place.name,
+        "GLOO_SOCKET_IFNAME": place.interface,
+        "NCCL_SOCKET_IFNAME": f"={place.interface}",
+        "OMP_NUM_THREADS": copied.get("OMP_NUM_THREADS", str(threads)),
+        "PYTHONUNBUFFERED": "1",
+    }

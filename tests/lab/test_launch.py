@@ -1,0 +1,364 @@
+"""Runs on real hosts over real ssh: exact results, complete logs, the first failure, and no process left anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.core.plan import read_plan
+from evener.core.rundir import RunDir
+from evener.lab.lab import Lab
+from evener.lab.spec import HostSpec
+from tests.lab.conftest import MakeLab, wait_until
+
+TIMEOUT_S = 120
+ENV = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "120"}
+
+SCRIPT = """
+import os, sys, time, signal
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+total = torch.tensor([float(rank)]); dist.all_reduce(total)
+print("sum", int(total), "of", world, "host", os.uname().nodename, flush=True)
+print(f"rank {rank} to stderr", file=sys.stderr, flush=True)
+what = sys.argv[1] if len(sys.argv) > 1 else ""
+if what == "die" and rank == 1:
+    print("about to die", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "raise" and rank == 1:
+    raise ValueError("no such thing")
+if what in ("die", "raise"):
+    dist.barrier()
+if what == "count":
+    for i in range(int(sys.argv[2])):
+        print("line", i, flush=True)
+        time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+class Fleet:
+    """A lab's hosts, and a folder to give commands in."""
+
+    def __init__(self, lab: Lab, fleet: Path, folder: Path) -> None:
+        self.lab, self.fleet, self.folder = lab, fleet, folder
+        (folder / "hello.py").write_text(SCRIPT)
+
+    def argv(self, verb: str, *args: str) -> list[str]:
+        takes_fleet = verb in ("train", "launch", "doctor")
+        return [
+            str(Path(sys.executable).with_name("evener")),
+            verb,
+            *(["--fleet", str(self.fleet)] if takes_fleet else []),
+            *args,
+        ]
+
+    def run(self, verb: str, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.argv(verb, *args), cwd=self.folder, env=ENV, capture_output=True, text=True,
+                              timeout=TIMEOUT_S, check=False)  # fmt: skip
+
+    def ok(self, verb: str, *args: str) -> subprocess.CompletedProcess[str]:
+        done = self.run(verb, *args)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def popen(self, verb: str, *args: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(self.argv(verb, *args), cwd=self.folder, env=ENV, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+
+    def there(self, name: str, host: str) -> Path:
+        """The run's folder on a host."""
+        return Path(next(one.run for one in read_plan(self.rundir(name)).hosts if one.name == host))
+
+    def rundir(self, name: str) -> RunDir:
+        return RunDir(self.folder / name)
+
+    def processes(self, name: str) -> dict[str, list[str]]:
+        """Per host, the commands of processes that belong to a run."""
+        mark = f"EVENER_RUN={read_plan(self.rundir(name)).id}".encode()
+        found: dict[str, list[str]] = {}
+        for host in self.lab.hosts:
+            for pid in host.pids():
+                try:
+                    if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                        found.setdefault(host.name, []).append(Path(f"/proc/{pid}/cmdline").read_text())
+                except OSError:
+                    continue
+        return found
+
+    def printed(self, name: str, host: str, rank: int | None = None) -> str:
+        """What a rank wrote to stdout."""
+        stem = host if rank is None else f"{host}.{rank}"
+        path = self.folder / name / "logs" / f"{stem}.log"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return "\n".join(line.split(" ", 2)[2] for line in lines if line.split(" ", 2)[1] == "O")
+
+
+@pytest.fixture
+def fleet(pair: Lab, tmp_path: Path) -> Fleet:
+    return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
+
+
+def test_a_script_runs_on_every_host(fleet: Fleet) -> None:
+    done = fleet.ok("launch", "--out", "runs/one", "--json", "--", "hello.py")
+    assert json.loads(done.stdout)["stopped"] is False
+    for rank, host in enumerate("ab"):
+        assert fleet.printed("runs/one", host, rank) == f"sum 1 of 2 host {host}"
+        assert f"E rank {rank} to stderr" in (fleet.folder / f"runs/one/logs/{host}.{rank}.log").read_text()
+    assert fleet.processes("runs/one") == {}
+
+
+def test_arguments_cross_ssh_unchanged(fleet: Fleet) -> None:
+    """Spaces, quotes, $, newlines, non-ASCII, a leading dash, an empty one; and a project folder full of them."""
+    folder = fleet.folder / 'it\'s a "$HOME" ü'
+    folder.mkdir()
+    (folder / "sub folder").mkdir()
+    (folder / "sub folder" / "print'em.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    arguments = [
+        "a b",
+        "'",
+        '"',
+        "$HOME",
+        "`id`",
+        "new\nline",
+        "ü€🐎",
+        "--lr",
+        "-x",
+        "",
+        "\\",
+        "*",
+        "~",
+        "; true",
+        "\t",
+    ]
+    odd = Fleet(fleet.lab, fleet.fleet, folder)
+    odd.ok("launch", "--out", "runs/a b", "--json", "--", "sub folder/print'em.py", *arguments)
+    for rank, host in enumerate("ab"):
+        assert json.loads(odd.printed("runs/a b", host, rank)) == arguments
+
+
+def test_the_first_failure_comes_first(fleet: Fleet) -> None:
+    """Rank 1 dies by a signal; rank 0, the loud one, fails because of it."""
+    done = fleet.run("launch", "--out", "runs/die", "--", "hello.py", "die")
+    assert done.returncode == 1
+    assert "error: rank 1 on b was killed by SIGKILL" in done.stderr
+    assert "  | about to die" in done.stderr
+    (event,) = [event for event in fleet.rundir("runs/die").events() if event["event"] == "failure"]
+    assert (event["host"], event["rank"], event["error"]) == ("b", 1, "was killed by SIGKILL")
+    assert fleet.processes("runs/die") == {}
+
+
+def test_an_exception_is_shown_with_its_own_lines(fleet: Fleet) -> None:
+    done = fleet.run("launch", "--out", "runs/raise", "--", "hello.py", "raise")
+    assert done.returncode == 1
+    assert "error: rank 1 on b exited with status 1" in done.stderr
+    assert "ValueError: no such thing" in done.stderr
+    assert fleet.processes("runs/raise") == {}
+
+
+@pytest.fixture
+def counting(fleet: Fleet) -> Iterator[Fleet]:
+    """A run that prints a line every 50 ms on both hosts and is not being watched."""
+    fleet.ok("launch", "--out", "runs/count", "--detach", "--", "hello.py", "count", "200")
+    yield fleet
+    fleet.run("stop", "--now", "runs/count")
+    assert fleet.processes("runs/count") == {}
+
+
+EXPECTED = [f"line {i}" for i in range(200)]
+
+
+def lines(fleet: Fleet, host: str, rank: int) -> list[str]:
+    return [line for line in fleet.printed("runs/count", host, rank).splitlines() if line.startswith("line")]
+
+
+def is_complete(fleet: Fleet) -> bool:
+    return all(lines(fleet, host, rank) == EXPECTED for rank, host in enumerate("ab"))
+
+
+def test_stop_leaves_nothing(counting: Fleet) -> None:
+    wait_until(lambda: len(counting.processes("runs/count")) == 2, "the run began")
+    done = counting.ok("stop", "runs/count", "--json")
+    states = json.loads(done.stdout)["hosts"]
+    assert all(state["state"] == "ended" and state["stopped"] for state in states.values())
+    assert counting.processes("runs/count") == {}
+    listed = json.loads(counting.ok("runs", "--json").stdout)["runs"]
+    assert [(run["run"], run["state"]) for run in listed] == [("runs/count", "stopped")]
+
+
+def test_a_killed_supervisor_leaves_nothing(counting: Fleet) -> None:
+    wait_until(lambda: len(counting.processes("runs/count")) == 2, "the run began")
+    state = json.loads((counting.there("runs/count", "b") / "host/state.json").read_text())
+    counting.lab.host("b").exec(["kill", "-9", str(state["supervisor"])])
+    wait_until(lambda: "b" not in counting.processes("runs/count"), "b's processes are gone")
+
+
+def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
+    """Ctrl-C, then kill -9 of another watcher, then the link away while nobody is watching: the logs are complete."""
+    watcher = counting.popen("logs", "-f", "runs/count")
+    wait_until(lambda: len(lines(counting, "a", 0)) > 5, "lines come home")
+    os.killpg(watcher.pid, signal.SIGINT)
+    out, _ = watcher.communicate(timeout=TIMEOUT_S)
+    assert watcher.returncode == 130
+    assert "the run goes on without this terminal" in out
+    second = counting.popen("logs", "-f", "runs/count")
+    had = len(lines(counting, "a", 0))
+    wait_until(lambda: len(lines(counting, "a", 0)) > had, "lines come home again")
+    os.killpg(second.pid, signal.SIGKILL)
+    second.communicate()
+    last = counting.popen("logs", "-f", "runs/count")
+    wait_until(lambda: len(lines(counting, "b", 1)) > had + 5, "and again")
+    counting.lab.host("b").link_up(False)
+    time.sleep(1.0)
+    counting.lab.host("b").link_up(True)
+    out, _ = last.communicate(timeout=TIMEOUT_S)
+    assert last.returncode == 0, out
+    assert is_complete(counting)
+    for rank, host in enumerate("ab"):
+        log = f"logs/{host}.{rank}.log"
+        assert (counting.there("runs/count", host) / log).read_bytes() == (
+            counting.folder / "runs/count" / log
+        ).read_bytes()
+
+
+def test_ssh_is_killed(counting: Fleet) -> None:
+    """The watcher's ssh processes are killed: it connects again, and no line is missing or there twice."""
+    watcher = counting.popen("logs", "-f", "runs/count")
+    wait_until(lambda: len(lines(counting, "a", 0)) > 5, "lines come home")
+    ours = subprocess.run(["ps", "-eo", "pid,ppid,comm"], capture_output=True, text=True, check=True).stdout
+    for pid, parent, name in (line.split() for line in ours.splitlines()[1:] if len(line.split()) == 3):
+        if name == "ssh" and int(parent) == watcher.pid:
+            os.kill(int(pid), signal.SIGKILL)
+    out, _ = watcher.communicate(timeout=TIMEOUT_S)
+    assert watcher.returncode == 0, out
+    assert "trying again, the run goes on without it" in out
+    assert is_complete(counting)
+
+
+def test_only_the_chosen_interface_is_listened_on(counting: Fleet) -> None:
+    wait_until(lambda: "line" in counting.ok("logs", "runs/count", "--rank", "0").stdout, "the ranks are connected")
+    mine = {"a": 0, "b": 0}
+    for host in counting.lab.hosts:
+        text = host.exec(["ss", "-Hltnp"]).stdout
+        for line in text.splitlines():
+            address, port = line.split()[3].rsplit(":", 1)
+            if port != "22":
+                assert address == host.address, line
+                mine[host.name] += 1
+    assert mine["a"] >= 2, "the store and Gloo's listener"
+    assert mine["b"] >= 1
+
+
+def test_secrets_stay_here(fleet: Fleet) -> None:
+    (fleet.folder / "env.py").write_text(
+        "import os; print(sorted(name for name in os.environ if name.startswith(('NCCL', 'HF_'))))"
+    )
+    env = ENV | {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_secret", "NCCL_SECRET_KEY": "s3cret", "HF_HUB_OFFLINE": "1"}
+    argv = fleet.argv("launch", "--out", "runs/env", "--json", "--", "env.py")
+    subprocess.run(argv, cwd=fleet.folder, env=env, capture_output=True, timeout=TIMEOUT_S, check=True)
+    assert fleet.printed("runs/env", "b", 1) == "['HF_HUB_OFFLINE', 'NCCL_DEBUG', 'NCCL_SOCKET_IFNAME']"
+    for place in (fleet.folder, *(host.home for host in fleet.lab.hosts)):
+        text = subprocess.run(
+            ["grep", "-rlE", "hf_secret|s3cret", str(place)], capture_output=True, text=True, check=False
+        )
+        assert text.stdout == ""
+    assert (fleet.folder / "runs/env/plan.json").stat().st_mode & 0o077 == 0
+    assert (fleet.there("runs/env", "a") / "host/spec.json").stat().st_mode & 0o077 == 0
+
+
+def test_code_is_not_sent_twice(fleet: Fleet) -> None:
+    first = fleet.ok("launch", "--out", "runs/first", "--json", "--", "hello.py")
+    second = fleet.ok("launch", "--out", "runs/second", "--json", "--", "hello.py")
+    assert "sent to a" in first.stderr or "sent" not in second.stderr
+    assert "sent to" not in second.stderr
+
+
+def test_dry_run_prints_what_would_run(fleet: Fleet) -> None:
+    plan = json.loads(fleet.ok("launch", "--out", "runs/dry", "--dry-run", "--json", "--", "hello.py", "a b").stdout)
+    assert not (fleet.folder / "runs/dry").exists()
+    assert [host["argv"][-2:] for host in plan["hosts"]] == [["hello.py", "a b"]] * 2
+    assert [host["env"]["GLOO_SOCKET_IFNAME"] for host in plan["hosts"]] == ["eth0", "eth0"]
+    text = fleet.ok("launch", "--out", "runs/dry", "--dry-run", "--", "hello.py", "a b").stdout
+    assert re.search(r"# on b\ncd .* && .*--rdzv-conf=rank=1 .* hello.py 'a b'", text)
+
+
+def test_a_failed_start_ends_the_others(fleet: Fleet) -> None:
+    """A host on whose disk the run has no place: the other is ended again, and no run directory is left."""
+    runs = fleet.lab.host("b").home / ".evener" / "runs"
+    fleet.ok("launch", "--out", "runs/good", "--json", "--", "hello.py")
+    runs.rename(runs.with_name("kept"))
+    runs.write_text("in the way")
+    try:
+        done = fleet.run("launch", "--out", "runs/bad", "--", "hello.py")
+    finally:
+        runs.unlink()
+        runs.with_name("kept").rename(runs)
+    assert done.returncode == 1
+    assert "the run did not start on b" in done.stderr
+    assert not (fleet.folder / "runs/bad").exists()
+
+
+def losses(rundir: RunDir, rank: int = 0) -> list[float | None]:
+    return [record.loss for record in rundir.records(rank)]
+
+
+FLAGS = ["--model", "tiny", "--batch", "6", "--dtype", "fp32", "--threads", "1", "--eval-tokens", "2048", "--steps"]
+
+
+def test_training_is_exact_across_hosts(fleet: Fleet, corpus: Path, train: Callable[..., RunDir]) -> None:
+    """The same losses as one process on this machine; stopped and resumed, the same bits as never stopped."""
+    args = ["--data", str(corpus), *FLAGS]
+    fleet.ok("train", *args, "12", "--out", "runs/whole", "--json")
+    whole = fleet.rundir("runs/whole")
+    alone = train(fleet.folder / "alone", *FLAGS, "12")
+    assert losses(whole) == pytest.approx(losses(alone), abs=1e-5)
+    assert losses(whole, 1) == losses(whole, 0)
+    manifest = whole.manifest()
+    assert [(rank.rank, rank.host) for rank in manifest.ranks] == [(0, "a"), (1, "b")]
+    assert manifest.result is not None
+    assert manifest.result.replicas_agree
+    fleet.ok("train", *args, "7", "--warmup", "0", "--min-lr", "3e-4", "--out", "runs/half", "--json")
+    fleet.ok("train", "--resume", "runs/half", "--steps", "12", "--json")
+    fleet.ok("train", *args, "12", "--warmup", "0", "--min-lr", "3e-4", "--out", "runs/never", "--json")
+    assert losses(fleet.rundir("runs/half")) == losses(fleet.rundir("runs/never"))
+
+
+def test_stopping_a_training_saves(fleet: Fleet, corpus: Path) -> None:
+    fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--out", "runs/long", "--detach")
+    records = fleet.there("runs/long", "a") / "steps/rank-0.jsonl"
+    wait_until(lambda: records.exists() and records.stat().st_size > 2000, "it trains")
+    fleet.ok("stop", "runs/long")
+    rundir = fleet.rundir("runs/long")
+    assert rundir.manifest().verdict == "stopped"
+    assert fleet.processes("runs/long") == {}
+    steps = len(rundir.records(0))
+    fleet.ok("train", "--resume", "runs/long", "--steps", str(steps + 2), "--json")
+    assert [record.step for record in rundir.records(1)] == list(range(steps + 2))
+
+
+def test_somebody_elses_program(fleet: Fleet) -> None:
+    """accelerate's own test of a distributed set-up, as it comes from PyPI."""
+    pytest.importorskip("accelerate")
+    fleet.ok("launch", "--out", "runs/accelerate", "--", "-m", "accelerate.test_utils.scripts.test_ops")
+
+
+def test_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
+    lab = make_lab(**{name: HostSpec() for name in "abcdefgh"})
+    fleet = Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path)
+    fleet.ok("launch", "--out", "runs/eight", "--json", "--", "hello.py")
+    assert fleet.printed("runs/eight", "h", 7) == "sum 28 of 8 host h"
+    fleet.ok("launch", "--out", "runs/count", "--detach", "--", "hello.py", "count", "10000")
+    wait_until(lambda: len(fleet.processes("runs/count")) == 8, "it runs on all")
+    fleet.ok("stop", "runs/count")
+    assert fleet.processes("runs/count") == {}
+    lab.down()
