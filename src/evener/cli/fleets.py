@@ -25,6 +25,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def find_run(run: str) -> Path:
+    """The directory of a run that is named by it, or by the id that its processes carry on the hosts."""
+    for path in Path("runs").glob("*/plan.json"):
+        if not Path(run).exists() and path.read_bytes().find(f'"id": "{run}"'.encode()) >= 0:
+            return path.parent
+    return Path(run)
+
+
 def tell_warnings(prepared: Any) -> None:
     """What the preflight found that does not stand in the way."""
     for finding in prepared.findings:

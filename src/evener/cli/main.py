@@ -55,7 +55,8 @@ def main() -> None:
         status = error.exit_status
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
-        _tell(error.format_message(), f"{context.command_path if context else 'evener'} --help")
+        if error.format_message():  # a verb without its argument has printed its help
+            _tell(error.format_message(), f"{context.command_path if context else 'evener'} --help")
         status = 2
     except (KeyboardInterrupt, typer.Abort):
         status = 130

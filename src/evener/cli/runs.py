@@ -47,7 +47,7 @@ def runs(
 
 
 def logs(
-    run: str = typer.Argument(..., help="run directory"),
+    run: str = typer.Argument(..., help="run directory, or a run's id"),
     follow: bool = typer.Option(False, "--follow", "-f", help="go on as lines come; Ctrl-C leaves the run alone"),
     host: list[str] | None = typer.Option(None, help="only this host; may be given twice"),
     rank: list[int] | None = typer.Option(None, help="only this rank; may be given twice"),
@@ -62,7 +62,7 @@ def logs(
     from evener.core.rundir import RunDir
     from evener.launch import fleet as launcher
 
-    rundir = RunDir(run)
+    rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
     names = [one.name for one in plan.hosts]
     for name in host or []:
@@ -83,7 +83,9 @@ def logs(
 
 
 def stop(
-    run: str = typer.Argument(..., help="run directory"),
+    run: str | None = typer.Argument(None, help="run directory, or a run's id"),
+    stale: bool = typer.Option(False, "--stale", help="end what earlier runs left behind on the fleet's hosts"),
+    fleet: str | None = typer.Option(None, help="fleet file, for --stale [fleet.toml]"),
     now: bool = typer.Option(False, "--now", help="do not let the ranks finish their step and save"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
@@ -91,6 +93,16 @@ def stop(
 
     Example: `evener stop runs/mine`.
     """
+    from evener.core.errors import UsageError
+
+    if stale and run is None:
+        return _stop_stale(fleet, as_json)
+    if run is None or stale:
+        raise UsageError("which run?", hint="evener stop runs/NAME; evener runs lists them")
+    return _stop(run, now, as_json)
+
+
+def _stop(run: str, now: bool, as_json: bool) -> int:
     import json
 
     from evener.cli import fleets
@@ -99,7 +111,7 @@ def stop(
     from evener.core.rundir import RunDir
     from evener.launch import fleet as launcher
 
-    rundir = RunDir(run)
+    rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
     if not as_json:
         fleets.say(f"stopping on {', '.join(host.name for host in plan.hosts)}")
@@ -108,11 +120,36 @@ def stop(
     unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
     if as_json:
         told = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
-        print(json.dumps({"run_dir": run, "hosts": told}))
+        print(json.dumps({"run_dir": str(rundir), "hosts": told}))
     else:
         for name, one in ended.items():
             fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: ended")
     return 1 if unreached else 0
+
+
+def _stop_stale(fleet: str | None, as_json: bool) -> int:
+    import json
+
+    from evener.cli import fleets
+    from evener.core.errors import UsageError
+    from evener.hosts.session import for_each
+
+    path = fleets.fleet_path(fleet)
+    if path is None:
+        raise UsageError("there is no fleet.toml here", hint="--fleet FILE")
+    with fleets.connected(path) as (_, sessions, errors):
+        ended = for_each(sessions, lambda name: sessions[name].call("facts", "end_stale"))
+    if as_json:
+        print(json.dumps({"hosts": ended | {name: {"error": str(error)} for name, error in errors.items()}}))
+        return 1 if errors else 0
+    for name, processes in ended.items():
+        for process in processes:
+            fleets.say(f"{name}: ended pid {process['pid']} of run {process['run']}: {process['command']}")
+        if not processes:
+            fleets.say(f"{name}: nothing was left behind")
+    for error in errors.values():
+        fleets.say(f"error: {error}\nhint:  {error.hint}")
+    return 1 if errors else 0
 
 
 def _row(rundir: Any) -> dict[str, Any]:

@@ -14,12 +14,13 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from typing import Any, Dict, Tuple  # noqa: UP035  python 3.8
+from typing import Any, Dict, List, Tuple  # noqa: UP035  python 3.8
 
 LINUX = sys.platform.startswith("linux")
 RELEVANT = re.compile(r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK)$")
@@ -502,6 +503,23 @@ def _processes() -> Facts:
         elif all(command in ("systemd", "init", "launchd") for command in commands):  # or none: its parent is the first
             stale.append(_told(pid, table[pid]))
     return {"stale": stale, "attached": attached}
+
+
+def end_stale() -> List[Facts]:
+    """Kill what runs of evener's left behind, and nothing else; children that this orphans are found the next time."""
+    ended: List[Facts] = []
+    for _ in range(50):
+        found = [one for one in _processes()["stale"] if one["run"]]
+        if not found:
+            break
+        for one in found:
+            try:
+                os.kill(one["pid"], signal.SIGKILL)
+                ended.append(one)
+            except OSError:  # it is gone, or another user's
+                continue
+        time.sleep(0.1)
+    return ended
 
 
 def _trains(pid: int, argv: list[str]) -> bool:

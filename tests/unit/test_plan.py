@@ -1,0 +1,131 @@
+"""Plans of fleets by hand: which rank is where, with which command, environment and arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Host
+from evener.core.plan import Plan, read_plan, write_plan
+from evener.core.rundir import RunDir
+from evener.core.spec import parse_args
+from evener.launch.plan import Place, script_plan, train_plan
+
+
+def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True, **host: Any) -> Place:
+    return Place(
+        name=name,
+        host=Host(address=name, **host),
+        address=f"10.0.0.{ord(name) - 96}",
+        interface="eth0",
+        python=f"/{name}/python",
+        workdir=f"/{name}",
+        run=f"/{name}/runs/x",
+        cores=cores,
+        gpus=gpus or [],
+        has_bf16=bf16,
+    )
+
+
+def train(places: list[Place], *flags: str) -> Plan:
+    data = {one.name: f"{one.workdir}/trees/d" for one in places}
+    return train_plan("1d", places, 29500, parse_args([*flags]), data, {}, resume=False)
+
+
+def flag(plan: Plan, host: str, name: str) -> str | None:
+    argv = next(one.argv for one in plan.hosts if one.name == host)
+    return next((word.partition("=")[2] for word in argv if word.startswith(f"--{name}=")), None)
+
+
+def test_ranks_follow_the_hosts() -> None:
+    plan = train([place("a", ranks=2), place("b"), place("c", ranks=3)], "--batch=8")
+    assert [(host.name, host.node_rank, host.first_rank, host.num_ranks) for host in plan.hosts] == [
+        ("a", 0, 0, 2),
+        ("b", 1, 2, 1),
+        ("c", 2, 3, 3),
+    ]
+    assert plan.world_size == 6
+    assert [plan.host_of(rank).name for rank in range(6)] == ["a", "a", "b", "c", "c", "c"]
+    assert [flag(plan, host, "rdzv-conf") for host in "abc"] == ["rank=0", "rank=1", "rank=2"]
+    assert {flag(plan, host, "rdzv-endpoint") for host in "abc"} == {"10.0.0.1:29500"}
+    assert [flag(plan, host, "data") for host in "abc"] == ["/a/trees/d", "/b/trees/d", "/c/trees/d"]
+
+
+def test_threads_are_cores_divided_by_ranks() -> None:
+    plan = train([place("a", ranks=2, cores=9), place("b", threads=3), place("c", cores=1)])
+    assert [host.env["OMP_NUM_THREADS"] for host in plan.hosts] == ["4", "3", "1"]
+
+
+def test_every_host_gets_the_exact_name_of_its_interface() -> None:
+    plan = train([place("a"), place("b")])
+    assert [(host.env["GLOO_SOCKET_IFNAME"], host.env["NCCL_SOCKET_IFNAME"]) for host in plan.hosts] == [
+        ("eth0", "=eth0")
+    ] * 2
+
+
+GPU, OTHER = ["NVIDIA H200"] * 2, ["NVIDIA GeForce RTX 4070"]
+
+
+@pytest.mark.parametrize(
+    ("places", "backend", "dtype", "devices", "ranks"),
+    [
+        ([place("a", gpus=GPU), place("b", gpus=GPU)], "nccl", None, ["cuda", "cuda"], 4),
+        ([place("a", gpus=GPU), place("b", gpus=OTHER)], "nccl", "fp32", ["cuda", "cuda"], 3),
+        ([place("a", gpus=OTHER), place("b")], "gloo", "fp32", ["cuda", "cpu"], 2),
+        ([place("a", gpus=OTHER, devices="cpu"), place("b")], "gloo", "bf16", ["cpu", "cpu"], 2),
+        ([place("a"), place("b", bf16=False)], "gloo", "fp32", ["cpu", "cpu"], 2),
+    ],
+)
+def test_backend_and_arithmetic_suit_all(places: Any, backend: str, dtype: str, devices: list[str], ranks: int) -> None:
+    plan = train(places)
+    assert (plan.backend, plan.world_size) == (backend, ranks)
+    assert [flag(plan, host.name, "backend") for host in plan.hosts] == [backend] * 2
+    assert [flag(plan, host.name, "dtype") for host in plan.hosts] == [dtype] * 2
+    assert [flag(plan, host.name, "device") for host in plan.hosts] == devices
+
+
+def test_more_ranks_than_sequences_are_refused() -> None:
+    with pytest.raises(UsageError, match="5 ranks on 2 hosts, more than the 4 sequences"):
+        train([place("a", ranks=4), place("b")], "--batch=4")
+
+
+def test_a_host_without_the_gpu_that_it_is_said_to_have() -> None:
+    with pytest.raises(UsageError, match="b: devices is cuda, and nvidia-smi shows no GPU there"):
+        train([place("a"), place("b", devices="cuda")])
+
+
+ENVIRONMENT = {
+    "NCCL_DEBUG": "INFO",
+    "NCCL_SOCKET_IFNAME": "wlan0",
+    "OMP_NUM_THREADS": "2",
+    "HF_TOKEN": "hf_x",
+    "WANDB_API_KEY": "k",
+    "HF_HOME": "/here",
+    "PATH": "/bin",
+    "AWS_SECRET_ACCESS_KEY": "s",
+    "HFX": "no",
+}
+
+
+def test_little_of_the_environment_is_copied() -> None:
+    plan = script_plan("1d", [place("a")], 29500, ["train.py", "it's", "$x"], ENVIRONMENT, "c0de")
+    assert plan.hosts[0].env == {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "EVENER_HOST": "a",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    assert plan.hosts[0].argv[-3:] == ["train.py", "it's", "$x"]
+    assert (plan.hosts[0].code, plan.hosts[0].cwd) == ("/a/trees/c0de", "/a/runs/x/code")
+    assert plan.hosts[0].shell_line().endswith("""train.py 'it'"'"'s' '$x'""")
+
+
+def test_a_plan_is_read_back(tmp_path: Any) -> None:
+    plan = train([place("a"), place("b", user="me", ssh_options=["Port=2"])], "--steps=7")
+    write_plan(RunDir(tmp_path), plan)
+    assert read_plan(RunDir(tmp_path)) == plan
+    assert (tmp_path / "plan.json").stat().st_mode & 0o077 == 0

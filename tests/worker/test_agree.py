@@ -1,0 +1,55 @@
+"""Ranks that are not of one mind are named before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from evener.worker.agree import Identity, mismatch
+
+SAME = Identity(
+    rank=0, host="a", code="c", torch="2.13.0", spec={"train.lr": 1e-3}, data="d", tokenizer="t", shapes="s"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "what"),
+    [
+        ({"code": "x"}, "code.mismatch", "evener's code"),
+        ({"torch": "2.12.0"}, "version.torch", "torch"),
+        ({"data": "x"}, "data.mismatch", "the corpus"),
+        ({"tokenizer": "x"}, "tokenizer.mismatch", "the tokenizer"),
+        ({"spec": {"train.lr": 2e-3}}, "spec.mismatch", "train.lr (0.001 and 0.002)"),
+        ({"shapes": "x"}, "spec.mismatch", "the parameters' shapes"),
+    ],
+)
+def test_the_odd_one_is_named(change: dict[str, Any], check: str, what: str) -> None:
+    ranks = [SAME, *(msgspec.structs.replace(SAME, rank=rank, host=host) for rank, host in ((1, "a"), (2, "b")))]
+    assert mismatch(ranks) is None
+    ranks[2] = msgspec.structs.replace(ranks[2], **change)
+    assert mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a")
+
+
+def test_a_run_with_two_specs_does_not_begin(run_script: Any, tmp_path: Any) -> None:
+    """Two ranks of a real run, one with another learning rate."""
+    done = run_script(
+        f"""
+import os, sys, evener, torch
+from evener.core.spec import parse_args
+lr = 1e-3 if os.environ["RANK"] == "0" else 2e-3
+spec = parse_args(["--model=tiny", "--batch=2", f"--lr={{lr}}", "--out={tmp_path}/run"])
+class Data:
+    def global_batch(self, seed, step, n): raise AssertionError("a step was begun")
+with evener.join(spec) as run:
+    model = run.model(torch.nn.Linear(2, 2))
+    run.optimizer(torch.optim.SGD(model.parameters()))
+    for step in run.steps(Data()):
+        next(step.micro_batches())
+""",
+        ranks=2,
+    )
+    assert done.returncode != 0
+    assert "spec.mismatch: train.lr (0.001 and 0.002): rank 1 on" in done.stderr
+    assert "a step was begun" not in done.stderr
