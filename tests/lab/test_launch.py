@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import tomlkit
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from evener.core.fleet import load_fleet
 from evener.core.plan import read_plan
 from evener.core.rundir import RunDir
+from evener.hosts.session import REMOTE, open_session
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
@@ -145,6 +154,61 @@ def test_arguments_cross_ssh_unchanged(fleet: Fleet) -> None:
     odd.ok("launch", "--out", "runs/a b", "--json", "--", "sub folder/print'em.py", *arguments)
     for rank, host in enumerate("ab"):
         assert json.loads(odd.printed("runs/a b", host, rank)) == arguments
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=4),
+    folder=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=20),
+)
+def test_any_text_crosses_ssh_unchanged(pair: Lab, arguments: list[str], folder: str) -> None:
+    """Arguments, environment and paths, through real ssh to a host."""
+    host = load_fleet(pair.state.fleet_file or "").hosts["b"]
+    run = f"{pair.host('b').home}/{uuid.uuid4().hex} {folder}"
+    code = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['GIVEN'], os.getcwd()]))"
+    argv = ["/usr/bin/env", "python3", "-c", code, *arguments]
+    spec = {"id": uuid.uuid4().hex, "host": "b", "first_rank": 0, "argv": argv, "cwd": run,
+            "env": {"GIVEN": "".join(arguments)}, "grace_s": 0}  # fmt: skip
+    with contextlib.closing(open_session("b", host)) as session:
+        session.call("runs", "start", run=run, spec=spec, supervisor=(REMOTE / "supervisor.py").read_text())
+        wait_until(lambda: session.call("runs", "status", run=run)["state"] == "ended", "it ends")
+        log = session.call("runs", "tail", run=run, path="logs/b.log", num_bytes=1 << 20).decode()
+    assert json.loads(log.split(" O ", 1)[1]) == [arguments, "".join(arguments), run]
+
+
+def test_status_255_is_the_programs_own(fleet: Fleet) -> None:
+    """ssh's own exit status for a lost connection, here from a rank."""
+    (fleet.folder / "odd.py").write_text("import os; os._exit(255 if os.environ['RANK'] == '1' else 0)")
+    done = fleet.run("launch", "--out", "runs/odd", "--", "odd.py")
+    assert done.returncode == 1
+    assert "error: rank 1 on b exited with status 255" in done.stderr
+    fleet.lab.host("b").link_up(False)
+    try:
+        away = fleet.run("launch", "--out", "runs/away", "--", "odd.py")
+    finally:
+        fleet.lab.host("b").link_up(True)
+    assert away.returncode == 1
+    assert "ssh.unreachable  b" in away.stderr
+    assert not (fleet.folder / "runs/away").exists()
+
+
+def test_this_machine_takes_part(fleet: Fleet) -> None:
+    """The controller is a host itself: one host is "local", the other behind ssh."""
+    home = fleet.lab.host("a").home
+    (home / "hello.py").write_text(SCRIPT)
+    b = msgspec.to_builtins(load_fleet(fleet.fleet).hosts["b"])
+    b["ssh_options"] = [one for one in b["ssh_options"] if not one.startswith("Proxy")]
+    hosts = {"here": {"address": "local", "workdir": str(home / ".evener")}, "b": b}
+    (home / "fleet.toml").write_text(tomlkit.dumps({"hosts": hosts}))
+    argv = fleet.argv("launch", "--out", "runs/mixed", "--", "hello.py")
+    argv[argv.index("--fleet") : argv.index("--fleet") + 2] = []
+    quoted = shlex.join(argv)
+    fleet.lab.host("a").exec(["sh", "-c", f"cd {shlex.quote(str(home))} && {quoted}"])
+    for rank, name in enumerate(("here", "b")):
+        assert (
+            f"O sum 1 of 2 host {'a' if name == 'here' else name}"
+            in (home / f"runs/mixed/logs/{name}.{rank}.log").read_text()
+        )
 
 
 def test_the_first_failure_comes_first(fleet: Fleet) -> None:

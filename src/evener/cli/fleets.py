@@ -42,6 +42,7 @@ def tell_warnings(prepared: Any) -> None:
 
 def tell_plan(plan: Any) -> None:
     """Which rank is where."""
+    say(f"rendezvous on {plan.hosts[0].name}, {plan.address} port {plan.port}")
     for host in plan.hosts:
         last = host.first_rank + host.num_ranks - 1
         ranks = f"rank {host.first_rank}" if host.num_ranks == 1 else f"ranks {host.first_rank} to {last}"

@@ -18,13 +18,13 @@ import msgspec
 
 from evener.core.errors import EvenerError, HostError, RunError
 from evener.core.finding import Finding
-from evener.core.fleet import Fleet
+from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.plan import Plan, write_plan
 from evener.core.resolve import Resolved
 from evener.core.rundir import RunDir, follow_lines
 from evener.core.step import StepRecord
 from evener.core.units import size
-from evener.hosts.doctor import survey
+from evener.hosts.doctor import Survey, survey
 from evener.hosts.session import REMOTE, RemoteError, Sessions, for_each, open_session
 from evener.launch.mirror import HostMirror, Mirror, State, merge_events, tell
 from evener.launch.plan import Place, script_plan, train_plan
@@ -58,14 +58,17 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], name: str, run_id: str | None = None,
             port: int | None = None) -> Prepared:  # fmt: skip
     """Look at the hosts as `doctor` does, quickly; RunError with the findings where they cannot train together."""
-    found = survey(fleet, sessions, errors, quick=True)
-    obstacles = found.errors
-    if obstacles:
-        raise RunError(
-            f"{len(obstacles)} {'obstacle' if len(obstacles) == 1 else 'obstacles'} on the fleet",
-            hint="evener doctor looks closer",
-            output="\n".join(_told(finding) for finding in obstacles),
-        )
+    wanted = port or RENDEZVOUS_PORT
+    found = _examined(fleet, sessions, errors, wanted)
+    first = next(iter(fleet.hosts))
+    low, high = found.facts[first].port_range
+    free = sessions[first].call(
+        "runs", "free_port", address=found.ways[first].address, wanted=wanted, low=low, high=high
+    )
+    if free != wanted:
+        if port is not None or free is None:
+            raise RunError(f"{first}: port {wanted} is taken", hint="evener doctor names who holds it")
+        found = _examined(fleet, sessions, errors, free)  # is this one open to the others, too?
     run_id = run_id or secrets.token_hex(6)
     places = [
         Place(
@@ -82,15 +85,19 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
         )
         for host in fleet.hosts
     ]
-    first = places[0]
-    low, high = found.facts[first.name].port_range
-    free = sessions[first.name].call(
-        "runs", "free_port", address=first.address, wanted=port or 29500, low=low, high=high
-    )
-    if free is None or (port is not None and free != port):
-        raise RunError(f"{first.name}: port {port or 29500} is taken", hint="evener doctor names who holds it")
     warnings = [finding for finding in found.findings if finding.severity == "warning"]
     return Prepared(id=run_id, places=places, port=free, findings=warnings)
+
+
+def _examined(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], port: int) -> Survey:
+    found = survey(fleet, sessions, errors, quick=True, port=port)
+    if found.errors:
+        raise RunError(
+            f"{len(found.errors)} {'obstacle' if len(found.errors) == 1 else 'obstacles'} on the fleet",
+            hint="evener doctor looks closer",
+            output="\n".join(_told(finding) for finding in found.errors),
+        )
+    return found
 
 
 def plan_training(prepared: Prepared, resolved: Resolved, *, resume: bool) -> tuple[Plan, list[Tree]]:

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,6 +38,7 @@ from evener.worker.group import leave
 FAILED = "evener/failed"  # key of the first failure
 LOOK_EVERY_S = 0.5
 STORE_LOST_S = 10.0  # the first host is gone when its store has been silent for so long
+END_S = 15.0  # for torchrun to end its ranks, which takes its --shutdown-timeout at most
 LINGER_S = 5.0  # that the first host keeps its store, so that the others can hear of a failure
 EXIT_STATUS_STOPPED = 128 + signal.SIGTERM
 
@@ -168,8 +170,14 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _end_ranks(why: str) -> None:
+    """SIGTERM makes torchrun end its ranks. When they are gone it may itself wait for the other hosts, deaf to signals."""
     print(f"evener: ending the ranks on {_host()}: {why}", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
+    deadline = time.monotonic() + END_S
+    while psutil.Process().children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)  # the usual way out is the better one
+    leave(EXIT_STATUS_STOPPED)
 
 
 def _host() -> str:
