@@ -21,7 +21,7 @@ PLAIN_EVERY_S = 5.0
 
 @contextlib.contextmanager
 def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = None) -> Iterator[Callable[[Any], None]]:
-    """What `launch.local.run` and `launch.fleet.follow` call with every record and event: a bar on a terminal, plain lines elsewhere."""
+    """What a run that is followed tells of every record and event: a bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as Bar

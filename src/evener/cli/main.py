@@ -7,7 +7,7 @@ import sys
 import typer
 
 from evener import __version__
-from evener.cli import bench, data, doctor, lab, launch, probe, report, runs, sample, setup, train, verify
+from evener.cli import bench, data, doctor, lab, launch, logs, probe, report, runs, sample, setup, stop, train, verify
 from evener.core.errors import EvenerError
 
 app = typer.Typer(
@@ -35,8 +35,8 @@ app.command("doctor")(doctor.doctor)
 app.command("setup")(setup.setup)
 app.command("launch")(launch.launch)
 app.command("runs")(runs.runs)
-app.command("logs")(runs.logs)
-app.command("stop")(runs.stop)
+app.command("logs")(logs.logs)
+app.command("stop")(stop.stop)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("verify")(verify.verify)

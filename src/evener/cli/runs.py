@@ -1,4 +1,4 @@
-"""evener runs, logs and stop: what is running where; read it, end it."""
+"""evener runs: what is running where?"""
 
 from __future__ import annotations
 
@@ -44,112 +44,6 @@ def runs(
     console = Console(highlight=False)
     console.print(table if rows else f"no runs in {folder}")
     return 0
-
-
-def logs(
-    run: str = typer.Argument(..., help="run directory, or a run's id"),
-    follow: bool = typer.Option(False, "--follow", "-f", help="go on as lines come; Ctrl-C leaves the run alone"),
-    host: list[str] | None = typer.Option(None, help="only this host; may be given twice"),
-    rank: list[int] | None = typer.Option(None, help="only this rank; may be given twice"),
-) -> int:
-    """Print what the ranks and launchers of a run on a fleet printed: time, rank, host, line.
-
-    Example: `evener logs -f runs/mine --host attic`.
-    """
-    from evener.cli import fleets
-    from evener.core.errors import UsageError, did_you_mean
-    from evener.core.plan import read_plan
-    from evener.core.rundir import RunDir
-    from evener.launch import fleet as launcher
-
-    rundir = RunDir(fleets.find_run(run))
-    plan = read_plan(rundir)
-    names = [one.name for one in plan.hosts]
-    for name in host or []:
-        if name not in names:
-            raise UsageError(f"--host {name}: not a host of this run", hint=did_you_mean(name, names))
-    lines = fleets.Lines(rundir, plan, set(host) if host else None, set(rank) if rank else None)
-    if not follow:
-        for error in launcher.catch_up(rundir, plan).values():
-            fleets.say(f"warning: {error}; what came home before is printed")
-        lines.print_new(stamps=True)
-        return 0
-    try:
-        launcher.follow(rundir, plan, lambda news: None, fleets.on_lost, lambda mirror: lines.print_new(stamps=True))
-    except KeyboardInterrupt:
-        fleets.left_alone(rundir)
-        return 130
-    return 0
-
-
-def stop(
-    run: str | None = typer.Argument(None, help="run directory, or a run's id"),
-    stale: bool = typer.Option(False, "--stale", help="end what earlier runs left behind on the fleet's hosts"),
-    fleet: str | None = typer.Option(None, help="fleet file, for --stale [fleet.toml]"),
-    now: bool = typer.Option(False, "--now", help="do not let the ranks finish their step and save"),
-    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
-) -> int:
-    """End a run on all its hosts. evener's own worker finishes its step and saves; no process is left behind.
-
-    Example: `evener stop runs/mine`.
-    """
-    from evener.core.errors import UsageError
-
-    if stale and run is None:
-        return _stop_stale(fleet, as_json)
-    if run is None or stale:
-        raise UsageError("which run?", hint="evener stop runs/NAME; evener runs lists them")
-    return _stop(run, now, as_json)
-
-
-def _stop(run: str, now: bool, as_json: bool) -> int:
-    import json
-
-    from evener.cli import fleets
-    from evener.core.errors import HostError
-    from evener.core.plan import read_plan
-    from evener.core.rundir import RunDir
-    from evener.launch import fleet as launcher
-
-    rundir = RunDir(fleets.find_run(run))
-    plan = read_plan(rundir)
-    if not as_json:
-        fleets.say(f"stopping on {', '.join(host.name for host in plan.hosts)}")
-    ended = launcher.stop(plan, now=now)
-    launcher.catch_up(rundir, plan)
-    unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
-    if as_json:
-        told = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
-        print(json.dumps({"run_dir": str(rundir), "hosts": told}))
-    else:
-        for name, one in ended.items():
-            fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: ended")
-    return 1 if unreached else 0
-
-
-def _stop_stale(fleet: str | None, as_json: bool) -> int:
-    import json
-
-    from evener.cli import fleets
-    from evener.core.errors import UsageError
-    from evener.hosts.session import for_each
-
-    path = fleets.fleet_path(fleet)
-    if path is None:
-        raise UsageError("there is no fleet.toml here", hint="--fleet FILE")
-    with fleets.connected(path) as (_, sessions, errors):
-        ended = for_each(sessions, lambda name: sessions[name].call("facts", "end_stale"))
-    if as_json:
-        print(json.dumps({"hosts": ended | {name: {"error": str(error)} for name, error in errors.items()}}))
-        return 1 if errors else 0
-    for name, processes in ended.items():
-        for process in processes:
-            fleets.say(f"{name}: ended pid {process['pid']} of run {process['run']}: {process['command']}")
-        if not processes:
-            fleets.say(f"{name}: nothing was left behind")
-    for error in errors.values():
-        fleets.say(f"error: {error}\nhint:  {error.hint}")
-    return 1 if errors else 0
 
 
 def _row(rundir: Any) -> dict[str, Any]:

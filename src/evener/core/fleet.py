@@ -119,7 +119,10 @@ def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None =
     from evener.core.rundir import write_atomic
 
     file = Path(path)
-    document = tomlkit.parse(file.read_text(encoding="utf-8"))
+    try:
+        document = tomlkit.parse(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
     for source, targets in (links or {}).items():
         for target, link in targets.items():
             _table(document, "links", source)[target] = msgspec.to_builtins(link)
@@ -133,7 +136,10 @@ def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None =
                     host[device][field].update(value)
                 else:
                     host[device][field] = value
-    write_atomic(file, tomlkit.dumps(document).encode())
+    try:
+        write_atomic(file, tomlkit.dumps(document).encode())
+    except OSError as error:
+        raise UsageError(f"{file}: the figures cannot be written into it: {error.strerror}") from None
 
 
 def _table(document: Any, section: str, name: str) -> Any:

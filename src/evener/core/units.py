@@ -52,6 +52,20 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if num_bytes < 1000 else count(num_bytes)[:-1] + " " + count(num_bytes)[-1] + "B"
 
 
+def link_rate(value_Bps: float | None) -> str:
+    """Bytes a second as links are sold: in bits.
+
+    >>> link_rate(125e6), link_rate(11.97e6), link_rate(None)
+    ('1 Gbit/s', '95.8 Mbit/s', 'not measured')
+    """
+    if value_Bps is None:
+        return "not measured"
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value_Bps * 8 >= 0.9995 * factor:
+            return f"{float(f'{value_Bps * 8 / factor:.3g}'):g} {prefix}bit/s"
+    return f"{value_Bps * 8:.0f} bit/s"
+
+
 def percentile(values: Sequence[float], fraction: float) -> float:
     """Linear interpolation between the closest ranks, as numpy's default.
 

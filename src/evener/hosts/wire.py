@@ -124,6 +124,9 @@ def measure(
             told(f"{pair[0]} and {pair[1]}: {error.finding.evidence}")
 
     for pairs in rounds(list(addresses)):
+        if len(pairs) == 1:
+            work(pairs[0])  # in this thread, so that Ctrl-C ends it
+            continue
         with ThreadPoolExecutor(max_workers=len(pairs)) as pool:
             list(pool.map(work, pairs))
     order = [(a, b) for a in addresses for b in addresses if (a, b) in wires]

@@ -62,8 +62,13 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False) -> Manifest:
 
 
 @contextlib.contextmanager
-def session(argv: list[str], env: dict[str, str], log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that runs in a session of its own; when the block is left, nothing of that session is alive."""
+def session(
+    argv: list[str], env: dict[str, str], log_path: Path, *, saves: bool = True
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that runs in a session of its own; when the block is left, nothing of that session is alive.
+
+    Ctrl-C asks workers to save and leave; of a program that has nothing to save, it ends the block.
+    """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             argv,
@@ -75,7 +80,7 @@ def session(argv: list[str], env: dict[str, str], log_path: Path) -> Iterator[su
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
     try:
-        with _forwarding_signals(process):
+        with _forwarding_signals(process) if saves else contextlib.nullcontext():
             yield process
     finally:
         _end_all(process)
@@ -134,10 +139,14 @@ def _workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill whatever is left of the run's session."""
-    for candidate in psutil.process_iter():
+    """Kill whatever is left of the run's session, and of the sessions that torchrun gave its workers."""
+    descendants = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.poll() is None:
+            descendants = psutil.Process(process.pid).children(recursive=True)
+    for candidate in (*descendants, *psutil.process_iter()):
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-            if os.getsid(candidate.pid) == process.pid:
+            if candidate in descendants or os.getsid(candidate.pid) == process.pid:
                 candidate.kill()
     process.wait()
 

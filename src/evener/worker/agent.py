@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import signal
@@ -164,6 +165,9 @@ def _listen(address: str, port: int) -> socket.socket:
     try:
         listener.bind((address, port))
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            told = f"{_host()} was started as node 0, whose address {address} is not its own"
+            raise SystemExit(f"error: rank.duplicate: {told}") from None
         raise SystemExit(f"error: port.in-use: {address}:{port}: {error.strerror}") from None
     listener.listen(1024)
     return listener

@@ -104,6 +104,7 @@ class Run:
     def model(self, module: nn.Module) -> nn.Module:
         """The module on this rank's device, compiled where that pays, wrapped so that backward synchronizes."""
         self.module = module.to(self.device)
+        self._check_identities()  # before DDP compares shapes, in words of its own
         if self.compiled:
             # Whole is fastest. Under DDP a whole backward would hand over all gradients at its end, and hide nothing.
             whole = functools.partial(module.compile, dynamic=False)
@@ -197,7 +198,6 @@ class Run:
             if self.group.local_rank == 0:
                 for rank in self.dir.recorded_ranks():
                     self.dir.keep_records_before(rank, first)
-        self._check_identities()
         saved = [(step, read_checkpoint(self.dir.checkpoint_path(step)).val_loss)
                  for step in self.dir.checkpoint_steps()]  # fmt: skip
         self._best = min(((loss, step) for step, loss in saved if loss is not None), default=None)
@@ -360,7 +360,8 @@ class Run:
         if found is not None:
             check, what, where = found
             if self.rank == 0:
-                self.dir.add_event(check, what=what, where=where)
+                with contextlib.suppress(OSError):  # started by hand, a run has no directory yet
+                    self.dir.add_event(check, what=what, where=where)
             raise RunError(f"{check}: {what}: {where} differ", hint="evener train sends every host the same")
 
     # --- small things --------------------------------------------------------------------------------------------

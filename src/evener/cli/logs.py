@@ -1,0 +1,41 @@
+"""evener logs: what did the ranks print?"""
+
+from __future__ import annotations
+
+import typer
+
+
+def logs(
+    run: str = typer.Argument(..., help="run directory, or a run's id"),
+    follow: bool = typer.Option(False, "--follow", "-f", help="go on as lines come; Ctrl-C leaves the run alone"),
+    host: list[str] | None = typer.Option(None, help="only this host; may be given twice"),
+    rank: list[int] | None = typer.Option(None, help="only this rank; may be given twice"),
+) -> int:
+    """Print what the ranks and launchers of a run on a fleet printed: time, rank, host, line.
+
+    Example: `evener logs -f runs/mine --host attic`.
+    """
+    from evener.cli import fleets
+    from evener.core.errors import UsageError, did_you_mean
+    from evener.core.plan import read_plan
+    from evener.core.rundir import RunDir
+    from evener.launch import fleet as launcher
+
+    rundir = RunDir(fleets.find_run(run))
+    plan = read_plan(rundir)
+    names = [one.name for one in plan.hosts]
+    for name in host or []:
+        if name not in names:
+            raise UsageError(f"--host {name}: not a host of this run", hint=did_you_mean(name, names))
+    lines = fleets.Lines(rundir, plan, set(host) if host else None, set(rank) if rank else None)
+    if not follow:
+        for error in launcher.catch_up(rundir, plan).values():
+            fleets.say(f"warning: {error}; what came home before is printed")
+        lines.print_new(stamps=True)
+        return 0
+    try:
+        launcher.follow(rundir, plan, lambda news: None, fleets.on_lost, lambda mirror: lines.print_new(stamps=True))
+    except KeyboardInterrupt:
+        fleets.left_alone(rundir)
+        return 130
+    return 0

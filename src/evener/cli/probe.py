@@ -1,0 +1,387 @@
+"""`evener probe`: how fast are machines, links, and collectives beside the raw wire?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from evener.cli.fleets import connected, fleet_path, say
+
+if TYPE_CHECKING:
+    from evener.core.collective import CollectiveSpec, Row
+    from evener.core.fleet import Fleet
+    from evener.core.hostprobe import DeviceProbe
+    from evener.hosts.session import Session
+
+app = typer.Typer(
+    help="Measure links, collectives and hosts. What later predictions need is written into the fleet file.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+FleetFile = Annotated[
+    str | None,
+    typer.Option("--fleet", help="Fleet file; local: this machine alone. [fleet.toml where it is]", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command(epilog="Example: `evener lab up --hosts 2 --rate 1Gbit && evener probe wire --fleet lab.toml`")
+def wire(
+    fleet: FleetFile = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60, help="Of each measurement, after slow start.")] = 2.0,
+    no_iperf3: Annotated[bool, typer.Option("--no-iperf3", help="Not even where both ends have it.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Goodput and round trip between all hosts: one TCP stream, four, and both directions at once.
+
+    By our own sender over plain TCP, beside iperf3 where both ends have it. Written to [links] of the fleet file.
+    """
+    import msgspec
+
+    from evener.cli import probed
+    from evener.core.errors import UsageError
+    from evener.core.fleet import update_fleet
+    from evener.core.units import seconds as duration
+    from evener.hosts import wire as wires
+    from evener.hosts.doctor import survey
+
+    path = fleet_path(fleet)
+    if path is None:
+        raise UsageError("probe wire needs two machines", hint="evener lab up makes two, and their fleet file lab.toml")
+    with connected(path) as (known, sessions, errors):
+        if len(known.hosts) < 2:
+            raise UsageError(f"{path}: one host has no wire", hint="a second [hosts.NAME]")
+        if len(sessions) < 2:
+            raise next(iter(errors.values()))
+        seen = survey(known, sessions, errors, quick=True)
+        addresses = {name: way.address for name, way in seen.ways.items()}  # those that a run would use
+        pairs = len(addresses) * (len(addresses) - 1) // 2
+        estimate_s = wires.estimate_s(len(addresses), seconds=seconds, iperf3=not no_iperf3)
+        say(f"{pairs} {'pair' if pairs == 1 else 'pairs'} of hosts, about {duration(estimate_s)}")
+        found = wires.measure(sessions, addresses, seconds=seconds, iperf3=not no_iperf3, told=say)
+    if found.wires:
+        update_fleet(path, links=found.links())
+    met = {(finding.check, finding.host, finding.peer) for finding in found.findings}
+    elsewhere = [finding for finding in seen.errors if finding.check.startswith(("net.", "ssh."))]
+    findings = [finding for finding in elsewhere if (finding.check, finding.host, finding.peer) not in met]
+    findings += found.findings
+    if as_json:
+        print(json.dumps({"fleet": path, "wires": msgspec.to_builtins(found.wires),
+                          "findings": msgspec.to_builtins(findings)}))  # fmt: skip
+    else:
+        if found.wires:
+            print(probed.wires(found.wires))
+            say(f"written to [links] of {path}")
+        if findings:
+            print(probed.findings(findings))
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+@app.command(epilog="Example: `evener probe collectives --ranks 2 --op all_reduce --max-size 16MiB --seconds 20`")
+def collectives(
+    fleet: FleetFile = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Processes a host. [here 2; of a fleet its ranks]")
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all. [all]")
+    ] = None,
+    min_size: Annotated[str, typer.Option(help="Smallest buffer: 1KiB.")] = "1KiB",
+    max_size: Annotated[str, typer.Option(help="Largest buffer: 256MiB.")] = "256MiB",
+    factor: Annotated[int, typer.Option(min=2, max=1024, help="From one size to the next.")] = 4,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    in_place: Annotated[bool, typer.Option("--in-place", help="all_gather, reduce_scatter within one buffer.")] = False,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="For all; sizes that do not fit are left out.")
+    ] = 120.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
+    as_json: AsJson = False,
+) -> int:
+    """Collectives in nccl-tests' columns and formulas, checked, beside the raw wire of the same minute.
+
+    Right of its columns stand the share of the wire that a row reaches (busbw / wire) and its time, split: what the
+    wire takes for the bytes that the backend sends, the latency of the smallest message, the sum, and the rest, which
+    is negative where these overlap.
+    """
+    import msgspec
+
+    from evener.cli import probed
+    from evener.core.collective import Stopped, World
+    from evener.core.units import link_rate
+    from evener.core.units import seconds as duration
+    from evener.report import collectives as report
+
+    spec = _collective_spec(op, _sizes(min_size, max_size, factor), dtype, seconds, in_place, device, backend)
+    path = fleet_path(fleet)
+    rows: list[Row] = []
+    stopped: list[Stopped] = []
+    world: World | None = None
+    say(f"the wire first, then collectives for at most {duration(spec.seconds)}")
+    with _told_of_collectives(spec, path, ranks) as (wire_Bps, news):
+        for item in news:
+            if isinstance(item, World):
+                world = item
+                where = ", ".join(dict.fromkeys(world.hosts))
+                say(f"{world.ranks} ranks on {where}; wire {link_rate(wire_Bps)} each way, both ways at once")
+            elif isinstance(item, Stopped):
+                stopped.append(item)
+            else:
+                assert world is not None
+                if not as_json and all(row.collective != item.collective for row in rows):
+                    print(probed.collectives_title(item.collective, world, item.in_place), flush=True)
+                rows.append(item)
+                if as_json:
+                    say(f"{item.collective} {report.size_name(item.size_bytes)}: {duration(item.time_s)}")
+                else:
+                    beside = report.judge(item, world, wire_Bps, report.least_of(rows, item.collective))
+                    print(probed.collectives_row(beside), flush=True)
+    assert world is not None
+    judged = report.judge_all(rows, world, wire_Bps)
+    findings = report.findings(judged, world)
+    explanation = report.explain(judged, stopped, world, wire_Bps)
+    if as_json:
+        print(json.dumps({
+            "world": msgspec.to_builtins(world),
+            "wire_Bps": wire_Bps,
+            "rows": [msgspec.to_builtins(one.row) | {"share_of_wire": one.share_of_wire,
+                                                     "split": msgspec.to_builtins(one.split)} for one in judged],
+            "stopped": msgspec.to_builtins(stopped),
+            "explanation": explanation,
+            "findings": msgspec.to_builtins(findings),
+        }))  # fmt: skip
+    else:
+        wrong = sum(row.num_wrong for row in rows)
+        print(f"# Out of bounds values : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
+        print(f"# Avg bus bandwidth    : {sum(row.busbw_Bps for row in rows) / len(rows) / 1e9:g}\n")
+        print(probed.paragraph(explanation))
+        if findings:
+            print(probed.findings(findings))
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+@app.command(epilog="Example: `evener probe host --model char`")
+def host(
+    fleet: FleetFile = None,
+    model: Annotated[str, typer.Option(help="Preset whose tokens a second are measured.")] = "char",
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="Of sustained training; 10 show throttling.")] = 12.0,
+    device: Annotated[str, typer.Option(help="auto (processor and GPUs), cpu or cuda.")] = "auto",
+    one_by_one: Annotated[
+        bool, typer.Option("--one-by-one", help="Hosts take turns: emulated ones share cores.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Each device's arithmetic, memory and sum rates, and the model's own tokens a second; what bounds it.
+
+    All hosts of a fleet at once, as they are machines of their own; --one-by-one where they are not. Written to [rates]
+    of the fleet file.
+    """
+    import msgspec
+
+    from evener.cli import probed
+    from evener.core.errors import UsageError, did_you_mean
+    from evener.core.fleet import Rates, update_fleet
+    from evener.core.hostprobe import Doing, HostProbeSpec
+    from evener.core.shape import PRESETS
+    from evener.core.units import seconds as duration
+    from evener.plan.cost import roofline
+
+    if model not in PRESETS:
+        raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(model, PRESETS))
+    spec = _converted({"host": "here", "model": model, "seconds": seconds, "device": device}, HostProbeSpec)
+    path = fleet_path(fleet)
+    say(
+        f"about {duration(seconds + 10)} for each device of a host" + (", one host after another" if one_by_one else "")
+    )
+    found: list[DeviceProbe] = []
+    rates: dict[str, dict[str, Rates]] = {}
+    results = []
+    with _told_of_hosts(spec, path, one_by_one) as news:
+        for name, item in news:
+            if isinstance(item, Doing):
+                say(f"{name}: {item.text}")
+                continue
+            found.append(item)
+            rates.setdefault(item.host, {})[item.device] = item.rates
+            dtype = item.sustained.dtype
+            roof = roofline(
+                PRESETS[model],
+                item.sustained.tokens,
+                matmul_flops=item.rates.matmul_flops[dtype],
+                copy_Bps=item.rates.copy_Bps or 0.0,
+                element_bytes=4 if dtype == "fp32" else 2,
+            )
+            bound = {"roofline": msgspec.to_builtins(roof), "bound_by": roof.bound_by}
+            results.append(msgspec.to_builtins(item) | bound)
+            if not as_json:
+                print(probed.device(item, roof), flush=True)
+    findings = [finding for item in found for finding in item.findings]
+    if path is not None:
+        update_fleet(path, rates=rates)
+        say(f"written to [rates] of {path}")
+    if as_json:
+        print(json.dumps({"fleet": path, "devices": results, "findings": msgspec.to_builtins(findings)}))
+    elif findings:
+        print(probed.findings(findings))
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+@contextlib.contextmanager
+def _told_of_collectives(spec: CollectiveSpec, path: str | None, ranks: int | None) -> Iterator[tuple[float, Any]]:
+    """(β of the slowest link, what the ranks tell), on a fleet or here."""
+    import msgspec
+
+    from evener.core.collective import Told
+    from evener.core.errors import UsageError
+    from evener.hosts import wire as wires
+    from evener.launch.probe import lines_here, lines_of_fleet
+
+    module, arg = "evener.worker.collectives", msgspec.json.encode(spec).decode()
+    decode = msgspec.json.Decoder(Told).decode
+    if path is None:
+        if ranks == 1:
+            raise UsageError("--ranks 1: collectives need two ranks or more", hint="--ranks 2")
+        wire_Bps = _loopback_Bps()
+        yield wire_Bps, (decode(line) for line in lines_here(ranks or 2, module, arg))
+        return
+    with connected(path) as (known, sessions, errors):
+        prepared = _prepared(known, sessions, errors)
+        addresses = {place.name: place.address for place in prepared.places}
+        arg = msgspec.json.encode(_settled(spec, prepared.places)).decode()
+        several = len(known.hosts) > 1
+        wire_Bps = wires.ring_Bps(sessions, addresses, list(addresses)) if several else _loopback_Bps()
+        lines = lines_of_fleet(prepared, sessions, module, dict.fromkeys(addresses, arg), num_ranks=ranks)
+        with contextlib.closing(lines):
+            yield wire_Bps, (decode(line) for _, line in lines)
+
+
+def _settled(spec: CollectiveSpec, places: Any) -> CollectiveSpec:
+    """One backend for all hosts. What Gloo moves lies in the processors' memory: a GPU's would only be copied there."""
+    import msgspec
+
+    on_gpus = spec.device != "cpu" and all(place.uses_gpu for place in places)
+    backend = spec.backend if spec.backend != "auto" else "nccl" if on_gpus else "gloo"
+    device = spec.device if spec.device != "auto" else "cuda" if backend == "nccl" else "cpu"
+    return msgspec.structs.replace(spec, backend=backend, device=device)
+
+
+@contextlib.contextmanager
+def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[Iterator[tuple[str, Any]]]:
+    """(host, what it tells), on a fleet or here."""
+    import msgspec
+
+    from evener.core.hostprobe import HostTold
+    from evener.launch.probe import lines_here, lines_of_fleet
+
+    module = "evener.worker.host_probe"
+    decode = msgspec.json.Decoder(HostTold).decode
+    if path is None:
+        yield ((spec.host, decode(line)) for line in lines_here(1, module, msgspec.json.encode(spec).decode()))
+        return
+    with connected(path) as (known, sessions, errors):
+        prepared = _prepared(known, sessions, errors)
+        args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=name)).decode() for name in known.hosts}
+        turns = [[place] for place in prepared.places] if one_by_one else [prepared.places]
+
+        def told() -> Generator[tuple[str, Any]]:
+            for places in turns:
+                turn = msgspec.structs.replace(prepared, places=places)
+                with contextlib.closing(lines_of_fleet(turn, sessions, module, args, num_ranks=1)) as lines:
+                    for name, line in lines:
+                        yield name, decode(line)
+
+        with contextlib.closing(told()) as news:
+            yield news
+
+
+def _prepared(known: Fleet, sessions: dict[str, Session], errors: dict[str, Any]) -> Any:
+    """Hosts that may take part; HostError or RunError where they may not."""
+    from evener.cli.fleets import tell_warnings
+    from evener.launch.fleet import prepare
+
+    if errors:
+        raise next(iter(errors.values()))
+    prepared = prepare(known, sessions, errors, "probe")
+    tell_warnings(prepared)
+    return prepared
+
+
+def _loopback_Bps() -> float:
+    """β of this machine's loopback, both directions at once."""
+    from evener.core.fleet import Host
+    from evener.hosts import wire as wires
+    from evener.hosts.session import open_session
+
+    here = Host(address="local")
+    with contextlib.ExitStack() as stack:
+        sessions = {name: stack.enter_context(contextlib.closing(open_session(name, here))) for name in ("one", "two")}
+        return wires.ring_Bps(sessions, dict.fromkeys(sessions, "127.0.0.1"), list(sessions), seconds=1.0)
+
+
+def _collective_spec(op: list[str] | None, sizes: tuple[int, ...], dtype: str, seconds: float, in_place: bool,
+                     device: str, backend: str) -> CollectiveSpec:  # fmt: skip
+    from evener.core.collective import COLLECTIVES, CollectiveSpec
+    from evener.core.errors import UsageError, did_you_mean
+
+    asked = [name.replace("-", "_") for name in op or COLLECTIVES]
+    for name in asked:
+        if name not in COLLECTIVES:
+            raise UsageError(f"--op {name}: no such collective", hint=did_you_mean(name, COLLECTIVES))
+    values = {"collectives": list(dict.fromkeys(asked)), "sizes": list(sizes), "dtype": dtype, "seconds": seconds,
+              "in_place": in_place, "device": device, "backend": backend}  # fmt: skip
+    spec: CollectiveSpec = _converted(values, CollectiveSpec)
+    return spec
+
+
+def _converted(values: dict[str, Any], kind: Any) -> Any:
+    """A struct from flags; UsageError names the flag."""
+    import msgspec
+
+    from evener.core.errors import UsageError
+
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at ")
+        flag = where.strip("`").removeprefix("$.")
+        known = {"dtype": "fp32, bf16 or fp16", "device": "auto, cpu or cuda", "backend": "auto, gloo or nccl"}
+        raise UsageError(f"--{flag.replace('_', '-')} {values.get(flag)!r}: expected {known.get(flag, what)}") from None
+
+
+def _sizes(smallest: str, largest: str, factor: int) -> tuple[int, ...]:
+    """The sizes of a table, from the smallest, each `factor` times the one before.
+
+    >>> _sizes("1KiB", "64KiB", 4)
+    (1024, 4096, 16384, 65536)
+    """
+    from evener.core.errors import UsageError
+
+    low, high = _bytes("--min-size", smallest), _bytes("--max-size", largest)
+    if low > high:
+        raise UsageError(f"--min-size {smallest}: greater than --max-size {largest}")
+    found = [low]
+    while found[-1] * factor <= high:
+        found.append(found[-1] * factor)
+    return tuple(found)
+
+
+def _bytes(flag: str, text: str) -> int:
+    """64MiB, 1KiB, 4096, 1MB.
+
+    >>> _bytes("--min-size", "64MiB"), _bytes("--min-size", "1MB"), _bytes("--min-size", "512")
+    (67108864, 1000000, 512)
+    """
+    import re
+
+    from evener.core.errors import UsageError
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(i?))?B?", text.strip(), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise UsageError(f"{flag} {text}: expected a size, such as 64MiB or 1KiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** (" kmg".index(match[2].lower()) if match[2] else 0))

@@ -1,0 +1,133 @@
+"""How do the figures of `evener probe` look? Plain text, in the columns that users of nccl-tests and iperf3 know."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from evener.core.units import count, link_rate, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evener.core.collective import World
+    from evener.core.finding import Finding
+    from evener.core.hostprobe import DeviceProbe
+    from evener.hosts.wire import Wire
+    from evener.plan.cost import Roofline
+    from evener.report.collectives import Judged
+
+WIDTH = 100
+DISTURBED = 0.6  # of its threads' processors: less, and somebody else had them
+
+
+def paragraph(sentences: Sequence[str]) -> str:
+    """Sentences as one paragraph."""
+    return textwrap.fill(" ".join(sentences), WIDTH, break_on_hyphens=False)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns; the first is aligned left, the others right.
+
+    >>> print(table([["host", "rate"], ["attic", "1.2"]]))
+    host   rate
+    attic   1.2
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
+                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    )  # fmt: skip
+
+
+def findings(found: Sequence[Finding]) -> str:
+    """One paragraph each: what, where, the evidence, and the next step."""
+    lines = []
+    for finding in found:
+        where = " → ".join(name for name in (finding.host, finding.peer) if name)
+        lines.append(f"{finding.severity}: {finding.check}{'  ' + where if where else ''}: {finding.evidence}")
+        lines.append(f"hint:  {finding.fix}")
+    return "\n".join(lines)
+
+
+def wires(measured: Sequence[Wire]) -> str:
+    """A row for each direction."""
+    with_iperf3 = any(wire.iperf3_Bps is not None for wire in measured)
+    title = ["from → to", "one stream", "p5", "4 streams", "both ways", "rtt p50", "p95", "sent again"]
+    rows = [[*title, *(["iperf3"] if with_iperf3 else [])]]
+    for wire in measured:
+        link = wire.link
+        row = [
+            f"{wire.source} → {wire.target}",
+            link_rate(link.goodput_Bps),
+            link_rate(wire.goodput_p05_Bps),
+            link_rate(link.parallel_Bps),
+            link_rate(link.duplex_Bps),
+            seconds(link.rtt_s),
+            seconds(link.rtt_p95_s),
+            "not measured" if link.retransmits is None else str(link.retransmits),
+        ]
+        rows.append([*row, *([link_rate(wire.iperf3_Bps)] if with_iperf3 else [])])
+    return table(rows)
+
+
+def collectives_title(collective: str, world: World, in_place: bool) -> str:
+    """nccl-tests' head, with our columns at its right."""
+    place = "in-place" if in_place else "out-of-place"
+    return (
+        f"# {collective}, {place}: {world.ranks} ranks, {world.backend}, {world.device}\n"
+        "#       size         count      type   redop    root       time   algbw   busbw #wrong  of wire"
+        "       wire    latency     reduce       rest\n"
+        "#        (B)    (elements)                             (us)  (GB/s)  (GB/s)                "
+        "     (us)       (us)       (us)       (us)"
+    )
+
+
+def collectives_row(judged: Judged) -> str:
+    """One line; the last four columns sum to the time."""
+    from evener.core.collective import NCCL_NAMES
+
+    row, split = judged.row, judged.split
+    terms = (split.wire_s, split.latency_s, split.reduction_s, split.rest_s)
+    parts = "".join(f" {value * 1e6:10.1f}" for value in terms)
+    return (
+        f"{row.size_bytes:12d}  {row.count:12d}  {NCCL_NAMES[row.dtype]:>8}  {row.redop:>6}  {row.root:6d} "
+        f"{row.time_s * 1e6:10.1f} {row.algbw_Bps / 1e9:7.3f} {row.busbw_Bps / 1e9:7.3f} {row.num_wrong:6d}"
+        f"  {judged.share_of_wire:7.3f}{parts}"
+    )
+
+
+def device(found: DeviceProbe, roof: Roofline) -> str:
+    """The figures of one device, and what bounds it."""
+    rates, sustained = found.rates, found.sustained
+    matmul = ", ".join(f"{dtype} {count(flops)}FLOP/s" for dtype, flops in rates.matmul_flops.items())
+    sums = ", ".join(f"{dtype} {value / 1e9:.1f} GB/s" for dtype, value in rates.sum_Bps.items())
+    copy, triad = ((value or 0.0) / 1e9 for value in (rates.copy_Bps, rates.triad_Bps))
+    sequence = sustained.tokens // sustained.micro_batch
+    lines = [
+        f"{found.host} {found.device}: {rates.name}" + (f", {found.threads} threads" if found.device == "cpu" else ""),
+        f"  matrix products  {matmul}",
+        f"  memory           copy {copy:.1f} GB/s, triad {triad:.1f} GB/s",
+        f"  sum, one thread  {sums}",
+        f"  {found.model:15}  {count(sustained.tokens_per_s)} tokens/s forward and backward in {sustained.dtype}, "
+        f"{sustained.micro_batch} × {sequence} tokens a pass, {sustained.passes} passes, "
+        f"p50 {seconds(sustained.pass_p50_s)}, p95 {seconds(sustained.pass_p95_s)}",
+        f"  {'':15}  first third {count(sustained.first_third_tokens_per_s)} tokens/s on "
+        f"{sustained.first_third_cpus:.1f} processors, last third {count(sustained.last_third_tokens_per_s)} on "
+        f"{sustained.last_third_cpus:.1f}",
+        textwrap.fill(bound(found, roof), WIDTH, initial_indent="  ", subsequent_indent="  "),
+    ]
+    if found.device == "cpu" and sustained.last_third_cpus < DISTURBED * found.threads:
+        lines.append("  Other programs had much of the processor meanwhile: by itself it is faster.")
+    return "\n".join(lines)
+
+
+def bound(found: DeviceProbe, roof: Roofline) -> str:
+    """Arithmetic or memory, in one sentence."""
+    took = found.sustained.pass_p50_s
+    return (
+        f"Of {seconds(took)} for one pass of {found.model}, arithmetic at the measured rate would take "
+        f"{seconds(roof.arithmetic_s)}, moving its data {seconds(roof.memory_s)} at most: this device is bound by "
+        f"{roof.bound_by}."
+    )

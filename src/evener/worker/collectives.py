@@ -1,0 +1,297 @@
+"""How fast are the collectives of this world, and are their results right?
+
+    torchrun --nproc-per-node 2 -m evener.worker.collectives '{"collectives": ["all_reduce"], "seconds": 30}'
+
+The argument is a CollectiveSpec. Rank 0 prints a line of JSON for the world and for each row. The first operation of a
+size works on known values and its result is compared with what it must be; then zeros are moved against the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evener.core.collective import Collective, CollectiveSpec, Row, Stopped, Told, World
+from evener.core.errors import EvenerError, UsageError
+from evener.core.machine import this_machine
+from evener.core.units import median, percentile
+from evener.plan.cost import bus_factor
+from evener.worker.group import Group, leave
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PERIOD = 4093  # of the known values: a prime, so that no segment of a power of two lies on its like
+EXACT = 256  # whole numbers up to here are exact in bf16
+SLOT_S = 1.0  # aimed at for one size
+MIN_ITERATIONS, MAX_ITERATIONS = 3, 200
+WARMUPS = 2  # one that is checked, one that is not
+SETTLE = 50  # small operations before anything is measured
+GPU_BATCH = 10  # operations that a GPU is given before it is waited for
+SUM_BYTES = 1 << 22  # of each operand that γ is measured with: what Gloo's segments are like
+SUM_S = 0.1
+
+
+class Operation:
+    """One collective on its buffers."""
+
+    def __init__(
+        self, collective: Collective, group: Group, size_bytes: int, dtype: torch.dtype, in_place: bool
+    ) -> None:
+        self.collective, self._group = collective, group
+        n, rank = group.world_size, group.rank
+        self.divided = collective in ("all_gather", "reduce_scatter", "all_to_all")
+        self.count = max(1, size_bytes // dtype.itemsize // (n if self.divided else 1))
+        whole = torch.zeros(self.count * (n if self.divided else 1), dtype=dtype, device=group.device)
+        self.size_bytes = whole.numel() * dtype.itemsize
+        self.in_place = in_place if collective in ("all_gather", "reduce_scatter") else not self.divided
+        part = slice(rank * self.count, (rank + 1) * self.count)
+        if collective == "all_to_all":
+            self._input, self._output = whole, torch.zeros_like(whole)
+        elif collective == "all_gather":
+            self._output = whole
+            self._input = whole[part] if self.in_place else torch.zeros_like(whole[part])
+        elif collective == "reduce_scatter":
+            self._input = whole
+            self._output = whole[part] if self.in_place else torch.zeros_like(whole[part])
+        else:
+            self._input = self._output = whole
+
+    def run(self) -> None:
+        """The collective itself."""
+        if self.collective == "all_reduce":
+            dist.all_reduce(self._output)
+        elif self.collective == "all_gather":
+            dist.all_gather_single(self._output, self._input)
+        elif self.collective == "reduce_scatter":
+            dist.reduce_scatter_single(self._output, self._input)
+        elif self.collective == "broadcast":
+            dist.broadcast(self._output, src=0)
+        else:
+            dist.all_to_all_single(self._output, self._input)
+
+    def fill(self) -> None:
+        """Known values in what this rank gives."""
+        rank, ranks = self._group.rank, range(self._group.world_size)
+        self._output.fill_(-1)
+        if self.collective in ("reduce_scatter", "all_to_all"):
+            for chunk, other in zip(self._input.view(len(ranks), -1), ranks, strict=True):
+                _write(chunk, self._values(rank, other))
+        elif self.collective != "broadcast" or rank == 0:
+            _write(self._input, self._values(rank, 0))
+
+    def num_wrong(self) -> int:
+        """Elements of this rank's result that are not what they must be."""
+        rank, ranks = self._group.rank, range(self._group.world_size)
+        if self.collective == "all_reduce":
+            return _differing(self._output, sum(self._values(other, 0) for other in ranks))
+        if self.collective == "reduce_scatter":
+            return _differing(self._output, sum(self._values(other, rank) for other in ranks))
+        if self.collective == "broadcast":
+            return _differing(self._output, self._values(0, 0))
+        place = rank if self.collective == "all_to_all" else 0
+        chunks = zip(self._output.view(len(ranks), -1), ranks, strict=True)
+        return sum(_differing(chunk, self._values(other, place)) for chunk, other in chunks)
+
+    def spoil(self, num: int) -> None:
+        """Change the first results."""
+        self._output[:num] += 1
+
+    def clear(self) -> None:
+        """Zeros: sums of them stay finite however often they are taken."""
+        self._input.zero_()
+        self._output.zero_()
+
+    def _values(self, source: int, target: int) -> Any:
+        """One period of what `source` has for `target`: whole numbers whose sum over ranks is exact in every type."""
+        below = max(2, min(16, EXACT // self._group.world_size))
+        i = torch.arange(PERIOD, device=self._group.device)
+        values = (i * i + 7 * source * i + 3 * source + 11 * target * i + 5 * target) % PERIOD % below
+        return values.to(self._output.dtype)
+
+
+def measure(group: Group, spec: CollectiveSpec, collective: Collective, size_bytes: int, slot_s: float) -> Row:
+    """One row: checked first, then timed for about `slot_s`."""
+    operation = Operation(collective, group, size_bytes, DTYPES[spec.dtype], spec.in_place)
+    operation.fill()
+    group.barrier()
+    _timed(operation, 1, group.device)
+    if spec.spoil and group.rank == 0:
+        operation.spoil(spec.spoil)
+    (num_wrong,) = group.sum(operation.num_wrong())
+    operation.clear()
+    group.barrier()
+    once_s = _largest(group, _timed(operation, 1, group.device))
+    batch = GPU_BATCH if group.device.type == "cuda" else 1
+    iterations = min(max(int(slot_s / once_s), MIN_ITERATIONS), MAX_ITERATIONS)
+    group.barrier()
+    before = _sent_by_kernel(group)
+    took = [_timed(operation, batch, group.device) / batch for _ in range(math.ceil(iterations / batch))]
+    group.barrier()
+    after = _sent_by_kernel(group)
+    done = len(took) * batch
+    sent = None if before is None or after is None else _largest(group, (after - before) / done)
+    time_s = _largest(group, median(took) or 0.0)
+    algbw_Bps = operation.size_bytes / time_s
+    return Row(
+        collective=collective,
+        size_bytes=operation.size_bytes,
+        count=operation.count,
+        dtype=spec.dtype,
+        redop="sum" if collective in ("all_reduce", "reduce_scatter") else "none",
+        root=0 if collective == "broadcast" else -1,
+        in_place=operation.in_place,
+        time_s=time_s,
+        time_p95_s=_largest(group, percentile(took, 0.95)),
+        iterations=done,
+        algbw_Bps=algbw_Bps,
+        busbw_Bps=bus_factor(collective, group.world_size) * algbw_Bps,
+        num_wrong=int(num_wrong),
+        sent_bytes=sent,
+    )
+
+
+def run(spec: CollectiveSpec) -> None:
+    """Every collective at every size that there is time for; an equal share of the time left for each collective."""
+    group = Group(spec.device, spec.backend)
+    if group.world_size < 2:
+        raise UsageError("collectives need two ranks or more", hint="--ranks 2")
+    hosts = [name.decode() for name in group.gather(this_machine().host.encode())]
+    _tell(
+        group,
+        World(
+            ranks=group.world_size,
+            hosts=hosts,
+            backend=group.backend,
+            device=torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
+            interface=_interface(),
+            sum_Bps=-_largest(group, -sum_rate_Bps(DTYPES[spec.dtype], group.device)),
+            torch=str(torch.__version__),
+        ),
+    )
+    for _ in range(SETTLE):  # connections find their pace
+        dist.all_reduce(torch.zeros(256, dtype=DTYPES[spec.dtype], device=group.device))
+    until = time.monotonic() + spec.seconds
+    for index, collective in enumerate(spec.collectives):
+        rows: list[Row] = []
+        ends = time.monotonic() + _agreed(group, until - time.monotonic()) / (len(spec.collectives) - index)
+        for done, size_bytes in enumerate(spec.sizes):
+            left_s = _agreed(group, ends - time.monotonic())
+            needs_s = (WARMUPS + MIN_ITERATIONS) * predicted_s(rows, size_bytes)
+            if needs_s > left_s:
+                _tell(group, Stopped(collective=collective, size_bytes=size_bytes, needs_s=needs_s, left_s=left_s))
+                break
+            slot_s = min(SLOT_S, left_s / 2 / (len(spec.sizes) - done))
+            rows.append(measure(group, spec, collective, size_bytes, slot_s))
+            _tell(group, rows[-1])
+    group.barrier()
+    group.close()
+
+
+def predicted_s(rows: list[Row], size_bytes: int) -> float:
+    """About what one operation of the next size takes: along the line through the first row and the last.
+
+    The line may be flat by chance, so at least a quarter of what the last row's bandwidth says.
+    """
+    if not rows:
+        return 0.0
+    first, last = rows[0], rows[-1]
+    least_s = last.time_s * size_bytes / last.size_bytes / 4
+    if len(rows) == 1:
+        return 4 * least_s
+    slope = (last.time_s - first.time_s) / (last.size_bytes - first.size_bytes)
+    return max(least_s, last.time_s + slope * (size_bytes - last.size_bytes))
+
+
+def sum_rate_Bps(dtype: torch.dtype, device: torch.device) -> float:
+    """γ: bytes of a buffer to which one thread adds another, in a second: torch's own loop on one core, or the GPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    target = torch.zeros(SUM_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    source = torch.ones_like(target)
+    took: list[float] = []
+    until = time.perf_counter() + SUM_S
+    while len(took) < 3 or time.perf_counter() < until:
+        began = time.perf_counter()
+        target += source
+        _wait_for(device)
+        took.append(time.perf_counter() - began)
+    torch.set_num_threads(threads)
+    return SUM_BYTES / (median(took) or math.inf)
+
+
+def _write(buffer: Tensor, period: Tensor) -> None:
+    whole = buffer.numel() // PERIOD * PERIOD
+    buffer[:whole].view(-1, PERIOD).copy_(period)
+    buffer[whole:] = period[: buffer.numel() - whole]
+
+
+def _differing(buffer: Tensor, period: Tensor) -> int:
+    whole = buffer.numel() // PERIOD * PERIOD
+    rows = buffer[:whole].view(-1, PERIOD)
+    return int((rows != period).sum()) + int((buffer[whole:] != period[: buffer.numel() - whole]).sum())
+
+
+def _timed(operation: Operation, times: int, device: torch.device) -> float:
+    began = time.perf_counter()
+    for _ in range(times):
+        operation.run()
+    _wait_for(device)
+    return time.perf_counter() - began
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _largest(group: Group, value: float) -> float:
+    return max(float(text) for text in group.gather(repr(value).encode()))
+
+
+def _agreed(group: Group, value: float) -> float:
+    """Rank 0's value."""
+    return group.sum(value if group.rank == 0 else 0.0)[0]
+
+
+def _interface() -> str | None:
+    return os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME") or None
+
+
+def _sent_by_kernel(group: Group) -> int | None:
+    """Bytes that this rank's interface has sent, headers included; None where ranks share one."""
+    interface = _interface()
+    if interface is None or group.local_world_size > 1 or not Path("/proc/net/dev").exists():
+        return None
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, figures = line.strip().partition(":")
+        if name == interface:
+            return int(figures.split()[8])
+    return None
+
+
+def _tell(group: Group, news: Told) -> None:
+    if group.rank == 0:
+        print(msgspec.json.encode(news).decode(), flush=True)
+
+
+def main() -> int:
+    try:
+        run(msgspec.json.decode(sys.argv[1], type=CollectiveSpec))
+    except EvenerError as error:
+        told = {"error": str(error), "hint": error.hint, "kind": type(error).__name__}
+        if os.environ.get("RANK", "0") == "0":
+            print(msgspec.json.encode(told).decode())
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

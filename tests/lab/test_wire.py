@@ -1,0 +1,119 @@
+"""The wire between emulated hosts is as fast as the lab makes it, and collectives send what the formulas say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.core.collective import COLLECTIVES
+from evener.core.fleet import load_fleet
+from evener.hosts import wire
+from evener.hosts.session import connect
+from evener.lab.spec import HostSpec
+from evener.plan.cost import sent_bytes
+
+# Of a link's rate TCP's payload is 1448 of every 1514 bytes.
+PAYLOAD = 1448 / 1514
+NEAR = 0.05
+
+pytestmark = pytest.mark.slow
+
+
+def evener(*args: object) -> subprocess.CompletedProcess[str]:
+    code = "from evener.cli.main import main; main()"
+    argv = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+
+
+def measured(fleet: Path) -> wire.Measured:
+    """Every pair, for a second each."""
+    known = load_fleet(fleet)
+    with connect(known) as (sessions, errors):
+        assert not errors
+        addresses = {name: host.address for name, host in known.hosts.items()}
+        return wire.measure(sessions, addresses, seconds=1.0, iperf3=False)
+
+
+@pytest.mark.parametrize(("rate", "bps"), [("100Mbit", 1e8), ("1Gbit", 1e9)])
+def test_goodput_is_the_rate_of_the_link(make_lab, tmp_path, rate, bps):
+    lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate=rate), b=HostSpec(rate=rate))
+    found = measured(tmp_path / "lab.toml")
+    lab.down()
+    assert [(one.source, one.target) for one in found.wires] == [("a", "b"), ("b", "a")]
+    for one in found.wires:
+        for goodput_Bps in (one.link.goodput_Bps, one.link.parallel_Bps, one.link.duplex_Bps):
+            assert goodput_Bps * 8 / bps == pytest.approx(PAYLOAD, abs=NEAR)
+        assert one.link.rtt_s < 0.01
+        assert one.link.rtt_p95_s >= one.link.rtt_s
+        assert one.num_pings > 100
+        assert one.link.retransmits is not None
+    assert not [finding for finding in found.findings if finding.check != "net.stack-loss"]  # a busy machine pauses
+
+
+def test_one_direction_that_is_slower_is_named(make_lab, tmp_path):
+    lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate_up="40Mbit", rate_down="200Mbit"), b=HostSpec(rate="200Mbit"))
+    found = measured(tmp_path / "lab.toml")
+    lab.down()
+    up, down = found.wires
+    assert up.link.goodput_Bps * 8 / 40e6 == pytest.approx(PAYLOAD, abs=NEAR)
+    assert down.link.goodput_Bps * 8 / 200e6 == pytest.approx(PAYLOAD, abs=NEAR)
+    (finding,) = [finding for finding in found.findings if finding.check == "net.asymmetric"]
+    assert (finding.host, finding.peer, finding.severity) == ("a", "b", "warning")
+
+
+def test_a_pair_that_cannot_connect_is_a_finding_and_the_others_are_measured(make_lab, tmp_path):
+    hosts = {"a": HostSpec(), "b": HostSpec(), "c": HostSpec(firewall=("tcp dport != 22 drop",))}
+    lab = make_lab(tmp_path / "lab.toml", **hosts)
+    found = measured(tmp_path / "lab.toml")
+    lab.down()
+    assert {(one.source, one.target) for one in found.wires} == {("a", "b"), ("b", "a")}
+    blocked = [finding for finding in found.findings if finding.check == "net.firewall"]
+    assert {finding.severity for finding in blocked} == {"error"}
+    assert {(finding.host, finding.peer) for finding in blocked} == {("c", "a"), ("c", "b")}
+
+
+def test_the_verb_writes_the_fleet_file(make_lab, tmp_path):
+    file = tmp_path / "lab.toml"
+    lab = make_lab(file, a=HostSpec(rate="200Mbit"), b=HostSpec(rate="200Mbit"))
+    before = file.read_text()
+    done = evener("probe", "wire", "--fleet", file, "--seconds", "0.5", "--no-iperf3", "--json")
+    lab.down()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["wires"]) == 2
+    links = load_fleet(file).links
+    assert links["a"]["b"].goodput_Bps == pytest.approx(found["wires"][0]["link"]["goodput_Bps"])
+    assert links["b"]["a"].measured.startswith("20")
+    assert file.read_text().startswith(before.rstrip())
+
+
+def test_collectives_send_what_the_formulas_say(make_lab, tmp_path):
+    """Of the kernel's own counters: Gloo's reduce-scatter is an all-reduce, its broadcast a binomial tree."""
+    file = tmp_path / "lab.toml"
+    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    sizes = ("--min-size", "3MiB", "--max-size", "3MiB")
+    done = evener("probe", "collectives", "--fleet", file, *sizes, "--seconds", "20", "--json")
+    lab.down()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["world"]["hosts"] == ["a", "b", "c"]
+    assert [row["collective"] for row in found["rows"]] == list(COLLECTIVES)
+    for row in found["rows"]:
+        assert row["num_wrong"] == 0
+        assert row["sent_bytes"] == pytest.approx(sent_bytes(row["collective"], row["size_bytes"], 3), rel=0.03)
+
+
+def test_hosts_are_measured_by_turns(make_lab, tmp_path):
+    file = tmp_path / "lab.toml"
+    lab = make_lab(file, a=HostSpec(), b=HostSpec())
+    done = evener("probe", "host", "--fleet", file, "--model", "tiny", "--seconds", "1", "--one-by-one", "--json")
+    lab.down()
+    assert done.returncode == 0, done.stderr
+    assert [(one["host"], one["device"]) for one in json.loads(done.stdout)["devices"]] == [("a", "cpu"), ("b", "cpu")]
+    rates = load_fleet(file).rates
+    assert rates["a"]["cpu"].tokens_per_s["tiny"] > 100
+    assert rates["b"]["cpu"].copy_Bps > 1e8

@@ -1,0 +1,211 @@
+"""Formulas of collectives against nccl-tests' own, the seeds' figures and closed forms; who is measured with whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.cli.probe import _bytes, _settled, _sizes
+from evener.cli.probed import collectives_row, collectives_title, table
+from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, World
+from evener.core.errors import UsageError
+from evener.core.fleet import Link, Rates, load_fleet, update_fleet
+from evener.core.shape import preset_shape
+from evener.hosts.wire import estimate_s, rounds
+from evener.plan.cost import (
+    bus_factor,
+    collective_s,
+    num_messages,
+    reduced_bytes,
+    ring_all_reduce_bytes,
+    roofline,
+    sent_bytes,
+    split_collective,
+)
+from evener.report.collectives import explain, findings, judge_all
+
+# nccl-tests, doc/PERFORMANCE.md, "Summary": busbw = factor · algbw
+NCCL_TESTS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_bus_factors_are_those_of_nccl_tests(collective, num_ranks):
+    assert bus_factor(collective, num_ranks) == pytest.approx(NCCL_TESTS[collective](num_ranks))
+
+
+@pytest.mark.parametrize(("gbit", "seconds"), [(1, 14.3), (10, 1.43), (400, 0.036)])
+def test_the_seeds_all_reduce_of_760m_in_bf16(gbit, seconds):
+    bandwidth_Bps = gbit * 1e9 / 8 * 0.85  # as in the seed: about 85 % effective
+    took = collective_s("all_reduce", 2 * 760e6, 2, latency_s=0.0, bandwidth_Bps=bandwidth_Bps)
+    assert took == pytest.approx(seconds, rel=0.01)
+
+
+@given(st.sampled_from(COLLECTIVES), st.integers(2, 512), st.integers(1, 1 << 30))
+def test_what_is_sent_is_never_less_than_it_must_be(collective, num_ranks, size_bytes):
+    perfect = bus_factor(collective, num_ranks) * size_bytes
+    assert sent_bytes(collective, size_bytes, num_ranks, "nccl") == pytest.approx(perfect)
+    assert sent_bytes(collective, size_bytes, num_ranks, "gloo") >= perfect * (1 - 1e-12)
+    assert 0 <= reduced_bytes(collective, size_bytes, num_ranks) < size_bytes
+    assert num_messages(collective, num_ranks) >= 1
+
+
+def test_all_reduce_is_a_reduce_scatter_and_an_all_gather():
+    for n in (2, 3, 8):
+        halves = sent_bytes("reduce_scatter", 1e6, n, "nccl") + sent_bytes("all_gather", 1e6, n, "nccl")
+        assert sent_bytes("all_reduce", 1e6, n) == pytest.approx(halves)
+        assert sent_bytes("all_reduce", 10**6, n) == pytest.approx(ring_all_reduce_bytes(10**6, n), abs=1)
+
+
+@pytest.mark.parametrize(("num_ranks", "times"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
+def test_a_broadcast_of_gloo_is_a_binomial_tree(num_ranks, times):
+    assert sent_bytes("broadcast", 100, num_ranks) == 100 * times
+    assert num_messages("broadcast", num_ranks) == times
+
+
+@given(st.floats(1e-4, 100), st.floats(1e-6, 1e-2), st.integers(2, 16))
+def test_the_parts_of_a_split_sum_to_the_time(time_s, latency_s, num_ranks):
+    split = split_collective(
+        "all_reduce", 1e6, num_ranks, time_s=time_s, latency_s=latency_s, bandwidth_Bps=1e8, sum_Bps=1e10
+    )
+    assert 0 <= split.latency_s <= latency_s
+    assert split.total_s == pytest.approx(time_s)
+
+
+@given(st.integers(2, 20))
+def test_every_pair_is_measured_once_and_no_host_twice_at_a_time(num_hosts):
+    names = [f"h{i}" for i in range(num_hosts)]
+    found = rounds(names)
+    assert sorted(tuple(sorted(pair)) for pairs in found for pair in pairs) == sorted(
+        (a, b) if a < b else (b, a) for i, a in enumerate(names) for b in names[i + 1 :]
+    )
+    for pairs in found:
+        hosts = [name for pair in pairs for name in pair]
+        assert len(hosts) == len(set(hosts))
+    assert len(found) <= max(6, num_hosts)
+    assert estimate_s(num_hosts) > 0
+
+
+def world(hosts=("a", "b"), backend="gloo"):
+    return World(ranks=2, hosts=list(hosts), backend=backend, device="cpu", interface="eth0", sum_Bps=1e10, torch="2")
+
+
+def row(collective, size_bytes, time_s, num_wrong=0):
+    return Row(
+        collective=collective, size_bytes=size_bytes, count=size_bytes // 4, dtype="fp32", redop="sum", root=-1,
+        in_place=True, time_s=time_s, time_p95_s=time_s, iterations=3, algbw_Bps=size_bytes / time_s,
+        busbw_Bps=bus_factor(collective, 2) * size_bytes / time_s, num_wrong=num_wrong, sent_bytes=None,
+    )  # fmt: skip
+
+
+def test_the_paragraph_says_what_is_reached_and_from_where_on_latency_counts():
+    wire_Bps = 117.5e6
+    rows = [
+        row("all_reduce", 1024, 0.3e-3),
+        row("all_reduce", 1 << 14, 0.43e-3),
+        row("all_reduce", 1 << 16, 0.86e-3),
+        row("all_reduce", 1 << 20, 10e-3),
+        row("all_reduce", 1 << 26, (1 << 26) / wire_Bps / 0.98),
+        row("reduce_scatter", 1 << 26, 0.6),
+    ]
+    stopped = [Stopped(collective="all_reduce", size_bytes=1 << 28, needs_s=12.0, left_s=3.0)]
+    judged = judge_all(rows, world(), wire_Bps)
+    text = " ".join(explain(judged, stopped, world(), wire_Bps))
+    assert "64 MiB all-reduce reaches 0.98 of the wire; up to 16 KiB latency dominates (291 µs)" in text
+    assert "Gloo sends 2 times what it must" in text
+    assert "All-reduce stopped before 256 MiB: with repeats that takes about 12.00 s" in text
+    assert "The wire is 940 Mbit/s" in text
+    assert not findings(judged, world())
+
+
+def test_a_slow_stack_and_a_wrong_result_are_findings():
+    slow = judge_all([row("all_reduce", 1 << 26, 2.0, num_wrong=3)], world(), 117.5e6)
+    found = {finding.check: finding for finding in findings(slow, world())}
+    assert found["net.stack-loss"].severity == "warning"
+    assert "0.29 of the wire" in found["net.stack-loss"].evidence
+    assert found["run.collective-mismatch"].severity == "error"
+    assert "3 elements of all-reduce" in found["run.collective-mismatch"].evidence
+    here = world(hosts=("a", "a"))
+    assert "net.stack-loss" not in {finding.check for finding in findings(slow, here)}
+
+
+def test_the_columns_are_those_of_nccl_tests():
+    one = row("all_reduce", 1 << 20, 9.2e-3)
+    judged = judge_all([one], world(), 117.5e6)[0]
+    titles = collectives_title("all_reduce", world(), True).splitlines()[1].removeprefix("#").split()
+    assert titles[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
+    cells = collectives_row(judged).split()
+    assert cells[:9] == ["1048576", "262144", "float", "sum", "-1", "9200.0", "0.114", "0.114", "0"]
+    parts = [float(cell) for cell in cells[10:]]
+    assert sum(parts) == pytest.approx(9200.0, abs=0.3)
+    lines = [*collectives_title("all_reduce", world(), True).splitlines()[1:], collectives_row(judged)]
+    assert len({len(line) for line in lines if "size" in line or line.strip()[0].isdigit()}) == 1
+
+
+def test_sizes_as_people_write_them():
+    assert _sizes("1KiB", "256MiB", 4)[-1] == 1 << 28
+    assert len(_sizes("1KiB", "256MiB", 4)) == 10
+    assert _bytes("--min-size", "1.5GiB") == 3 << 29
+    for wrong in ("", "MiB", "-1", "1TiB", "0"):
+        with pytest.raises(UsageError, match="--min-size"):
+            _bytes("--min-size", wrong)
+    with pytest.raises(UsageError, match="greater"):
+        _sizes("2MiB", "1MiB", 2)
+
+
+def test_a_table_aligns():
+    assert table([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc   d"
+
+
+def test_figures_come_back_from_the_fleet_file(tmp_path: Path):
+    file = tmp_path / "fleet.toml"
+    file.write_text('# mine\n[hosts.a]\naddress = "local"  # here\n[hosts.b]\naddress = "b"\n')
+    link = Link(goodput_Bps=117e6, duplex_Bps=116e6, rtt_s=1e-4, rtt_p95_s=2e-4, retransmits=0, measured="2026-11-21")
+    update_fleet(file, links={"a": {"b": link}}, rates={"a": {"cpu": Rates(tokens_per_s={"char": 1e3}, copy_Bps=1e10)}})
+    update_fleet(file, rates={"a": {"cpu": Rates(tokens_per_s={"d8": 60.0}), "cuda:0": Rates(name="H200")}})
+    fleet = load_fleet(file)
+    assert fleet.links["a"]["b"] == link
+    assert link.bandwidth_Bps == 116e6
+    assert fleet.rates["a"]["cpu"].tokens_per_s == {"char": 1e3, "d8": 60.0}
+    assert fleet.rates["a"]["cpu"].copy_Bps == 1e10
+    assert fleet.rates["a"]["cuda:0"].name == "H200"
+    assert "# mine" in file.read_text()
+    assert "# here" in file.read_text()
+
+
+def test_the_roofline_tells_arithmetic_from_memory():
+    d8 = preset_shape("d8", vocab_size=32768)
+    one = roofline(d8, 2048, matmul_flops=1e12, copy_Bps=60e9, element_bytes=4)
+    assert one.bound_by == "arithmetic"  # training at full block on 24 cores: the wall is not the memory
+    few = roofline(d8, 8, matmul_flops=1e12, copy_Bps=60e9, element_bytes=4)
+    assert few.bound_by == "memory"  # a handful of tokens a pass: every weight is read for almost nothing
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "backend", "settled"),
+    [
+        ((1, 1), "auto", "auto", ("cuda", "nccl")),
+        ((1, 0), "auto", "auto", ("cpu", "gloo")),
+        ((1, 1), "cpu", "auto", ("cpu", "gloo")),
+        ((1, 1), "auto", "gloo", ("cpu", "gloo")),
+    ],
+)
+def test_all_hosts_use_one_backend(gpus, device, backend, settled):
+    places = [SimpleNamespace(uses_gpu=bool(num)) for num in gpus]
+    spec = _settled(CollectiveSpec(device=device, backend=backend), places)
+    assert (spec.device, spec.backend) == settled
+
+
+def test_a_fleet_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path):
+    with pytest.raises(UsageError, match="No such file"):
+        update_fleet(tmp_path / "absent.toml", rates={})

@@ -1,0 +1,159 @@
+"""Collectives of real ranks: their results are right, and a wrong one is seen."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import msgspec
+import psutil
+import pytest
+
+from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, Told, World
+from evener.core.errors import UsageError
+from evener.launch.probe import lines_here
+from evener.plan.cost import bus_factor
+
+from ..conftest import wait_until
+
+SIZES = (1000, 65536, 1 << 20)  # the first is no multiple of anything
+
+
+def measure(ranks: int, **fields: object) -> tuple[World, list[Row], list[Stopped]]:
+    """What `ranks` processes tell."""
+    spec = CollectiveSpec(**({"sizes": SIZES, "seconds": 10.0} | fields))  # type: ignore[arg-type]
+    arg = msgspec.json.encode(spec).decode()
+    told = [
+        msgspec.json.decode(line, type=Told) for line in lines_here(ranks, "evener.worker.collectives", arg, threads=1)
+    ]
+    assert isinstance(told[0], World)
+    return (
+        told[0],
+        [one for one in told if isinstance(one, Row)],
+        [one for one in told if isinstance(one, Stopped)],
+    )
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "in_place"), [(2, "fp32", False), (3, "bf16", True)])
+def test_every_collective_is_right_at_every_size(ranks, dtype, in_place):
+    world, rows, stopped = measure(ranks, dtype=dtype, in_place=in_place)
+    assert (world.ranks, world.backend, stopped) == (ranks, "gloo", [])
+    assert world.sum_Bps > 1e8
+    assert [(row.collective, row.num_wrong) for row in rows] == [(name, 0) for name in COLLECTIVES for _ in SIZES]
+    item = 4 if dtype == "fp32" else 2
+    for row in rows:
+        parts = 1 if row.collective in ("all_reduce", "broadcast") else ranks
+        assert row.size_bytes == row.count * parts * item
+        assert row.algbw_Bps == pytest.approx(row.size_bytes / row.time_s)
+        assert row.busbw_Bps == pytest.approx(bus_factor(row.collective, ranks) * row.algbw_Bps)
+        assert row.redop == ("sum" if "reduce" in row.collective else "none")
+        assert row.root == (0 if row.collective == "broadcast" else -1)
+        assert row.time_p95_s >= row.time_s > 0
+        assert row.iterations >= 3
+        assert row.sent_bytes is None  # the ranks share one interface
+    assert [row.in_place for row in rows if row.collective == "all_gather"] == [in_place] * len(SIZES)
+
+
+def test_wrong_values_are_counted():
+    _, rows, _ = measure(2, sizes=(65536,), spoil=7)
+    assert [row.num_wrong for row in rows] == [7] * len(COLLECTIVES)
+
+
+def test_what_does_not_fit_into_the_time_is_left_out_and_said():
+    _, rows, stopped = measure(2, collectives=("all_reduce",), sizes=(1024, 65536, 1 << 20, 1 << 40), seconds=4.0)
+    assert [row.size_bytes for row in rows] == [1024, 65536, 1 << 20]
+    assert [one.size_bytes for one in stopped] == [1 << 40]
+    assert stopped[0].needs_s > stopped[0].left_s
+
+
+def test_a_rank_alone_is_refused_in_words():
+    with pytest.raises(UsageError, match="two ranks"):
+        measure(1)
+
+
+def evener(*args: str) -> subprocess.CompletedProcess[str]:
+    code = "from evener.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_the_verb_prints_one_object(tmp_path):
+    done = evener("probe", "collectives", "--fleet", "local", "--op", "all-reduce", "--op", "all_gather",
+                  "--max-size", "64KiB", "--seconds", "10", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["rows"]) == 8
+    assert found["wire_Bps"] > 1e8
+    for row in found["rows"]:
+        assert sum(row["split"].values()) == pytest.approx(row["time_s"])
+    assert found["findings"] == []
+    assert "reaches" in found["explanation"][0]
+
+
+def test_the_verb_prints_the_table_that_nccl_tests_users_know():
+    done = evener(
+        "probe", "collectives", "--fleet", "local", "--op", "broadcast", "--max-size", "4KiB", "--seconds", "5"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows[:2]] == ["1024", "4096"]
+    assert rows[0][2:5] == ["float", "none", "0"]
+    assert "# Out of bounds values : 0 OK" in done.stdout
+
+
+def test_a_host_is_measured_and_told_apart(tmp_path):
+    done = evener("probe", "host", "--fleet", "local", "--model", "tiny", "--seconds", "1", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    (device,) = json.loads(done.stdout)["devices"]
+    rates = device["rates"]
+    assert device["device"] == "cpu"
+    assert {"fp32", "bf16"} <= rates["matmul_flops"].keys()
+    assert min(rates["matmul_flops"].values()) > 1e8
+    assert rates["copy_Bps"] > 1e8
+    assert rates["triad_Bps"] > 1e8
+    assert rates["tokens_per_s"]["tiny"] > 100
+    assert device["sustained"]["passes"] >= 3
+    assert device["bound_by"] in ("arithmetic", "memory")
+
+
+def test_ctrl_c_leaves_no_process():
+    code = "from evener.cli.main import main; main()"
+    args = ["probe", "collectives", "--fleet", "local", "--op", "all_reduce", "--seconds", "60"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # the ranks are at work
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 3  # torchrun and two of its own
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["collectives", "--op", "all_reduse"], 'did you mean "all_reduce"'),
+        (["collectives", "--max-size", "lots"], "--max-size lots"),
+        (["collectives", "--dtype", "fp8"], "--dtype 'fp8': expected fp32, bf16 or fp16"),
+        (["collectives", "--ranks", "1"], "--ranks 1"),
+        (["host", "--model", "chr"], 'did you mean "char"'),
+        (["host", "--device", "tpu"], "--device 'tpu'"),
+        (["wire"], "two machines"),
+        (["wire", "--fleet", "absent.toml"], "absent.toml: no such file"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(args, word, tmp_path, monkeypatch):
+    if "--fleet" not in args:
+        args = [*args, "--fleet", "local"]
+    done = evener("probe", *args)
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
