@@ -70,7 +70,7 @@ def tries(rendezvous: str = "ok", ephemeral: str = "ok", ssh: str = "ok") -> lis
 
 
 class World:
-    """A healthy fleet of two that a test breaks. attic (.36) is the first host; laptop (.28) has the smaller address."""
+    """A healthy fleet of two that a test breaks: attic (.36) is the first host, laptop (.28) the smaller address."""
 
     def __init__(self) -> None:
         self.hosts = {name: Host(address=address) for name, address in zip(NAMES, ("192.168.1.36", "lap"), strict=True)}
@@ -196,7 +196,8 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
      lambda w: w.change("attic", environment={"MASTER_ADDR": "localhost"})),
     # laptop has the smaller address: Gloo lets attic call, so laptop's ephemeral ports must be open
     ("net.firewall", "error", "laptop", "attic", lambda w: w.pair("attic", "laptop", tries=tries(ephemeral="timeout"))),
-    ("net.firewall", "warning", "attic", "laptop", lambda w: w.pair("laptop", "attic", tries=tries(ephemeral="refused"))),
+    ("net.firewall", "warning", "attic", "laptop",
+     lambda w: w.pair("laptop", "attic", tries=tries(ephemeral="refused"))),
     ("net.firewall", "error", "attic", "laptop", lambda w: w.pair("laptop", "attic", tries=tries("timeout"))),
     ("net.firewall", "warning", "laptop", "attic", lambda w: w.pair("attic", "laptop", tries=tries("timeout"))),
     ("net.mtu", "error", "attic", "laptop", lambda w: w.pair("attic", "laptop", large="stalled", path_mtu=1400)),
@@ -221,7 +222,8 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("tty.attached", "warning", "laptop", None, lambda w: w.change("laptop", attached=[Process(pid=12)])),
     ("version.torch", "error", "laptop", None, lambda w: w.change("laptop", torch_version="2.12.1")),
     ("version.torch", "error", "laptop", None, lambda w: w.change("laptop", torch_version=None, evener_hash=None)),
-    ("version.torch", "error", None, None, lambda w: [w.change(n, torch_version=None, evener_hash=None) for n in NAMES]),
+    ("version.torch", "error", None, None,
+     lambda w: [w.change(n, torch_version=None, evener_hash=None) for n in NAMES]),
     ("version.python", "warning", "laptop", None, lambda w: w.change("laptop", python_version="3.13.1")),
     ("version.python", "error", "laptop", None, lambda w: w.change("laptop", python_version="3.8.10")),
     ("version.python", "error", "laptop", None,
@@ -233,7 +235,8 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("ssh.auth", "error", "laptop", None, lambda w: w.off("laptop", "ssh.auth")),
     ("ssh.hostkey", "error", "laptop", None, lambda w: w.off("laptop", "ssh.hostkey")),
     ("clock.skew", "warning", "laptop", None, lambda w: w.change("laptop", clock_offset_s=-3.0)),
-    ("limit.nofile", "warning", "laptop", None, lambda w: w.change("laptop", limits={"nofile": Limit(soft=64, hard=64)})),
+    ("limit.nofile", "warning", "laptop", None,
+     lambda w: w.change("laptop", limits={"nofile": Limit(soft=64, hard=64)})),
     ("limit.memlock", "warning", "laptop", None, lambda w: w.change("laptop", has_infiniband=True)),
     ("mem.space", "warning", "laptop", None, lambda w: w.change("laptop", memory_free_bytes=700 * 10**6)),
     ("mem.space", "error", "laptop", None, lambda w: w.change("laptop", memory_free_bytes=100 * 10**6)),
@@ -289,9 +292,10 @@ def test_every_failure_that_can_be_seen_before_a_launch_has_a_row():
 
 FIREWALLS = [
     ("ufw", None, False, "on laptop: sudo ufw allow from 192.168.1.36"),
-    ("nftables", "inet filter input", True, "on laptop: nft insert rule inet filter input ip saddr 192.168.1.36 accept"),
+    ("nftables", "inet own in", True, "on laptop: nft insert rule inet own in ip saddr 192.168.1.36 accept"),
     ("iptables", "ip filter INPUT", False, "on laptop: sudo iptables -I INPUT -s 192.168.1.36 -j ACCEPT"),
-    ("firewalld", None, True, "on laptop: firewall-cmd --permanent --zone=trusted --add-source=192.168.1.36 && firewall-cmd --reload"),
+    ("firewalld", None, True,
+     "on laptop: firewall-cmd --permanent --zone=trusted --add-source=192.168.1.36 && firewall-cmd --reload"),
 ]  # fmt: skip
 
 
@@ -319,7 +323,7 @@ def test_many_peers_behind_one_firewall_are_one_finding():
             world.pair(name, "laptop", tries=tries("timeout", "timeout"))
     (found,) = world.findings()
     assert (found.check, found.host, found.peer) == ("net.firewall", "laptop", None)
-    assert "attic, a, b and 1 more cannot reach laptop" in found.evidence
+    assert "attic, a, b, c cannot reach laptop" in found.evidence
     assert "192.168.1.0/24" in found.fix
 
 
@@ -329,6 +333,13 @@ def test_torch_missing_everywhere_is_one_finding_that_names_setup():
         world.change(name, torch_version=None, evener_version=None, evener_hash=None)
     (found,) = world.findings()
     assert (found.check, found.fix) == ("version.torch", "evener setup")
+
+
+def test_a_link_faster_than_our_sender_is_no_measure_of_the_wire():
+    world = World()
+    world.pair("attic", "laptop", goodput_Bps=2.1e9)
+    world.pair("laptop", "attic", goodput_Bps=0.7e9)
+    assert world.findings() == []
 
 
 def test_cuda_and_cpu_builds_of_one_torch_go_together():

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from evener.hosts.doctor import Survey
     from evener.hosts.pairs import Pair
 
-WIDE_CELLS, MATRIX = 5, 16  # hosts, up to which a pair has two lines, and has a cell at all
+MATRIX = 16  # hosts, up to which a pair has a cell
+CELL, ROW_HEAD = 20, 14  # columns of one that tells figures
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
@@ -88,17 +89,21 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _show(found: Survey) -> None:
+    import textwrap
+
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=False)
     console.print(_hosts_table(found))
     for line in _whys(found):
-        console.print(f"[dim]{line}[/]", soft_wrap=True)
+        for part in textwrap.wrap(line, console.width, subsequent_indent="  ", break_on_hyphens=False):
+            console.print(f"[dim]{part}[/]", soft_wrap=True)
     if found.pairs:
         console.print()
+        has_figures = ROW_HEAD + CELL * len(found.ways) <= console.width
         if len(found.ways) <= MATRIX:
-            console.print(_matrix(found))
-        for line in _ranges(found):
+            console.print(_matrix(found, has_figures))
+        for line in [] if has_figures else _ranges(found):
             console.print(line, soft_wrap=True)
     for finding in found.findings:
         console.print()
@@ -146,12 +151,11 @@ def _whys(found: Survey) -> list[str]:
     ]
 
 
-def _matrix(found: Survey) -> Any:
+def _matrix(found: Survey, wide: bool) -> Any:
     """Rows send, columns receive."""
     from rich.table import Table
 
     names = [name for name in found.hosts if name in found.ways]
-    wide = len(names) <= WIDE_CELLS
     table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("from ↓  to →", no_wrap=True)
     for name in names:
@@ -185,10 +189,10 @@ def _ranges(found: Survey) -> list[str]:
     """What the cells do not show of many hosts."""
     from evener.core.units import link_rate, seconds
 
-    if len(found.ways) <= WIDE_CELLS:
-        return []
-    open_ones = [pair for pair in found.pairs if pair.is_open]
-    lines = [f"{len(open_ones)} of {len(found.pairs)} ordered pairs are open"]
+    good = [pair for pair in found.pairs if pair.is_open and pair.large != "stalled"]
+    lines = [
+        f"{len(good)} of {len(found.pairs)} ordered pairs are open" + (", ✗ are not" * (len(good) < len(found.pairs)))
+    ]
     trips = sorted(pair.rtt_s for pair in found.pairs if pair.rtt_s is not None)
     if trips:
         lines.append(f"round trips {seconds(trips[0])} to {seconds(trips[-1])} (n={len(trips)})")

@@ -160,7 +160,7 @@ def _differing(versions: Mapping[str, str], check: str, what: str, severity: Sev
     usual_hosts = [name for name, version in versions.items() if version == usual]
     other = [name for name, version in versions.items() if version != usual]
     yield _of(other, check, severity,
-              f"{_each(other, lambda name: f'{what} {versions[name]}')}; {_listed(usual_hosts)}: {usual}",
+              f"{_each(other, lambda name: f'{what} {versions[name]}')}; {listed(usual_hosts)}: {usual}",
               "evener setup")  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def _power(name: str, facts: Facts) -> Iterator[Finding]:
         fixes = ["plug it in"] if facts.on_battery else []
         fixes += [awake] if facts.lid_suspends or facts.idle_sleeps else []
         yield Finding(
-            check="power.sleep", severity="warning", host=name, evidence=f"a run would stop: {_listed(reasons)}",
+            check="power.sleep", severity="warning", host=name, evidence=f"a run would stop: {listed(reasons)}",
             fix=f"on {name}: {'; '.join(fixes)}",
         )  # fmt: skip
 
@@ -393,7 +393,7 @@ def _environment(name: str, facts: Facts) -> Iterator[Finding]:
     if unread:
         yield Finding(
             check="env.ineffective", severity="warning", host=name,
-            evidence=f"{_listed(f'{one}={facts.environment[one]}' for one in unread)}: Gloo reads no such variable",
+            evidence=f"{listed(f'{one}={facts.environment[one]}' for one in unread)}: Gloo reads no such variable",
             fix=f"on {name}: unset {' '.join(unread)}"
             + ("; Gloo's ports come from net.ipv4.ip_local_port_range" if "GLOO_PORT_RANGE" in unread else ""),
         )  # fmt: skip
@@ -410,7 +410,7 @@ def _environment(name: str, facts: Facts) -> Iterator[Finding]:
     if nccl and facts.gpus and not _nccl_matches(nccl, names):
         yield Finding(
             check="env.interface-syntax", severity="warning", host=name,
-            evidence=f"NCCL_SOCKET_IFNAME={nccl} matches none of {_listed(names)}",
+            evidence=f"NCCL_SOCKET_IFNAME={nccl} matches none of {listed(names)}",
             fix=f"on {name}: unset NCCL_SOCKET_IFNAME; evener sets it for its runs",
         )  # fmt: skip
 
@@ -437,7 +437,7 @@ def _nccl_on_gloo(seen: Seen) -> Iterator[Finding]:
     hosts = [name for name, variables in found.items() if variables]
     if hosts:
         yield _of(hosts, "env.ineffective", "info",
-                  f"{_each(hosts, lambda name: _listed(found[name]))}: this fleet runs on Gloo, which reads none of it",
+                  f"{_each(hosts, lambda name: listed(found[name]))}: this fleet runs on Gloo, which reads none of it",
                   "of Gloo's own: GLOO_SOCKET_IFNAME; evener sets it for its runs")  # fmt: skip
 
 
@@ -471,16 +471,17 @@ def _each(hosts: Sequence[str], say: Callable[[str], str]) -> str:
         groups.setdefault(say(name), []).append(name)
     if len(hosts) == 1:
         return next(iter(groups))
-    return "; ".join(f"{_listed(names)}: {what}" for what, names in groups.items())
+    return "; ".join(f"{listed(names)}: {what}" for what, names in groups.items())
 
 
 def _or_python(hosts: Sequence[str]) -> str:
     return f'; or [hosts.{hosts[0]}] python = "…"' if len(hosts) == 1 else ""
 
 
-def _listed(words: Iterable[str]) -> str:
-    """
-    >>> _listed(["a", "b", "c"]), _listed("abcdefgh")
+def listed(words: Iterable[str]) -> str:
+    """All of a few, the first of many.
+
+    >>> listed(["a", "b", "c"]), listed("abcdefgh")
     ('a, b, c', 'a, b, c, d and 4 more')
     """
     known = list(words)

@@ -17,7 +17,7 @@ from evener.hosts.ways import Way
 
 SLOW_PORT_MBIT = 100
 SLOW_BPS = 15e6  # no wired link of this century but a 100 Mbit/s port is slower
-ONE_STREAM_BPS = 1.25e9  # what one stream of ours can fill of a faster card
+ONE_STREAM_BPS = 400e6  # what one stream of ours fills on a slow or busy machine: above, it is no measure of the wire
 OF_THE_CARD = 0.4  # goodput below this share of the card's speed
 OF_THE_BEST = 0.25  # goodput below this share of the fleet's best
 OF_BEFORE = 0.4  # goodput below this share of what `probe` measured
@@ -75,6 +75,18 @@ def _wireless(seen: Seen, name: str, way: Way) -> Iterator[Finding]:
 
 
 def _mtus(seen: Seen, pairs: Pairs) -> Iterator[Finding]:
+    for name in seen.network.ways:  # one host whose ways are all too narrow is one finding
+        mine = [pair for key, pair in pairs.items() if name in key and pair.large is not None]
+        stalled = [pair for pair in mine if pair.large == "stalled"]
+        if len({frozenset((pair.source, pair.target)) for pair in stalled}) > 1 and len(stalled) == len(mine):
+            fits = min((pair.path_mtu for pair in stalled if pair.path_mtu is not None), default=None)
+            yield Finding(
+                check="net.mtu", severity="error", host=name,
+                evidence="to and from every other host small messages pass, one of 256 KiB stands still"
+                + (f"; packets of up to {fits} bytes arrive, it sends {seen.network.ways[name].mtu}" if fits else ""),
+                fix=_set_mtu(seen, name, fits or 1280),
+            )  # fmt: skip
+            pairs = {key: pair for key, pair in pairs.items() if name not in key}
     for source, target in pairs:
         if source > target and (target, source) in pairs:
             continue
@@ -124,7 +136,7 @@ def _asymmetry(pairs: Pairs) -> Iterator[Finding]:
         back = pairs.get((target, source))
         if back is None or not pair.goodput_Bps or not back.goodput_Bps:
             continue
-        if pair.goodput_Bps * LOPSIDED < back.goodput_Bps:
+        if pair.goodput_Bps * LOPSIDED < min(back.goodput_Bps, ONE_STREAM_BPS):
             yield Finding(
                 check="net.asymmetric", severity="warning", host=source, peer=target,
                 evidence=f"{source} to {target} {link_rate(pair.goodput_Bps)}, back {link_rate(back.goodput_Bps)}",

@@ -13,7 +13,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 
 from evener.core.finding import Finding, Severity
-from evener.hosts.checks import Seen, is_address, sudo
+from evener.hosts.checks import Seen, is_address, listed, sudo
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Pair
 from evener.hosts.ways import CLASS, NAMED, WORDS, Way
@@ -90,7 +90,9 @@ def _gloo_alone(seen: Seen) -> Iterator[Finding]:
     """What Gloo would take if nobody told it: evener does, torchrun does not."""
     for name, way in seen.network.ways.items():
         facts = seen.facts.get(name)
-        if facts is None:
+        if facts is None or (
+            CLASS[way.kind] and _better(seen, name, way)
+        ):  # another finding says that the way is wrong
             continue
         told = facts.environment.get("GLOO_SOCKET_IFNAME", "")
         if len(told) > 1:
@@ -110,18 +112,14 @@ def _gloo_by_name(name: str, facts: Facts, way: Way) -> Iterator[Finding]:
     gloo = facts.gloo
     address = ipaddress.ip_address(gloo.address.partition("%")[0])
     there = facts.interface_of(gloo.address)
-    as_root = "" if facts.is_root else "sudo "
-    hosts_line = (
-        f"on {name}: {as_root}sed -i.old '/[[:space:]]{gloo.hostname}$/d' /etc/hosts; "
-        f"echo '{way.address} {gloo.hostname}' | {as_root}tee -a /etc/hosts"
-    )
     if address.is_loopback or address.is_link_local:
         known = [one.address for one in gloo.candidates]
         resolves = f"resolves to {', '.join(known)}" if known else f"does not resolve ({gloo.error})"
         yield Finding(
             check="net.loopback-hostname", severity="warning", host=name,
             evidence=f"its own name {gloo.hostname} {resolves}, so Gloo alone would take {gloo.address}{BY_INTERFACE}",
-            fix=f"{hosts_line}; or export GLOO_SOCKET_IFNAME={way.interface}",
+            fix=_in_place_of(name, gloo.hostname, way.address, "" if facts.is_root else "sudo ")
+            + f"; or export GLOO_SOCKET_IFNAME={way.interface}",
         )  # fmt: skip
     elif there is not None and there.name != way.interface:
         tunnel = there.kind in ("tunnel", "wireguard")
@@ -222,8 +220,6 @@ def _firewall(seen: Seen, target: str, pairs: Sequence[Pair], severity: Severity
     pair = pairs[0]
     way = seen.network.ways[target]
     sources = [one.source for one in pairs]
-    who = sources[0] if len(sources) == 1 else f"{', '.join(sources[:3])}" + (
-        f" and {len(sources) - 3} more" if len(sources) > 3 else "")  # fmt: skip
     words = [f"connected to ssh's port {one.port}" for one in pair.tries if one.what == "ssh" and one.result == "ok"]
     rendezvous = [one for one in pair.tries if one.what == "rendezvous"]
     words += [f"connected to port {one.port}" for one in rendezvous if one.result == "ok"]
@@ -237,7 +233,7 @@ def _firewall(seen: Seen, target: str, pairs: Sequence[Pair], severity: Severity
     spared = "" if severity == "error" else ". A run over Gloo starts all the same: it connects the other way round"
     return Finding(
         check="net.firewall", severity=severity, host=target, peer=sources[0] if len(sources) == 1 else None,
-        evidence=f"{who} cannot reach {target} at {way.address}: {', '.join(words)}{spared}",
+        evidence=f"{listed(sources)} cannot reach {target} at {way.address}: {', '.join(words)}{spared}",
         fix=_open(seen, target, pairs),
     )  # fmt: skip
 
@@ -324,7 +320,8 @@ def _rendezvous(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 check="net.rendezvous-loopback", severity="warning", host=name, peer=head,
                 evidence=f"{name} takes {seen.facts[head].hostname} for {answers[0]}, itself{BY_NAMES}",
-                fix=_hosts_line(seen, name, head),
+                fix=_in_place_of(name, seen.facts[head].hostname, way.address, sudo(seen, name))
+                if way is not None else f"on {name}: look for {seen.facts[head].hostname} in /etc/hosts",
             )  # fmt: skip
 
 
@@ -394,7 +391,7 @@ def _families(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 check="net.family-mismatch", severity="warning", host=six[0], peer=four_host,
                 evidence=f"{name} is {number} on {six[0]} and {other} on {four_host}{BY_NAMES}",
-                fix=f"on {six[0]}: echo '{other} {name}' | {sudo(seen, six[0])}tee -a /etc/hosts",
+                fix=_in_place_of(six[0], name, other, sudo(seen, six[0])),
             )  # fmt: skip
     alone = {name: facts.gloo.address for name, facts in seen.facts.items()
              if not _is_loopback(facts.gloo.address) and facts.gloo.hostname not in told}  # fmt: skip
@@ -418,6 +415,12 @@ def _hosts_line(seen: Seen, host: str, target: str) -> str:
     way = seen.network.ways.get(target)
     hostname = seen.facts[target].hostname
     return f"on {host}: echo '{way.address if way else '…'} {hostname}' | {sudo(seen, host)}tee -a /etc/hosts"
+
+
+def _in_place_of(host: str, name: str, address: str, as_root: str) -> str:
+    """A line of /etc/hosts that replaces the one there: where both stand, the resolver would still find the other."""
+    gone = f"{as_root}sed -i.old '/[[:space:]]{name}$/d' /etc/hosts"
+    return f"on {host}: {gone}; echo '{address} {name}' | {as_root}tee -a /etc/hosts"
 
 
 def _is_loopback(address: str) -> bool:

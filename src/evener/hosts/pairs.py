@@ -22,6 +22,7 @@ from evener.hosts.ways import Way, choose, in_order
 CONNECT_S = 2.2  # the second SYN is sent after one second: a lost packet is no firewall
 REACH_S = 1.3  # to choose a way: what is closed there is looked at again, on the way chosen
 MORE_PORTS = 2  # random ports of the system's range, beside the one that the kernel chooses
+FAST_BPS = 500e6  # a link that is faster is measured once: what limits is the sender
 ALL_PAIRS = 4  # hosts, up to which goodput is measured between all; above, between neighbours in the ring
 BURST_S, WARM_S = 0.16, 0.06
 LONG_BURST_S, LONG_WARM_S = 0.5, 0.15  # a doubtful figure is measured again
@@ -290,6 +291,7 @@ def doubtful(pairs: Mapping[tuple[str, str], Pair]) -> list[tuple[str, str]]:
     for key, goodput in known.items():
         back = known.get((key[1], key[0]), goodput)
         loss = (pairs[key].retransmits or 0) / (pairs[key].segments or 1)
-        if goodput < best / 2 or goodput < back / 1.4 or goodput < 20e6 or loss > 0.005:
+        slow = goodput < FAST_BPS and (goodput < best / 2 or goodput < back / 1.4 or goodput < 20e6)
+        if slow or loss > 0.005:
             found.append(key)
     return found[:16]

@@ -17,6 +17,8 @@ from evener.core.fleet import Host
 
 CONNECT_S = 5
 ALIVE_EVERY_S = 5  # a connection that is silent for three of these is dead
+# The line that tells why; with a jump host or a ProxyCommand, what follows it only says that there is no connection.
+NO_WAY = re.compile(r"connect to host|could not resolve hostname|open failed: connect failed", re.IGNORECASE)
 # Reads a program's length and text from stdin and becomes it.
 BOOT = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 
@@ -126,8 +128,9 @@ def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
             hint=f"ssh-copy-id{port} {login}",
             output=stderr,
         )
+    why = next((line for line in said if NO_WAY.search(line)), said[-1] if said else f"no answer within {CONNECT_S} s")
     return HostError(
-        f"{name}: ssh cannot reach {login}{port}: {said[-1] if said else f'no answer within {CONNECT_S} s'}",
+        f"{name}: ssh cannot reach {login}{port}: {why.removeprefix('ssh: ')}",
         check="ssh.unreachable",
         host=name,
         hint=f"is it on, and does its sshd run? By hand: ssh{port} {login}",

@@ -56,6 +56,10 @@ def in_order(ways: Mapping[str, Sequence[Way]], facts: Mapping[str, Facts]) -> d
     for each in ways.values():
         for network in {way.network for way in each if way.network is not None}:
             known[network] = known.get(network, 0) + 1
+    poorest: dict[str | None, tuple[int, bool]] = {}  # way of a network: two hosts meet on it only as well as that
+    for way in (way for each in ways.values() for way in each):
+        quality = (CLASS[way.kind], way.kind != "wired")
+        poorest[way.network] = max(poorest.get(way.network, quality), quality)
     addresses = [way.address for each in ways.values() for way in each]
     ordered = {}
     for name, each in ways.items():
@@ -66,6 +70,7 @@ def in_order(ways: Mapping[str, Sequence[Way]], facts: Mapping[str, Facts]) -> d
                 addresses.count(way.address) > 1,  # the same on two hosts: each would talk to itself
                 CLASS[way.kind],
                 known.get(way.network or "", 0) < len(ways),
+                poorest[way.network],
                 way.kind != "wired",
                 -(_speed(facts[name], way) or 0),
             ),

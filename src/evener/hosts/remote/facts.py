@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Dict, List, Tuple  # noqa: UP035  python 3.8
+from typing import Any, Dict, Tuple  # noqa: UP035  python 3.8
 
 LINUX = sys.platform.startswith("linux")
 RELEVANT = re.compile(r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK)$")
@@ -505,9 +505,9 @@ def _processes() -> Facts:
     return {"stale": stale, "attached": attached}
 
 
-def end_stale() -> List[Facts]:
+def end_stale() -> list[Facts]:
     """Kill what runs of evener's left behind, and nothing else; children that this orphans are found the next time."""
-    ended: List[Facts] = []
+    ended: list[Facts] = []
     for _ in range(50):
         found = [one for one in _processes()["stale"] if one["run"]]
         if not found:

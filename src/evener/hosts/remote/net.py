@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import random
+import resource
 import selectors
 import socket
 import struct
@@ -33,6 +34,7 @@ HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of IP and UDP
 SMALLEST_MTU = 576
 SIZES_AT_A_TIME = 48
 DATAGRAM_S = 0.12
+SPARE_FILES = 200
 
 Fields = Dict[str, Any]  # noqa: UP006
 Open = Dict[int, socket.socket]  # noqa: UP006  by the number of the target
@@ -194,6 +196,10 @@ def connect(targets: list[Fields], secret: str, within_s: float) -> list[Fields]
     whether a connection is accepted. "source" is the local address that the kernel took.
     """
     results: list[Fields] = [{"result": "timeout", "detail": None, "source": None} for _ in targets]
+    with contextlib.suppress(ValueError, OSError):  # a large fleet needs many at once
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(targets) + SPARE_FILES > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, len(targets) + SPARE_FILES), hard))
     selector = selectors.DefaultSelector()
     open_ones: Open = {}
     for i, target in enumerate(targets):
@@ -225,7 +231,11 @@ def connect(targets: list[Fields], secret: str, within_s: float) -> list[Fields]
 
 
 def _begin(selector: selectors.BaseSelector, open_ones: Open, results: list[Fields], i: int, target: Fields) -> None:
-    connection = socket.socket(_family(target["address"]), socket.SOCK_STREAM)
+    try:
+        connection = socket.socket(_family(target["address"]), socket.SOCK_STREAM)
+    except OSError as error:  # no IPv6 here, or too many files
+        results[i].update(result="untried", detail=str(error))
+        return
     connection.setblocking(False)
     status = connection.connect_ex((target["address"], target["port"]))
     if status not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
@@ -391,23 +401,32 @@ def _arriving(probe: socket.socket, secret: str, sizes: list[int], headers: int)
     return arrived
 
 
-def burst(target: Fields, secret: str, seconds: float, warm_s: float) -> Fields:
-    """Goodput of one TCP stream by the receiver's clock, and segments sent again; None where the system is silent."""
+def burst(target: Fields, secret: str, seconds: float, warm_s: float) -> Fields | None:
+    """Goodput of one TCP stream by the receiver's clock, and segments sent again (None where the system is silent).
+
+    None where the stream broke or stood still.
+    """
+    try:
+        with _dial(target, secret, b"S" + struct.pack("!d", warm_s)) as connection:
+            return _pour(connection, seconds, warm_s)
+    except OSError:
+        return None
+
+
+def _pour(connection: socket.socket, seconds: float, warm_s: float) -> Fields:
     retransmits = segments = None
     chunk = bytes(CHUNK)
-    sent = 0
-    with _dial(target, secret, b"S" + struct.pack("!d", warm_s)) as connection:
-        until = time.perf_counter() + warm_s + seconds
-        while time.perf_counter() < until:
-            sent += connection.send(chunk)
-        connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(4 * SILENCE_S)
-        counted, took, total = struct.unpack("!QdQ", _receive(connection, 24))
-        if hasattr(socket, "TCP_INFO"):
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-            if len(info) >= 104:
-                retransmits = struct.unpack_from("=I", info, TOTAL_RETRANS)[0]
-                segments = max(1, total // max(1, struct.unpack_from("=I", info, SND_MSS)[0]))
+    until = time.perf_counter() + warm_s + seconds
+    while time.perf_counter() < until:
+        connection.send(chunk)
+    connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(4 * SILENCE_S)
+    counted, took, total = struct.unpack("!QdQ", _receive(connection, 24))
+    if hasattr(socket, "TCP_INFO"):
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        if len(info) >= 104:
+            retransmits = struct.unpack_from("=I", info, TOTAL_RETRANS)[0]
+            segments = max(1, total // max(1, struct.unpack_from("=I", info, SND_MSS)[0]))
     goodput = counted / took if took else total / (warm_s + seconds)
     return {"goodput_Bps": goodput, "retransmits": retransmits, "segments": segments, "bytes": total}
 
