@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evener.cli.drill import drill
+
 if TYPE_CHECKING:
     from evener.lab.lab import Lab
 
@@ -157,6 +159,9 @@ def down(
         print(json.dumps({"down": ended}))
     else:
         print(f"down: {', '.join(ended)}" if ended else f"no lab {name or ''}".rstrip() + " is up: nothing to do")
+
+
+app.command("drill", epilog="Example: `evener lab drill net.firewall`")(drill)
 
 
 def _find(name: str | None) -> Lab:

@@ -23,7 +23,7 @@ DISTURBED = 0.6  # of its threads' processors: less, and somebody else had them
 
 def paragraph(sentences: Sequence[str]) -> str:
     """Sentences as one paragraph."""
-    return textwrap.fill(" ".join(sentences), WIDTH, break_on_hyphens=False)
+    return "\n".join(textwrap.fill(one, WIDTH, break_on_hyphens=False, subsequent_indent="  ") for one in sentences)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

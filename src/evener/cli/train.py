@@ -64,12 +64,17 @@ def _on_fleet(path: str, resolved: Any, resumes: bool, detach: bool, dry_run: bo
     import contextlib
 
     from evener.cli import fleets, follow
-    from evener.core.errors import EvenerError
+    from evener.core.errors import EvenerError, UsageError
     from evener.core.plan import plan_path, read_plan
     from evener.core.rundir import RunDir
+    from evener.launch import carry
     from evener.launch import fleet as launcher
 
     rundir = RunDir(resolved.spec.out)
+    if plan_path(rundir).exists() and not resumes:
+        raise UsageError(
+            f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
+        )
     run_id = read_plan(rundir).id if plan_path(rundir).exists() else None
     with fleets.connected(path) as (hosts, sessions, errors):
         prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, run_id)
@@ -80,21 +85,28 @@ def _on_fleet(path: str, resolved: Any, resumes: bool, detach: bool, dry_run: bo
             return 0
         launcher.deliver(trees, plan, sessions, fleets.say)
         if resumes:
-            launcher.restore(rundir, plan, sessions, resolved.resume.step)
+            carry.restore(rundir, plan, sessions, resolved.resume.step)
         launcher.start(rundir, plan, sessions)
     if not as_json:
         fleets.tell_plan(plan)
     if detach:
         fleets.left_alone(rundir)
         return 0
+
+    def bring_checkpoint() -> None:
+        with contextlib.suppress(EvenerError):  # it stays on the first host, and --resume asks again
+            carry.bring_checkpoint(rundir, plan)
+
     try:
         with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
             launcher.follow(rundir, plan, observe, fleets.on_lost)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130
-    with contextlib.suppress(EvenerError):  # it stays on the first host, and --resume asks again
-        launcher.bring_checkpoint(rundir, plan)
+    except EvenerError:
+        bring_checkpoint()
+        raise
+    bring_checkpoint()
     return None
 
 
@@ -130,6 +142,7 @@ def _spec_of(resume: str) -> Any:
     rundir = RunDir(resume)
     if not plan_path(rundir).exists():
         return rundir.manifest().spec
+    from evener.launch import carry
     from evener.launch import fleet as launcher
 
     plan = read_plan(rundir)
@@ -140,7 +153,7 @@ def _spec_of(resume: str) -> Any:
             )
     launcher.catch_up(rundir, plan)
     try:
-        launcher.bring_checkpoint(rundir, plan)
+        carry.bring_checkpoint(rundir, plan)
     except HostError as error:
         fleets.say(f"warning: {error}; going on from the newest checkpoint that is here")
     assert plan.spec is not None

@@ -56,6 +56,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Number of ranks."""
         return sum(host.num_ranks for host in self.hosts)
 
+    def host(self, name: str) -> HostPlan:
+        """The part of a host."""
+        return next(host for host in self.hosts if host.name == name)
+
     def host_of(self, rank: int) -> HostPlan:
         """Where a rank runs."""
         return next(host for host in self.hosts if host.first_rank <= rank < host.first_rank + host.num_ranks)
@@ -80,5 +84,4 @@ def read_plan(rundir: RunDir) -> Plan:
 
 def write_plan(rundir: RunDir, plan: Plan) -> None:
     """Replace plan.json in one step; only its owner may read it."""
-    write_atomic(plan_path(rundir), msgspec.json.format(msgspec.json.encode(plan), indent=2))
-    plan_path(rundir).chmod(0o600)
+    write_atomic(plan_path(rundir), msgspec.json.format(msgspec.json.encode(plan), indent=2), mode=0o600)

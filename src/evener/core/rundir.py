@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,12 +246,13 @@ def write_folder_atomic(folder: Path, write: Any) -> None:
         raise
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file in one step: a reader sees the old content or the new one."""
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Replace a file in one step: a reader sees the old content or the new one. `mode` is cut by the umask."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        temporary.write_bytes(content)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(content)
         sync(temporary)
         temporary.replace(path)
     except BaseException:
@@ -274,11 +276,14 @@ def code_hash() -> str:
 
 
 def follow_lines(path: Path) -> Iterator[list[bytes]]:
-    """Each time it is asked, the complete lines that a growing file has gained."""
-    position = 0
+    """Each time it is asked, the complete lines that a growing file has gained; of a file that was replaced, all."""
+    position, inode = 0, -1
     while True:
         try:
             with path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                if inode != facts.st_ino or facts.st_size < position:
+                    position, inode = 0, facts.st_ino
                 file.seek(position)
                 chunk = file.read()
         except OSError:

@@ -146,6 +146,8 @@ class Session:
         request_id = next(self._ids)
         with self._lock:
             self._queues[request_id] = queue.SimpleQueue()
+            if self._lost is not None:
+                raise self._lost
         header = request | {"id": request_id} | ({"size": len(body)} if body else {})
         self._write(json.dumps(header).encode() + b"\n" + body)
         return request_id
@@ -222,7 +224,7 @@ class Session:
                 status = None
             self._errors.join(1)
         self._lost = self._connection_lost(status) if answered else self._failed(status)
-        with self._lock:
+        with self._lock:  # a request that comes later sees _lost
             for waiting in self._queues.values():
                 waiting.put(({"lost": True}, b""))
 

@@ -72,6 +72,7 @@ class SSH:
             f"ServerAliveInterval={ALIVE_EVERY_S}",
             "ServerAliveCountMax=3",
             "ClearAllForwardings=yes",
+            "ControlMaster=no",  # a master of the user's is used, but ours never becomes one for others
         ]
         argv = ["ssh", "-T", "-e", "none"]
         for option in options:

@@ -6,41 +6,35 @@ preflight ─▶ plan ─▶ send code and data ─▶ start on all hosts ─▶
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import shutil
-import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from evener.core.errors import EvenerError, HostError, RunError
+from evener.core.errors import HostError, RunError, UsageError
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
-from evener.core.plan import Plan, write_plan
+from evener.core.plan import HostPlan, Plan, write_plan
 from evener.core.resolve import Resolved
 from evener.core.rundir import RunDir, follow_lines
 from evener.core.step import StepRecord
 from evener.core.units import size
 from evener.hosts.doctor import Survey, survey
-from evener.hosts.session import REMOTE, RemoteError, Sessions, for_each, open_session
-from evener.launch.mirror import HostMirror, Mirror, State, merge_events, tell
+from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
+from evener.launch.failures import Failure, first_failure
+from evener.launch.mirror import GONE, HostMirror, Mirror, State, host_failed, merge_events, tell
 from evener.launch.plan import Place, script_plan, train_plan
-from evener.launch.ship import fetch, send, send_to
+from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
 
 BF16_UNITS = {"avx512_bf16", "amx_bf16"}  # the processor's own; without them torch emulates
 POLL_S = 0.2
 STOP_S = 600.0
-LAST_LINES = 15
-# What a healthy rank prints when another one went away: a consequence, never the cause.
-CONSEQUENCE = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|recvValue failed|TCPStore.*(closed|failed)|NCCL.*(remote|aborted)|"
-    r"evener: ending the ranks",
-    re.IGNORECASE,
-)
+GIVEN_UP_S = 60.0  # without a sign of a host, when others have failed
 
 Observer = Callable[[StepRecord | dict[str, Any]], None]
 Progress = Callable[[str], None]
@@ -135,12 +129,15 @@ def deliver(trees: list[Tree], plan: Plan, sessions: Sessions, say: Progress) ->
 def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
     """Start the run on all hosts; where one cannot, the others are ended again and RunError says which."""
     is_new = not rundir.path.exists()
-    rundir.path.mkdir(parents=True, exist_ok=True)
-    write_plan(rundir, plan)
+    try:
+        rundir.path.mkdir(parents=True, exist_ok=True)
+        write_plan(rundir, plan)
+    except OSError as refused:
+        raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
     supervisor = (REMOTE / "supervisor.py").read_text()
 
     def begin(name: str) -> str | None:
-        host = next(host for host in plan.hosts if host.name == name)
+        host = plan.host(name)
         spec = {
             "id": plan.id,
             "host": host.name,
@@ -151,16 +148,26 @@ def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
             "grace_s": plan.grace_s,
         }
         try:
-            sessions[name].call("runs", "start", run=host.run, spec=spec, supervisor=supervisor, code=host.code)
-        except (RemoteError, HostError) as error:
+            sessions[name].call(
+                "runs", "start", run=host.run, spec=spec, supervisor=supervisor, code=host.code, timeout_s=WORK_S
+            )
+        except RemoteError as error:
+            return error.message
+        except HostError as error:
+            sessions[name].close()  # and with it what it may still be doing there
             return str(error)
         return None
 
-    told = for_each([host.name for host in plan.hosts], begin)
+    try:
+        told = for_each([host.name for host in plan.hosts], begin)
+    except KeyboardInterrupt:
+        stop(plan, now=True)
+        raise
     failed = {name: error for name, error in told.items() if error is not None}
     if failed:
-        stop(plan, now=True)
-        if is_new:
+        started = [host for host in plan.hosts if host.name not in failed]
+        ended = stop(msgspec.structs.replace(plan, hosts=started), now=True)
+        if is_new and not any(isinstance(one, HostError) for one in ended.values()):
             shutil.rmtree(rundir.path)
         name, error = next(iter(failed.items()))
         raise RunError(f"the run did not start on {name}: {error}", hint="evener doctor looks closer")
@@ -181,7 +188,7 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
     with Mirror(rundir, plan) as mirror:
         done = False
         while not done:
-            done = mirror.is_done
+            done = mirror.is_done or _only_lost_are_left(mirror)
             for line in next(steps):
                 record = decoder.decode(line)
                 if record.step > next_step:
@@ -191,60 +198,40 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                 for line in next(follower):
                     observe(msgspec.json.decode(line))
             for name, host in mirror.hosts.items():
+                if host.broken is not None:
+                    raise RunError(
+                        f"what {name} tells cannot be written here: {host.broken}",
+                        hint=f"the run goes on; evener logs -f {rundir} looks at it again",
+                    )
                 if (host.error is not None) != (name in lost):
                     lost ^= {name}
                     on_lost(host)
             on_change(mirror)
             if not done:
                 mirror.wait(POLL_S)
-        states = {name: host.state or {} for name, host in mirror.hosts.items()}
-    failure = first_failure(rundir, plan, states)
+        ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
+    failure = first_failure(rundir, plan, ended)
     if failure is not None:
-        raise failure
-    return states
+        _record_failure(rundir, failure)
+        raise failure.error(rundir, plan)
+    return ended
 
 
 def stop(plan: Plan, *, now: bool = False) -> dict[str, State | HostError]:
     """End the run on every host; returns when no process of it is left on those that can be reached."""
 
-    def end(name: str) -> State | HostError:
-        host = next(host for host in plan.hosts if host.name == name)
-        try:
-            session = open_session(name, host.host)
-        except HostError as error:
-            return error
-        try:
-            state: State = {}
-            for item in session.stream("runs", "stop", run=host.run, now=now, timeout_s=STOP_S):
-                state = item or {}
-            return state
-        except RemoteError as error:
-            return HostError(f"{name}: {error.message}", check="ssh.unreachable", host=name)
-        except HostError as error:
-            return error
-        finally:
-            session.close()
+    def end(session: Session, host: HostPlan) -> State:
+        state: State = {}
+        for item in session.stream("runs", "stop", run=host.run, now=now, timeout_s=STOP_S):
+            state = item or GONE
+        return state
 
-    return for_each([host.name for host in plan.hosts], end)
+    return _ask(plan, end)
 
 
 def states(plan: Plan) -> dict[str, State | HostError]:
     """How the run is doing on every host."""
-
-    def look(name: str) -> State | HostError:
-        host = next(host for host in plan.hosts if host.name == name)
-        try:
-            session = open_session(name, host.host)
-        except HostError as error:
-            return error
-        try:
-            return session.call("runs", "status", run=host.run) or {"state": "gone", "status": None, "failures": []}
-        except HostError as error:
-            return error
-        finally:
-            session.close()
-
-    return for_each([host.name for host in plan.hosts], look)
+    return _ask(plan, lambda session, host: session.call("runs", "status", run=host.run) or GONE)
 
 
 def known_states(rundir: RunDir, plan: Plan) -> dict[str, State]:
@@ -260,13 +247,8 @@ def catch_up(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
     """Bring home once what the hosts have; the hosts that could not be reached."""
 
     def copy(name: str) -> HostError | None:
-        host = next(host for host in plan.hosts if host.name == name)
         try:
-            session = open_session(name, host.host)
-            try:
-                HostMirror(rundir, host).copy(session, until_end=False)
-            finally:
-                session.close()
+            HostMirror(rundir, plan.host(name)).catch_up()
         except HostError as error:
             return error
         return None
@@ -276,91 +258,50 @@ def catch_up(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
     return {name: error for name, error in copied.items() if error is not None}
 
 
-def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
-    """Put checkpoint, manifest and records of a run that is resumed on every host that lacks them."""
+def _ask(plan: Plan, question: Callable[[Session, HostPlan], State]) -> dict[str, State | HostError]:
+    def ask(name: str) -> State | HostError:
+        host = plan.host(name)
+        try:
+            with contextlib.closing(open_session(name, host.host)) as session:
+                return question(session, host)
+        except RemoteError as error:
+            return host_failed(error)
+        except HostError as error:
+            return error
 
-    def put(name: str) -> None:
-        host = next(host for host in plan.hosts if host.name == name)
-        checkpoint = rundir.checkpoint_path(step)
-        files = {f"checkpoints/{checkpoint.name}/{path.name}": path for path in checkpoint.iterdir()}
-        files["manifest.json"] = rundir.manifest_path
-        for rank in range(host.first_rank, host.first_rank + host.num_ranks):
-            if rundir.steps_path(rank).exists():
-                files[f"steps/rank-{rank}.jsonl"] = rundir.steps_path(rank)
-        arrived = send_to(sessions[name], host.host.workdir, pack(files))
-        sessions[name].call("runs", "adopt", run=host.run, tree=arrived.path)
-
-    for_each([host.name for host in plan.hosts], put)
+    return for_each([host.name for host in plan.hosts], ask)
 
 
-def bring_checkpoint(rundir: RunDir, plan: Plan) -> int | None:
-    """Fetch the newest checkpoint from the first host, where it is not here yet; its step, None where there is none."""
-    first = plan.hosts[0]
-    with contextlib.closing(open_session(first.name, first.host)) as session:
-        names: list[str] = session.call("runs", "checkpoints", run=first.run)
-        if not names:
-            return None
-        newest = max(names)
-        if not (rundir.checkpoints_path / newest).exists():
-            rundir.checkpoints_path.mkdir(exist_ok=True)
-            fetch(session, f"{first.run}/checkpoints/{newest}", rundir.checkpoints_path / newest)
-    return int(newest.removeprefix("step-"))
+def _only_lost_are_left(mirror: Mirror) -> bool:
+    """Has the run failed on some hosts, while the rest have been out of sight for long?"""
+    left = [host for host in mirror.hosts.values() if not host.is_done]
+    failed = [host for host in mirror.hosts.values() if host.is_done and (host.state or GONE)["status"] != 0]
+    now = time.monotonic()
+    return bool(failed) and all(host.lost_since is not None and now - host.lost_since > GIVEN_UP_S for host in left)
 
 
-def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> EvenerError | None:
-    """What failed first, as an error for a person; it is told in events.jsonl too. None of a run that did not fail."""
-    told = [event for event in rundir.events() if event["event"] == "failure" and event.get("kind") != "exit"]
-    ranks = [
-        (failure["time"], name, failure) for name, state in states.items() for failure in state.get("failures", [])
-    ]
-    lost = {name: state["lost"] for name, state in states.items() if state.get("lost")}
-    failed = {name: state for name, state in states.items() if state.get("status") not in (0, None)}
-    if any(state.get("stopped") for state in states.values()) or not (ranks or lost or failed):
-        return None
-    if told:  # a rank said itself what was wrong
-        host = plan.host_of(told[0]["rank"]).name
-        return RunError(f"rank {told[0]['rank']} on {host}: {told[0]['error']}", hint=told[0]["hint"])
-    if ranks:
-        logs = {failure["rank"]: last_lines(rundir, name, failure["rank"]) for _, name, failure in ranks}
-        _, host, failure = min(
-            ranks, key=lambda one: (bool(CONSEQUENCE.search("\n".join(logs[one[2]["rank"]]))), one[0])
-        )
-        how, output = _ending(failure["exitcode"]), logs[failure["rank"]]
-        who = f"rank {failure['rank']} on {host}"
-        log = rundir.log_path(host, failure["rank"])
-    elif lost:
-        host, how = next(iter(lost.items()))
-        who, output, log = host, last_lines(rundir, host, None), rundir.path / "logs" / f"{host}.log"
-    else:
-        host, state = next(iter(failed.items()))
-        how, output = _ending(state["status"]), last_lines(rundir, host, None)
-        who, log = f"the launcher on {host}", rundir.path / "logs" / f"{host}.log"
-    rank = failure["rank"] if ranks else None
-    tell(rundir, "failure", host=host, rank=rank, kind="exit", error=how, hint="", output=output)
-    steps = rundir.checkpoint_steps()
-    hint = f"all that it printed: {log}"
-    if plan.kind == "train" and steps:
-        hint += f"; evener train --resume {rundir} goes on from step {steps[-1]}"
-    return RunError(f"{who} {how}", hint=hint, output="\n".join(output))
+def _last_state(host: HostMirror) -> State:
+    if host.is_done:
+        return host.state or GONE
+    return (host.state or {}) | {"lost": f"cannot be reached: {host.error}"}
 
 
-def last_lines(rundir: RunDir, host: str, rank: int | None, num: int = LAST_LINES) -> list[str]:
-    """The end of a rank's log, or of the launcher's, without the time stamps."""
-    path = rundir.path / "logs" / f"{host}.log" if rank is None else rundir.log_path(host, rank)
-    if not path.exists():
-        return []
-    lines = path.read_text(errors="replace").splitlines()[-num:]
-    return [line.split(" ", 2)[-1] if line.count(" ") > 1 else line for line in lines]
+def _record_failure(rundir: RunDir, failure: Failure) -> None:
+    """In the events, once for each start; and in the manifest, if rank 0 could not do it any more."""
+    since_start: list[str] = []
+    for event in rundir.events():
+        since_start = [] if event["event"] == "launched" else [*since_start, event["event"]]
+    if "failure" not in since_start:
+        tell(
+            rundir, "failure", host=failure.host, rank=failure.rank, kind="exit", error=failure.how, hint=failure.hint,
+            output=failure.output,
+        )  # fmt: skip
+    if rundir.is_run() and rundir.manifest().verdict == "running":
+        rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), verdict="failed", ended=time.time()))
 
 
 def _place_of(tree: Tree, place: Place) -> str:
     return f"{place.workdir}/trees/{tree.digest}"
-
-
-def _ending(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"exited with status {exitcode}"
 
 
 def _told(finding: Finding) -> str:

@@ -7,10 +7,12 @@ where the copy ends: no gap, no line twice.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,17 @@ import msgspec
 from evener.core.errors import HostError
 from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir, write_atomic
-from evener.hosts.session import Session, open_session
+from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 SILENCE_S = 30.0  # a host that follows tells several times a second
 
 State = dict[str, Any]
+GONE: State = {"state": "ended", "status": None, "failures": [], "stopped": False, "lost": "its folder there is gone"}
+
+
+class BehindError(Exception):
+    """Another program copies the same run, and the file changed under us: ask again from where it is now."""
 
 
 class HostMirror:
@@ -33,36 +40,58 @@ class HostMirror:
     def __init__(self, rundir: RunDir, plan: HostPlan) -> None:
         self.name = plan.name
         self._rundir, self._plan = rundir, plan
-        self._known_path = rundir.path / "hosts" / plan.name / "mirror.json"
+        self._folder = rundir.path / "hosts" / plan.name
         self.state: State | None = None  # as the host told it last
         self.error: HostError | None = None  # while the host cannot be reached
-        self.caught_up = False
+        self.lost_since: float | None = None  # time.monotonic() of the first of these errors
+        self.broken: Exception | None = None  # what keeps this machine from copying at all
+        self.is_done = False
         self._stop = threading.Event()
 
-    def follow(self, on_change: Callable[[HostMirror], None]) -> None:
+    def follow(self, on_change: Callable[[], None]) -> None:
         """Copy until the run on this host has ended and everything is here; reconnect as often as it takes."""
         failures = 0
         while not self._stop.is_set():
             try:
-                session = open_session(self._plan.name, self._plan.host)
-                try:
-                    self.copy(session, until_end=True, on_change=on_change)
-                    return
-                finally:
-                    session.close()
-            except HostError as error:
+                with contextlib.closing(open_session(self.name, self._plan.host)) as session:
+                    self._copy(session, until_end=True, on_change=on_change)
+                self.is_done = True
+            except (HostError, RemoteError) as error:
                 failures = 0 if self.error is None else failures + 1
-                self.error = error
-                on_change(self)
+                self.error = error if isinstance(error, HostError) else host_failed(error)
+                self.lost_since = self.lost_since or time.monotonic()
+                on_change()
                 self._stop.wait(RETRY_S[min(failures, len(RETRY_S) - 1)])
+            except BehindError:
+                continue
+            except Exception as error:  # a full disk here, for one; whoever follows is told
+                self.broken, self.is_done = error, True
+            if self.is_done:
+                on_change()
+                return
 
-    def copy(
-        self, session: Session, *, until_end: bool, on_change: Callable[[HostMirror], None] = lambda mirror: None
-    ) -> None:
-        """Copy what the host has that is not here yet; `until_end`: go on until the run has ended there."""
+    def catch_up(self) -> None:
+        """Copy once what the host has and is not here; HostError where it cannot be reached."""
+        for attempt in range(3):
+            try:
+                with contextlib.closing(open_session(self.name, self._plan.host)) as session:
+                    self._copy(session, until_end=False, on_change=lambda: None)
+                return
+            except BehindError:
+                if attempt == 2:
+                    return  # somebody else is copying, and quicker
+            except RemoteError as error:
+                raise host_failed(error) from None
+
+    def stop(self) -> None:
+        """Follow no more."""
+        self._stop.set()
+
+    def _copy(self, session: Session, *, until_end: bool, on_change: Callable[[], None]) -> None:
         pending: dict[str, Any] | None = None
         dirty = False
-        have = self._have()
+        with self._locked():
+            have = self._have()
         for item in session.stream(
             "runs", "follow", run=self._plan.run, have=have, until_end=until_end, timeout_s=SILENCE_S
         ):
@@ -75,58 +104,70 @@ class HostMirror:
                 if item["size"] == 0:
                     self._add(item, b"")
             else:
-                was, self.state, self.caught_up = self.state, item["caught_up"], True
+                was, self.state = self.state, item["caught_up"] or GONE
                 if self.error is not None or was != self.state or dirty:
-                    self.error, dirty = None, False
-                    on_change(self)
+                    self.error, self.lost_since, dirty = None, None, False
+                    on_change()
             if self._stop.is_set():
                 return
 
-    def stop(self) -> None:
-        """Follow no more."""
-        self._stop.set()
-
     def _have(self) -> dict[str, list[Any]]:
         """What is here: a file counts with the bytes that it really has."""
-        try:
-            known: dict[str, str] = msgspec.json.decode(self._known_path.read_bytes())
-        except OSError:
-            return {}
-        have: dict[str, list[Any]] = {}
-        for path, identity in known.items():
-            local = self._local(path)
-            if local.exists():
-                have[path] = [identity, local.stat().st_size]
-        return have
+        return {
+            path: [identity, local.stat().st_size]
+            for path, identity in self._known().items()
+            if (local := self._local(path)) is not None and local.exists()
+        }
 
     def _add(self, header: dict[str, Any], content: bytes) -> None:
-        path = self._local(header["path"])
-        record = re.fullmatch(r"steps/rank-(\d+)\.jsonl", header["path"])
-        if record and not 0 <= int(record[1]) - self._plan.first_rank < self._plan.num_ranks:
-            return  # of an earlier start, when that rank was here
-        if header["path"] in ("manifest.json", "host/state.json") and header["offset"] == 0:
-            write_atomic(path, content)  # small: they come in one piece, and nobody sees half of one
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("r+b" if path.exists() else "w+b") as file:
-                file.truncate(header["offset"])
-                file.seek(header["offset"])
-                file.write(content)
-        try:
-            known: dict[str, str] = msgspec.json.decode(self._known_path.read_bytes())
-        except OSError:
-            known = {}
-        if known.get(header["path"]) != header["identity"]:
-            write_atomic(self._known_path, msgspec.json.encode(known | {header["path"]: header["identity"]}))
+        """Write what lies beyond the end of the copy; a file that is another one now takes the copy's place."""
+        path, offset = self._local(header["path"]), header["offset"]
+        if path is None:
+            return
+        with self._locked():
+            known = self._known()
+            is_same = known.get(header["path"]) == header["identity"] and path.exists()
+            here = path.stat().st_size if is_same else 0
+            if offset > here:
+                raise BehindError
+            if not is_same:
+                write_atomic(path, content, mode=0o600)  # under a new inode: who follows the old one sees that
+                write_atomic(self._known_path, msgspec.json.encode(known | {header["path"]: header["identity"]}))
+            elif len(content) > here - offset:
+                with path.open("ab") as file:
+                    file.write(content[here - offset :])
 
-    def _local(self, path: str) -> Path:
-        if path == "events.jsonl":
-            return self._rundir.path / "hosts" / self._plan.name / "events.jsonl"
-        if path == "host/state.json":
-            return self._rundir.path / "hosts" / self._plan.name / "state.json"
-        parts = path.split("/")
-        assert all(part not in ("", "..", ".") for part in parts), path  # a host may not write outside the run
-        return self._rundir.path.joinpath(*parts)
+    @property
+    def _known_path(self) -> Path:
+        return self._folder / "mirror.json"
+
+    def _known(self) -> dict[str, str]:
+        """Which file on the host each copy is of."""
+        try:
+            return msgspec.json.decode(self._known_path.read_bytes(), type=dict[str, str])
+        except (OSError, msgspec.MsgspecError):
+            return {}
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two terminals may look at one run."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "mirror.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _local(self, path: str) -> Path | None:
+        """Where a file of the host has its copy; None of what is not this host's to write."""
+        if path in ("events.jsonl", "host/state.json"):
+            return self._folder / path.rpartition("/")[2]
+        host, first = re.escape(self.name), self._plan.first_rank
+        ranked = re.fullmatch(rf"(?:steps/rank-|logs/{host}\.|replicas/rank-)(\d+)\.(?:jsonl|log|safetensors)", path)
+        is_ours = (
+            first <= int(ranked[1]) < first + self._plan.num_ranks  # else of an earlier start, when that rank was here
+            if ranked
+            else path == f"logs/{self.name}.log" or (path == "manifest.json" and self._plan.node_rank == 0)
+        )
+        return self._rundir.path / path if is_ours else None
 
 
 class Mirror:
@@ -148,22 +189,31 @@ class Mirror:
     def __exit__(self, *_: object) -> None:
         for host in self.hosts.values():
             host.stop()
+        deadline = time.monotonic() + 2.0
         for thread in self._threads:
-            thread.join(2)
+            thread.join(max(0.0, deadline - time.monotonic()))
         merge_events(self.rundir)
 
     @property
     def is_done(self) -> bool:
         """Has the run ended on every host, and is everything here?"""
-        return not any(thread.is_alive() for thread in self._threads)
+        return all(host.is_done for host in self.hosts.values())
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is news, or after a while."""
         self._changed.wait(timeout_s)
         self._changed.clear()
 
-    def _tell(self, host: HostMirror) -> None:
+    def _tell(self) -> None:
         self._changed.set()
+
+
+def host_failed(error: RemoteError) -> HostError:
+    """A function on a host raised: its disk is full, a file there is damaged."""
+    return HostError(
+        f"{error.host}: {error.message}", check="host.failed", host=error.host, hint="evener doctor looks closer",
+        output=error.traceback,
+    )  # fmt: skip
 
 
 def merge_events(rundir: RunDir) -> None:

@@ -23,6 +23,7 @@ from evener.core.plan import Plan
 from evener.core.rundir import RunDir, follow_lines
 from evener.hosts.session import RemoteError, Sessions
 from evener.launch import fleet
+from evener.launch.failures import first_failure
 from evener.launch.fleet import Prepared
 from evener.launch.local import session
 from evener.launch.mirror import Mirror
@@ -105,9 +106,9 @@ def lines_of_fleet(
                     if not done:
                         mirror.wait(POLL_S)
                 states = {name: host.state or {} for name, host in mirror.hosts.items()}
-            failure = fleet.first_failure(rundir, plan, states)
+            failure = first_failure(rundir, plan, states)
             if failure is not None:
-                raise failure
+                raise failure.error(rundir, plan)
         finally:
             fleet.stop(plan, now=True)
             for host in plan.hosts:

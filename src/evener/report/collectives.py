@@ -77,11 +77,10 @@ def explain(judged: list[Judged], stopped: list[Stopped], world: World, wire_Bps
         elif world.backend == "gloo" and collective in ONE_WAY and large.share_of_wire < HALF_DUPLEX:
             text += "; Gloo hardly sends while it receives here"
         told.append(text + ".")
-    told += [
-        f"{_name(stop.collective).capitalize()} stopped before {size_name(stop.size_bytes)}: with repeats that "
-        f"takes about {seconds(stop.needs_s)}, and {seconds(max(0.0, stop.left_s))} were left (--seconds gives more)."
-        for stop in stopped
-    ]
+    if stopped:
+        more_s = sum(stop.needs_s - max(0.0, stop.left_s) for stop in stopped)
+        which = ", ".join(f"{_name(stop.collective)} before {size_name(stop.size_bytes)}" for stop in stopped)
+        told.append(f"The time was up for {which}: about {seconds(more_s)} more would do (--seconds).")
     told.append(
         f"The wire is {link_rate(wire_Bps)} of payload each way, measured with both directions busy."
         if len(set(world.hosts)) > 1

@@ -1,0 +1,58 @@
+"""How does a checkpoint come home from a fleet, and go out to it again when the run is resumed?"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+
+from evener.core.errors import CheckpointError
+from evener.core.plan import Plan
+from evener.core.rundir import RunDir, read_checkpoint
+from evener.hosts.session import RemoteError, Sessions, for_each, open_session
+from evener.launch.mirror import host_failed
+from evener.launch.ship import WORK_S, fetch, send_to
+from evener.launch.tree import pack
+
+
+def bring_checkpoint(rundir: RunDir, plan: Plan) -> int | None:
+    """Fetch the newest checkpoint from the first host, where it is not here yet; its step, None where there is none."""
+    first = plan.hosts[0]
+    with contextlib.closing(open_session(first.name, first.host)) as session:
+        try:
+            names: list[str] = session.call("runs", "checkpoints", run=first.run)
+        except RemoteError as error:
+            raise host_failed(error) from None
+        steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{6,12})", name))]
+        if not steps:
+            return None
+        here = rundir.checkpoint_path(max(steps))
+        if not here.exists():
+            here.parent.mkdir(exist_ok=True)
+            fetch(session, f"{first.run}/checkpoints/{here.name}", here)
+            if any(not path.is_file() or path.is_symlink() for path in here.iterdir()):
+                shutil.rmtree(here)
+                raise CheckpointError(f"{first.name}: its checkpoint {here.name} holds more than files")
+    return max(steps)
+
+
+def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
+    """Put checkpoint, manifest and records of a run that is resumed on every host that lacks them."""
+    checkpoint = rundir.checkpoint_path(step)
+    parts = ["state.json", *read_checkpoint(checkpoint).files]
+
+    def put(name: str) -> None:
+        host = next(host for host in plan.hosts if host.name == name)
+        files = {"manifest.json": rundir.manifest_path}
+        if checkpoint.name not in sessions[name].call("runs", "checkpoints", run=host.run):
+            files |= {f"checkpoints/{checkpoint.name}/{part}": checkpoint / part for part in parts}
+        for rank in range(host.first_rank, host.first_rank + host.num_ranks):
+            if rundir.steps_path(rank).exists():
+                files[f"steps/rank-{rank}.jsonl"] = rundir.steps_path(rank)
+        arrived = send_to(sessions[name], host.host.workdir, pack(files))
+        try:
+            sessions[name].call("runs", "adopt", run=host.run, tree=arrived.path, timeout_s=WORK_S)
+        except RemoteError as error:
+            raise host_failed(error) from None
+
+    for_each([host.name for host in plan.hosts], put)

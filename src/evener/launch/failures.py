@@ -1,0 +1,115 @@
+"""What failed first? When one rank dies the others fail because of it, often louder, and on other hosts.
+
+A rank that said itself what was wrong comes first; then what ended by itself, a rank or a host; and last a rank that
+only lost its peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core import errors
+from evener.core.errors import EvenerError, RunError
+from evener.core.failure import CONSEQUENCE
+from evener.core.plan import Plan
+from evener.core.rundir import RunDir
+
+LAST_LINES = 15  # that are shown
+SEARCHED_LINES = 200  # a C++ stack stands below what it is about
+TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
+
+State = dict[str, Any]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that went wrong on one host."""
+
+    host: str
+    rank: int | None  # None: the launcher there, or the host itself
+    how: str  # "rank 1 on b was killed by SIGKILL"
+    time: float
+    log: Path
+    by_itself: bool  # not because of another
+    hint: str = ""
+
+    @property
+    def output(self) -> str:
+        """What it printed last; nothing of a rank that said what was wrong."""
+        return "" if self.hint else "\n".join(last_lines(self.log, LAST_LINES))
+
+    def error(self, rundir: RunDir, plan: Plan) -> RunError:
+        """For a person."""
+        hint = self.hint or f"all that it printed: {self.log}"
+        steps = [event["step"] for event in rundir.events() if event["event"] == "checkpoint"]
+        if plan.kind == "train" and steps and "--resume" not in hint:
+            hint += f"; evener train --resume {rundir} goes on from step {steps[-1]}"
+        return RunError(self.how, hint=hint, output=self.output)
+
+
+def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | None:
+    """The first failure; None of a run that did not fail, or was stopped. `states` are the hosts' last."""
+    if any(state.get("stopped") for state in states.values()):
+        return None
+    found = [*_ranks(rundir, states), *_hosts(rundir, states)]
+    if not found:
+        return None
+    return _said(rundir, plan, states) or min(found, key=lambda one: (not one.by_itself, one.time))
+
+
+def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
+    found = []
+    for host, state in states.items():
+        for one in state.get("failures", []):
+            log = rundir.log_path(host, one["rank"])
+            by_itself = not CONSEQUENCE.search("\n".join(last_lines(log, SEARCHED_LINES)))
+            how = f"rank {one['rank']} on {host} {_ending(one['exitcode'], one.get('signal'))}"
+            found.append(Failure(host=host, rank=one["rank"], how=how, time=one["time"], log=log, by_itself=by_itself))
+    return found
+
+
+def _hosts(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
+    """Launchers that ended without a word of their ranks, and hosts that fell silent."""
+    found = []
+    for host, state in states.items():
+        log, ended = rundir.path / "logs" / f"{host}.log", state.get("ended") or 0.0
+        status = state.get("status")
+        if state.get("lost"):
+            found.append(
+                Failure(host=host, rank=None, how=f"{host}: {state['lost']}", time=ended, log=log, by_itself=True)
+            )
+        elif status not in (0, None) and not state.get("failures"):
+            how = f"the launcher on {host} {_ending(status, state.get('signal'))}"
+            by_itself = status != TOLD_TO_END
+            found.append(Failure(host=host, rank=None, how=how, time=ended, log=log, by_itself=by_itself))
+    return found
+
+
+def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | None:
+    """A rank's own account of this start of the run, if it is an error that its reader can mend."""
+    for event in rundir.events():
+        rank = event.get("rank")
+        if event["event"] != "failure" or rank is None or not 0 <= rank < plan.world_size:
+            continue
+        kind, host = getattr(errors, event["kind"], None), plan.host_of(rank).name
+        began = states[host].get("started") or 0.0
+        is_ours = isinstance(kind, type) and issubclass(kind, EvenerError)
+        if is_ours and event["time"] >= began and not CONSEQUENCE.search(event["error"]):
+            log = rundir.log_path(host, rank)
+            how, hint = f"rank {rank} on {host}: {event['error']}", event["hint"] or f"all that it printed: {log}"
+            return Failure(host=host, rank=rank, how=how, time=event["time"], log=log, by_itself=True, hint=hint)
+    return None
+
+
+def last_lines(log: Path, num: int) -> list[str]:
+    """The end of a log, without the time stamps."""
+    if not log.exists():
+        return []
+    return [line.split(" ", 2)[-1] for line in log.read_text(errors="replace").splitlines()[-num:]]
+
+
+def _ending(status: int, signal_name: str | None) -> str:
+    return f"was killed by {signal_name or f'signal {-status}'}" if status < 0 else f"exited with status {status}"

@@ -1,0 +1,125 @@
+"""Ends of runs by hand: which of the failures is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.core.fleet import Host
+from evener.core.plan import HostPlan, Plan
+from evener.core.rundir import RunDir, write_atomic
+from evener.launch.failures import first_failure
+
+PEER = "RuntimeError: [gloo/pair.cc:537] Connection closed by peer [10.0.0.2]:1"
+TRACE = "\n".join(f"frame #{i}: somewhere in libtorch" for i in range(40))
+
+
+def host(name: str, rank: int) -> HostPlan:
+    return HostPlan(
+        name=name, host=Host(address=name), node_rank=rank, first_rank=rank, num_ranks=1, address="10.0.0.1",
+        interface="eth0", run=f"/{name}", code=None, cwd="/", argv=[], env={},
+    )  # fmt: skip
+
+
+PLAN = Plan(id="1d", kind="train", address="10.0.0.1", port=1, backend="gloo", grace_s=1.0, spec=None,
+            hosts=[host("a", 0), host("b", 1), host("c", 2)])  # fmt: skip
+
+
+def state(*, ended: float = 100.0, status: int | None = 0, failures: list[Any] | None = None, **more: Any) -> Any:
+    return {"state": "ended", "started": 50.0, "ended": ended, "status": status, "stopped": False,
+            "failures": failures or [], **more}  # fmt: skip
+
+
+def died(rank: int, exitcode: int, time: float, signal: str | None = None) -> list[dict[str, Any]]:
+    return [{"rank": rank, "local_rank": 0, "pid": 1, "exitcode": exitcode, "time": time, "signal": signal}]
+
+
+def log(rundir: RunDir, name: str, text: str) -> None:
+    lines = "".join(f"2026-11-21T05:52:47.123Z E {line}\n" for line in text.splitlines())
+    write_atomic(rundir.path / "logs" / f"{name}.log", lines.encode())
+
+
+def say(rundir: RunDir, rank: int, kind: str, error: str, time: float) -> None:
+    rundir.path.mkdir(exist_ok=True)
+    rundir.add_event("failure", rank=rank, kind=kind, error=error, hint="", **{"time": time})
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def named(rundir: RunDir, **states: Any) -> str | None:
+    found = first_failure(rundir, PLAN, states)
+    return None if found is None else found.how
+
+
+def test_all_is_well(rundir: RunDir) -> None:
+    assert named(rundir, a=state(), b=state(), c=state()) is None
+
+
+def test_a_stopped_run_did_not_fail(rundir: RunDir) -> None:
+    assert named(rundir, a=state(status=143, stopped=True), b=state(status=143), c=state()) is None
+
+
+def test_the_quiet_one_is_named_though_the_loud_one_was_first_to_be_seen(rundir: RunDir) -> None:
+    log(rundir, "a.0", f"Traceback\n{PEER}\n{TRACE}")  # deep above the end
+    log(rundir, "b.1", "step 7")
+    states = {"a": state(status=1, failures=died(0, 1, 99.0)), "c": state(status=143),
+              "b": state(status=1, failures=died(1, -9, 100.0, "SIGKILL"))}  # fmt: skip
+    assert named(rundir, **states) == "rank 1 on b was killed by SIGKILL"
+    found = first_failure(rundir, PLAN, states)
+    assert found is not None
+    assert found.error(rundir, PLAN).output == "step 7"
+
+
+@pytest.mark.parametrize(
+    ("b", "expected"),
+    [
+        (state(status=None, lost="the supervisor was killed"), "b: the supervisor was killed"),
+        (state(status=-9, signal="SIGKILL"), "the launcher on b was killed by SIGKILL"),
+        (state(status=2), "the launcher on b exited with status 2"),
+    ],
+)
+def test_a_silent_host_is_named_before_those_who_lost_it(rundir: RunDir, b: Any, expected: str) -> None:
+    log(rundir, "a.0", PEER)
+    states = {"a": state(status=1, failures=died(0, 1, 99.0)), "b": b, "c": state(status=143, ended=98.0)}
+    assert named(rundir, **states) == expected
+
+
+def test_a_consequence_alone_is_still_told(rundir: RunDir) -> None:
+    log(rundir, "a.0", PEER)
+    assert named(rundir, a=state(status=1, failures=died(0, 1, 99.0)), b=state(), c=state(status=143)) == (
+        "rank 0 on a exited with status 1"
+    )
+
+
+FAILED = {
+    "a": state(status=1, failures=died(0, 1, 99.0)),
+    "b": state(status=1, failures=died(1, 1, 98.0)),
+    "c": state(),
+}
+
+
+def test_what_a_rank_said_comes_first(rundir: RunDir) -> None:
+    say(rundir, 0, "RunError", "step 3: the loss of rank 0 is not finite", 97.0)
+    assert named(rundir, **FAILED) == "rank 0 on a: step 3: the loss of rank 0 is not finite"
+
+
+def test_what_was_said_of_an_earlier_start_does_not_count(rundir: RunDir) -> None:
+    say(rundir, 0, "RunError", "of long ago", 49.0)
+    assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"
+
+
+def test_an_error_of_somebody_elses_is_shown_by_its_log(rundir: RunDir) -> None:
+    say(rundir, 1, "KeyError", "'x'", 97.0)
+    log(rundir, "b.1", "KeyError: 'x'")
+    assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"
+
+
+def test_a_rank_that_the_world_no_longer_has(rundir: RunDir) -> None:
+    say(rundir, 7, "RunError", "of a larger fleet", 97.0)
+    say(rundir, -1, "exit", "the controller's", 97.0)
+    assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"

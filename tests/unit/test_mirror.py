@@ -1,0 +1,149 @@
+"""The copy of a run's files: complete, never twice, from two terminals, and nowhere but where it belongs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.core.fleet import Host
+from evener.core.plan import HostPlan
+from evener.core.rundir import RunDir, follow_lines, write_atomic
+from evener.launch.mirror import BehindError, HostMirror
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """A run's folder on the host."""
+    run = tmp_path / "there"
+    for folder in ("host", "logs", "steps"):
+        (run / folder).mkdir(parents=True)
+    (run / "host" / "state.json").write_text('{"state": "ended", "status": 0, "failures": [], "stopped": false}')
+    return run
+
+
+@pytest.fixture
+def make(tmp_path: Path, there: Path) -> Callable[..., HostMirror]:
+    def make(node_rank: int = 0) -> HostMirror:
+        plan = HostPlan(
+            name="b", host=Host(address="local"), node_rank=node_rank, first_rank=2 * node_rank, num_ranks=2,
+            address="", interface="", run=str(there), code=None, cwd="", argv=[], env={},
+        )  # fmt: skip
+        return HostMirror(RunDir(tmp_path / "here"), plan)
+
+    return make
+
+
+def test_files_come_home_and_grow(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    log = there / "logs" / "b.1.log"
+    log.write_bytes(b"x" * 700_000 + b"\n")
+    make().catch_up()
+    with log.open("ab") as file:
+        file.write(b"more\n")
+    (there / "events.jsonl").write_text('{"event":"start","time":1.0}\n')
+    make().catch_up()
+    assert (here / "logs/b.1.log").read_bytes() == log.read_bytes()
+    assert (here / "hosts/b/events.jsonl").read_bytes() == (there / "events.jsonl").read_bytes()
+    assert (here / "logs/b.1.log").stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_was_replaced_comes_anew(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
+    """A resumed run makes some records again; who follows the copy sees whole lines."""
+    records = there / "steps" / "rank-0.jsonl"
+    write_atomic(records, b"".join(b'{"step":%d}\n' % i for i in range(9)))
+    make().catch_up()
+    follower = follow_lines(tmp_path / "here/steps/rank-0.jsonl")
+    assert len(next(follower)) == 9
+    write_atomic(records, b"".join(b'{"step":%d,"again":1}\n' % i for i in range(8)))
+    make().catch_up()
+    assert (tmp_path / "here/steps/rank-0.jsonl").read_bytes() == records.read_bytes()
+    assert next(follower) == records.read_bytes().split(b"\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "node_rank", "is_taken"),
+    [
+        ("steps/rank-1.jsonl", 0, True),
+        ("steps/rank-2.jsonl", 0, False),
+        ("steps/rank-2.jsonl", 1, True),
+        ("logs/b.log", 1, True),
+        ("logs/b.3.log", 1, True),
+        ("logs/a.log", 0, False),
+        ("logs/a.0.log", 0, False),
+        ("manifest.json", 0, True),
+        ("manifest.json", 1, False),
+        ("plan.json", 0, False),
+        ("report.html", 0, False),
+        ("hosts/a/state.json", 0, False),
+        ("../../x", 0, False),
+        ("logs/b.1.log/../../../x", 0, False),
+        ("/etc/passwd", 0, False),
+    ],
+)
+def test_a_host_writes_only_what_is_its_own(
+    make: Callable[..., HostMirror], tmp_path: Path, path: str, node_rank: int, is_taken: bool
+) -> None:
+    before = set(tmp_path.rglob("*"))
+    make(node_rank)._add({"path": path, "offset": 0, "identity": "1 0", "size": 1}, b"x")
+    made = {file for file in set(tmp_path.rglob("*")) - before if file.is_file() and "mirror." not in file.name}
+    assert made == ({tmp_path / "here" / path} if is_taken else set())
+
+
+def test_two_terminals_leave_no_hole(make: Callable[..., HostMirror], tmp_path: Path) -> None:
+    """Their chunks overlap and interleave: the copy has every byte once."""
+    content = bytes(range(100))
+    header: Callable[[int], dict[str, Any]] = lambda offset: {"path": "logs/b.log", "offset": offset, "identity": "1 0"}  # noqa: E731
+    one, two = make(), make()
+    one._add(header(0), content[:60])
+    two._add(header(0), content[:60])
+    two._add(header(60), content[60:90])
+    one._add(header(60), content[60:80])
+    with pytest.raises(BehindError):
+        one._add(header(95), content[95:])
+    one._add(header(80), content[80:])
+    assert (tmp_path / "here/logs/b.log").read_bytes() == content
+
+
+def test_two_terminals_at_once(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
+    log = there / "logs" / "b.0.log"
+    stop = threading.Event()
+
+    def copy() -> None:
+        while not stop.is_set():
+            make().catch_up()
+
+    threads = [threading.Thread(target=copy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with log.open("ab", buffering=0) as file:
+        for i in range(2000):
+            file.write(b"line %d\n" % i)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    make().catch_up()
+    assert (tmp_path / "here/logs/b.0.log").read_bytes() == log.read_bytes()
+
+
+def test_a_copy_that_cannot_be_written_is_told(make: Callable[..., HostMirror], tmp_path: Path) -> None:
+    (tmp_path / "here").write_text("a file is in the way")
+    mirror = make()
+    mirror.follow(lambda: None)
+    assert mirror.is_done
+    assert isinstance(mirror.broken, OSError)
+
+
+def test_following_ends_with_the_run(make: Callable[..., HostMirror], there: Path) -> None:
+    began = time.monotonic()
+    mirror = make()
+    mirror.follow(lambda: None)
+    assert mirror.state is not None
+    assert (mirror.state["status"], mirror.is_done, mirror.broken) == (0, True, None)
+    assert time.monotonic() - began < DEADLINE_S
