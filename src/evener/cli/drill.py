@@ -212,6 +212,8 @@ class Screen:
             lines = gist(told)
             for line in lines or [f"(nothing; {_ending(told)})"]:
                 self._text(line, 4, "dim")
+            if lines and told.status and one.raw.typed.startswith("$ ssh"):
+                self._text(f"(exit status {told.status})", 4, "dim")
         waiting = [told for told in heard.values() if told.status is None and not _errors(told)]
         if waiting and one.raw is not None and one.raw.waits:
             self._text(f"After {max(told.took_s for told in waiting):.0f} s we looked away; {one.raw.waits}.")

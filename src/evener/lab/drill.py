@@ -56,8 +56,10 @@ class Raw:
 
     commands: Mapping[str, str]  # by host; typed into an ssh session there, all at the same time
     files: Mapping[str, str] = field(default_factory=dict)  # in the home of every host
+    typed: str = "{host}$ {command}"  # where and how, for the screen
     quiet_s: float = 6.0  # we look away when nobody has said anything for so long
     within_s: float = 20.0
+    works_when_mended: bool = False  # the same commands then do their work
     waits: str = ""  # where nothing comes: for how long, and why nobody would know
 
 
@@ -94,18 +96,25 @@ class Drill:
     fault: Sequence[Step]
     mend: Sequence[Step] | None = None  # None: the finding's own fix, as it stands
     raw: Raw | None = None
-    proof: str | None = None  # an expression that must be found in what `raw` prints; tests look for it
+    silence: str = ""  # where nothing is to be seen without evener: why
     look: Callable[[Stage], Seen]
     hosts: Mapping[str, HostSpec]
+    is_pair: bool = False  # host and peer may be named in either order
+    used_up: bool = False  # by what is done by hand: it breaks once more before evener looks
     may_also: Sequence[str] = ()  # other ids that the same fault rightly brings with it
     lacks: Callable[[], str | None] = lambda: None  # why this machine cannot produce it
 
     def named_in(self, findings: Iterable[Finding]) -> Finding | None:
         """The finding that was expected."""
         for one in findings:
-            if (one.check, one.host, one.peer) == (self.check, self.host, self.peer):
+            same = {one.host, one.peer} == {self.host, self.peer} if self.is_pair else one.host == self.host
+            if one.check == self.check and same and (self.is_pair or one.peer == self.peer):
                 return one
         return None
+
+    def found_in(self, findings: Iterable[Finding]) -> list[Finding]:
+        """All of the expected id, wherever."""
+        return [one for one in findings if one.check == self.check]
 
     def others_in(self, findings: Iterable[Finding]) -> list[Finding]:
         """Errors and warnings that nobody expected."""
@@ -123,6 +132,7 @@ class Stage:
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
+        self.started: list[subprocess.Popen[bytes]] = []  # by a fault, outside the hosts; ended with the drill
 
     @property
     def fleet(self) -> Path:
@@ -151,7 +161,8 @@ class Stage:
         try:
             return subprocess.run(
                 [sys.executable, "-c", code, *args],
-                cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
+                cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s,
+                check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise EvenerError(f"evener {shlex.join(args)}: not done after {timeout_s:.0f} s") from error
@@ -201,13 +212,16 @@ class Play:
         try:
             spec = LabSpec(name=f"drill-{os.getpid()}-{next(_numbers)}", hosts=dict(sorted(hosts.items())))
             self._lab = Lab.up(spec, out=self._folder / FLEET)
+            self.stage = Stage(self._lab, self._folder)
         except BaseException:
             self.__exit__()
             raise
-        self.stage = Stage(self._lab, self._folder)
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self.stage.started if self._lab is not None else ():
+            process.kill()
+            process.wait()
         if self._lab is not None:
             self._lab.down()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -220,7 +234,10 @@ class Play:
 
     def without(self) -> dict[str, Heard]:
         """What a person would see."""
-        return self.stage.by_hand(self.drill.raw) if self.drill.raw else {}
+        heard = self.stage.by_hand(self.drill.raw) if self.drill.raw else {}
+        if heard and self.drill.used_up:
+            self.break_it()
+        return heard
 
     def look(self) -> Seen:
         """What evener says."""
@@ -232,10 +249,7 @@ class Play:
         for drill in self.drills:
             steps = drill.mend
             if steps is None:
-                finding = drill.named_in(seen.findings)
-                if finding is None:
-                    raise EvenerError(f"{drill.name}: there is no finding to mend it by")
-                steps = steps_of(finding.fix)
+                steps = [step for finding in drill.found_in(seen.findings) for step in steps_of(finding.fix)]
             for step in steps:
                 step.do(self.stage)
                 done.append(step.text)
@@ -282,7 +296,8 @@ def steps_of(fix: str) -> list[Step]:
         if line:
             steps.append(fleet_line(line[1], line[2], json.loads(line[3])))
         elif command:
-            steps.append(on(command[1], command[2]))
+            step = on(command[1], command[2].replace("sudo ", ""))  # who enters a host directly is its root
+            steps.append(Step(part, step.do))
         else:
             raise EvenerError(f"this fix is not a command: {part}")
     return steps

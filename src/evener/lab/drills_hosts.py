@@ -1,0 +1,312 @@
+"""Drills: what goes wrong on one machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import evener
+from evener.lab.drill import Drill, Raw, Stage, Step, fleet_line, lab_step, on
+from evener.lab.drills_network import HALF_AN_HOUR, PLAIN, QUICK, all_reduce, torchrun
+from evener.lab.faults import (
+    another_python,
+    firewall,
+    grow,
+    in_terminal,
+    limit,
+    set_env,
+    start,
+    unset_env,
+    without_bf16,
+    write,
+)
+from evener.lab.scripts import ALL_REDUCE, BF16, BIG, BUSY, HOG, LOADER, SAVE, WAIT
+from evener.lab.spec import HostSpec
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+BATTERY = {"BAT0/type": "Battery", "BAT0/status": "Discharging", "AC/type": "Mains", "AC/online": "0"}
+FREQUENCY = {"cpuinfo_max_freq": "4200000", "scaling_max_freq": "800000"}
+SUPPLY, FREQUENCIES = "/sys/class/power_supply", "/sys/devices/system/cpu/cpu0/cpufreq"
+DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+ONE_TORCH = (
+    "nothing yet: all start, and later a collective or a pickle fails far from the cause (a lab has one torch to show)"
+)
+MEMLOCK = 2**30  # what RDMA needs
+KEY_TYPE = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f")
+
+
+def needs_root() -> str | None:
+    """Cgroups are root's."""
+    return None if os.geteuid() == 0 else "a memory limit is a cgroup, which only root may make"
+
+
+def _lock_more() -> Step:
+    """What is above the hard limit only a mightier root may allow: then the card is taken out."""
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if hard == resource.RLIM_INFINITY or hard >= MEMLOCK:
+        return limit("b", memlock=MEMLOCK)
+    return on("b", "umount /sys/class  # this machine lets nobody lock so much: take the card out")
+
+
+def needs_no_gpu() -> str | None:
+    """With a GPU there is none missing."""
+    return "this machine has an NVIDIA driver" if shutil.which("nvidia-smi") else None
+
+
+def _no_key(stage: Stage) -> None:
+    stage.host("b").face(f"{stage.lab.path}/id_ed25519.pub", "")
+
+
+def _key_again(stage: Stage) -> None:
+    stage.host("b").face(f"{stage.lab.path}/id_ed25519.pub", None)
+
+
+def _new_host_key(stage: Stage) -> None:
+    key = stage.lab.path / "hosts" / "b" / "host_key"
+    key.unlink()
+    stage.host("b").exec([*KEY_TYPE, str(key)])
+    stage.host("b").exec(["sh", "-c", "kill -HUP $(pgrep -o sshd)"])
+
+
+def _know_host_key(stage: Stage) -> None:
+    known, b = stage.lab.path / "known_hosts", stage.host("b")
+    lines = [line for line in known.read_text().splitlines() if not line.startswith(f"{b.address} ")]
+    new = (stage.lab.path / "hosts" / "b" / "host_key.pub").read_text().rpartition(" ")[0]
+    known.write_text("\n".join([*lines, f"{b.address} {new}"]) + "\n")
+
+
+def _no_driver(stage: Stage) -> None:
+    script = shlex.quote(f'#!/bin/sh\necho "{DRIVER}"\nexit 9\n')
+    tool = "/usr/local/sbin/nvidia-smi"
+    make = f"mount -t tmpfs tmpfs /usr/local/sbin; printf %s {script} > {tool}; chmod +x {tool}"
+    stage.host("b").exec(["sh", "-ec", make])
+
+
+def _other_evener(stage: Stage) -> None:
+    site = next((stage.host("b").home / "older" / "lib").glob("python*/site-packages"))
+    shutil.copytree(Path(evener.__file__).parent, site / "evener", ignore=shutil.ignore_patterns("__pycache__"))
+    with (site / "evener" / "core" / "units.py").open("a") as file:
+        file.write("# as it was last week\n")
+
+
+def _launch(stage: Stage) -> None:
+    for process in stage.started:
+        process.kill()
+        process.wait()
+    (stage.folder / "wait.py").write_text(WAIT)
+    done = stage.evener("launch", "--fleet", "fleet.toml", "--out", "run", "--detach", "--", "wait.py")
+    assert done.returncode == 0, done.stderr
+
+
+DRILLS = [
+    Drill(
+        name="ssh.auth", check="ssh.auth", host="b",
+        says="b does not have your key",
+        why="Also status 255. A launcher that asks for a password would hang where nobody can type one.",
+        fault=[lab_step("on b: the key is taken out of authorized_keys", _no_key)],
+        mend=[lab_step("on b: the key stands in authorized_keys again, as after ssh-copy-id", _key_again)],
+        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="ssh.hostkey", check="ssh.hostkey", host="b",
+        says="b was installed anew, and has another host key",
+        why="Status 255 once more. This one is never mended for you: it is what an attack looks like, too.",
+        fault=[lab_step("on b: rm host_key; ssh-keygen -t ed25519 -f host_key; kill -HUP sshd", _new_host_key)],
+        mend=[lab_step("ssh-keygen -R 10.77.0.2, and its new key is known", _know_host_key)],
+        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="version.python", check="version.python", host="b",
+        says="the fleet file names an interpreter that b does not have",
+        why="Status 127 is the shell's, not ssh's: the machine was reached, the program was not found.",
+        fault=[fleet_line("b", "python", "/opt/miniconda3/bin/python")],
+        mend=[fleet_line("b", "python", sys.executable)],
+        raw=Raw(commands={"b": "/opt/miniconda3/bin/python train.py"}, typed="$ ssh {host} {command}"),
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="version.torch", check="version.torch", host="b",
+        says="b has torch 2.12.1, a another",
+        why="Ranks exchange bytes whose layout belongs to a version. Equal versions are the first thing to ask for.",
+        fault=[another_python("b", "older", {"torch": "2.12.1"}), fleet_line("b", "python", "~/older/bin/python")],
+        mend=[fleet_line("b", "python", sys.executable)],
+        silence=ONE_TORCH, look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="version.torch-missing", check="version.torch", host="b",
+        says="the interpreter named for b is a fresh venv without torch",
+        why="In the terminal the right venv is active; a session of ssh's starts with none.",
+        fault=[on("b", f"{sys.executable} -m venv --without-pip ~/fresh"),
+               fleet_line("b", "python", "~/fresh/bin/python")],
+        mend=[fleet_line("b", "python", sys.executable)],
+        raw=Raw(commands={"b": "~/fresh/bin/python -m torch.distributed.run train.py"}, typed="$ ssh {host} {command}"),
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="version.evener", check="version.evener", host="b",
+        says="b's evener is that of last week",
+        why="One line of code that differs is two programs. A hash of the source finds it, its version does not.",
+        fault=[another_python("b", "older", {}), lab_step("on b: one line of its evener differs", _other_evener),
+               fleet_line("b", "python", "~/older/bin/python")],
+        mend=[fleet_line("b", "python", sys.executable)],
+        silence="nothing: replicas that differ train on, and what they learn is nonsense (see code.mismatch)",
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="proc.stale", check="proc.stale", host="b",
+        says="a torchrun of yesterday is still there on b, and its ssh session is not",
+        why="It has waited for a rendezvous on a:29500 ever since, and joins the first one that comes: today's.",
+        fault=[write("b", "allreduce.py", ALL_REDUCE),
+               start("b", torchrun()["b"], ready="pgrep -f 'torchrun --nnodes'")],
+        raw=all_reduce(), look=QUICK, hosts=PLAIN, used_up=True,
+    ),
+    Drill(
+        name="tty.attached", check="tty.attached", host="b",
+        says="somebody has started torchrun on b in an ssh session",
+        why="When the session ends, the kernel sends SIGHUP, and torchrun hands it on to every rank.",
+        fault=[write("b", "wait.py", WAIT), in_terminal("b", "torchrun wait.py", ready="test -e /tmp/waiting")],
+        mend=[lab_step("close that session; evener launch --detach -- wait.py", _launch)],
+        raw=Raw(
+            commands={"b": "torchrun --master_port 29511 wait.py & sleep 5; kill -HUP $!; wait $!  # the session ends"},
+            files={"wait.py": WAIT},
+        ),
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="limit.nofile", check="limit.nofile", host="b",
+        says="a session on b may open 48 files",
+        why="Every peer and every group of ranks takes sockets, every worker of a DataLoader takes pipes.",
+        fault=[limit("b", nofile=48)], mend=[limit("b", nofile=4096)],
+        raw=Raw(commands={"b": "python -c 'files = [open(\"/dev/null\") for _ in range(100)]'"},
+                typed="$ ssh {host} {command}"),
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="limit.memlock", check="limit.memlock", host="b",
+        says="b has InfiniBand, and a session may lock 64 KiB of memory",
+        why="An RDMA card reads memory behind the processor's back: the pages must stay where they are.",
+        fault=[grow("b", "/sys/class/infiniband", {"mlx5_0/node_type": "1: CA"}), limit("b", memlock=65536)],
+        mend=[_lock_more()],
+        silence="ibv_reg_mr fails with 'Cannot allocate memory' though memory is free (no card here to show it)",
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="mem.space", check="mem.space", host="b",
+        says="another program has taken 1.2 of b's 1.5 GB",
+        why="The kernel ends the largest program with SIGKILL, which leaves no message: a rank is just gone.",
+        fault=[write("b", "hog.py", HOG),
+               start("b", "python hog.py", ready="ps -C python -o rss= | awk '{ s += $1 } END { exit s < 1100000 }'")],
+        mend=[on("b", "pkill -f 'hog.p[y]'; while pgrep -f 'hog.p[y]' >/dev/null; do sleep 0.05; done")],
+        raw=Raw(commands=torchrun(script="big.py"), files={"big.py": BIG}, waits=HALF_AN_HOUR, works_when_mended=True),
+        look=QUICK, hosts={"a": HostSpec(), "b": HostSpec(memory="1500MB")}, lacks=needs_root,
+    ),
+    Drill(
+        name="disk.space", check="disk.space", host="b",
+        says="200 MB are free where b keeps its runs",
+        why="The first checkpoint fails, after an hour: what was trained till then is lost.",
+        fault=[on("b", "mkdir -p ~/.evener && mount -t tmpfs -o size=200M tmpfs ~/.evener")],
+        mend=[on("b", "umount ~/.evener")],
+        raw=Raw(commands={"b": "python save.py"}, files={"save.py": SAVE}), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="shm.size", check="shm.size", host="b",
+        says="b has 64 MB of shared memory, as in a container of Docker's",
+        why="Workers of a DataLoader hand their batches over in shared memory. A full one is a bus error.",
+        fault=[on("b", "mount -o remount,size=64M /dev/shm")], mend=[on("b", "mount -o remount,size=1G /dev/shm")],
+        raw=Raw(commands={"b": "python loader.py"}, files={"loader.py": LOADER}), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="cpu.oversubscribed", check="cpu.oversubscribed", host="b",
+        says=f"two ranks on b, each with as many threads as there are cores ({CORES})",
+        why="Threads that wait keep their core busy, and the ones that work wait for a core: more of them do less.",
+        fault=[fleet_line("b", "ranks", 2), fleet_line("b", "threads", CORES)],
+        raw=Raw(
+            commands={"b": f"for n in {CORES} {max(1, CORES // 2)}; do "
+                           "OMP_NUM_THREADS=$n torchrun --nproc-per-node 2 busy.py; done"},
+            files={"busy.py": BUSY}, within_s=30,
+        ),
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="cpu.throttled", check="cpu.throttled", host="b",
+        says="b's processor is held to 800 of 4200 MHz",
+        why="A power-saving profile, or heat. The machine looks well, and every other one waits for it at each step.",
+        fault=[grow("b", FREQUENCIES, FREQUENCY)],
+        mend=[on("b", f"echo 4200000 > {FREQUENCIES}/scaling_max_freq")],
+        silence="nothing but a slow rank (the lab only shows the figure, it does not slow down)",
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="power.sleep", check="power.sleep", host="b",
+        says="b is a laptop on its battery",
+        why="It suspends when the lid closes, and the others wait for a machine that is not even off.",
+        fault=[grow("b", SUPPLY, BATTERY)],
+        mend=[on("b", f"echo 1 > {SUPPLY}/AC/online; echo Charging > {SUPPLY}/BAT0/status"),
+              on("b", "mkdir -p /etc/systemd/system; cd /etc/systemd/system; ln -sf /dev/null sleep.target; "
+                      "ln -sf /dev/null suspend.target")],
+        silence=f"nothing until the lid closes; then nothing more: {HALF_AN_HOUR}",
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="dtype.slow", check="dtype.slow", host="b",
+        says="b's processor has no units for bf16, a's has",
+        why="It computes all the same, each number widened and rounded by hand: a dtype that all have is faster.",
+        fault=[without_bf16("a", has_it=True), without_bf16("b")], mend=[without_bf16("b", has_it=True)],
+        raw=Raw(commands={"b": "ONEDNN_MAX_CPU_ISA=AVX2 python bf16.py"}, files={"bf16.py": BF16}),
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="gpu.missing", check="gpu.missing", host="b",
+        says="the fleet file wants GPUs of b, which has none",
+        why="The message comes from the first tensor, on one rank, while the others wait for it in a collective.",
+        fault=[fleet_line("b", "devices", "cuda")],
+        raw=Raw(commands={"b": "python -c \"import torch; torch.ones(1, device='cuda')\""},
+                typed="$ ssh {host} {command}"),
+        look=QUICK, hosts=PLAIN, lacks=needs_no_gpu,
+    ),
+    Drill(
+        name="gpu.driver", check="gpu.driver", host="b",
+        says="b's NVIDIA driver does not answer, as after an update without a reboot",
+        why="The program and the kernel's module are of two versions until the machine starts anew.",
+        fault=[lab_step(f"on b: nvidia-smi says: {DRIVER}", _no_driver), fleet_line("b", "devices", "cuda")],
+        mend=[on("b", "umount /usr/local/sbin"), fleet_line("b", "devices", "cpu")],
+        raw=Raw(commands={"b": "nvidia-smi"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="env.ineffective", check="env.ineffective", host="a",
+        says="a's firewall opens ports 50000-50100, and GLOO_PORT_RANGE names them, as one reads everywhere",
+        why="Gloo has no such variable, and nobody tells you. Its ports come from net.ipv4.ip_local_port_range.",
+        fault=[set_env("a", "GLOO_PORT_RANGE", "50000-50100"),
+               firewall("a", "tcp dport { 22, 29500, 50000-50100 } accept", "meta l4proto { tcp, udp } drop")],
+        mend=[unset_env("a", "GLOO_PORT_RANGE"),
+              on("a", "nft insert rule inet evener input ip saddr 10.77.0.2 accept")],
+        raw=all_reduce(HALF_AN_HOUR), look=QUICK, hosts=PLAIN, may_also=("net.firewall",),
+    ),
+    Drill(
+        name="env.ineffective-nccl", check="env.ineffective", host="b",
+        says="b's environment has NCCL_DEBUG and NCCL_SOCKET_IFNAME, and the fleet runs on Gloo",
+        why="A recipe for GPUs. It does no harm, and nothing else either.",
+        fault=[set_env("b", "NCCL_DEBUG", "INFO"), set_env("b", "NCCL_SOCKET_IFNAME", "eth0")],
+        mend=[unset_env("b", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME")],
+        raw=all_reduce(), look=QUICK, hosts=PLAIN, lacks=needs_no_gpu,
+    ),
+    Drill(
+        name="env.interface-syntax", check="env.interface-syntax", host="b",
+        says="b's environment says GLOO_SOCKET_IFNAME=^lo, which is NCCL's way to say: any but lo",
+        why="Gloo takes one exact name and looks for an interface that is called ^lo.",
+        fault=[set_env("b", "GLOO_SOCKET_IFNAME", "^lo")], mend=[unset_env("b", "GLOO_SOCKET_IFNAME")],
+        raw=all_reduce(), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="rank.duplicate", check="rank.duplicate", host="b", peer="a",
+        says="the fleet file has one machine under two names",
+        why="Two addresses of one machine look like two machines. They share its cores, and gain nothing.",
+        fault=[fleet_line("b", "address", "10.77.0.1")], mend=[fleet_line("b", "address", "10.77.0.2")],
+        silence="nothing: it runs, at half the speed that was hoped for",
+        look=QUICK, hosts=PLAIN,
+    ),
+]  # fmt: skip

@@ -1,0 +1,200 @@
+"""Drills: what only a run can know. It is named before the first step, or as soon as a rank is gone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import evener
+from evener.core.errors import EvenerError
+from evener.core.finding import Finding
+from evener.core.rundir import RunDir
+from evener.lab.drill import Drill, Heard, Raw, Seen, Stage, Step, lab_step
+from evener.lab.drills_network import PLAIN, TEN_MINUTES, torchrun
+from evener.lab.faults import write
+from evener.lab.scripts import ALL_REDUCE, DIE, TRAIN
+from evener.lab.spec import HostSpec
+
+WITHIN_S = 60.0
+FLAGS = "--data data --model tiny --batch 2 --steps 2 --dtype fp32 --threads 1 --eval-tokens 256 --device cpu"
+SAME: dict[str, float] = {"width": 4, "shift": 0, "lr": 0.1}
+NOT_A_WORD = "not a word about it: it goes on to the last step, whatever is learned"
+
+
+def workers(stage: Stage) -> Seen:
+    """evener's own worker started by hand on both hosts, as Slurm or a person would."""
+    commands = {}
+    for rank, host in enumerate("ab"):
+        place = f"RANK={rank} LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=29500"
+        commands[host] = f"PYTHONPATH=~/code {place} python -m evener.worker {FLAGS} $(cat more-flags) --out run"
+    raw = Raw(commands={host: f"rm -rf run; touch more-flags; {one}" for host, one in commands.items()}, quiet_s=30,
+              within_s=WITHIN_S)  # fmt: skip
+    return _seen(stage.by_hand(raw), commands)
+
+
+def agents(stage: Stage) -> Seen:
+    """evener's launcher started by hand on three hosts, with the node ranks that a file on each says."""
+    agent = "python -m evener.worker.agent --nnodes 3 --rdzv-backend evener --rdzv-endpoint 10.77.0.1:29500"
+    command = f"{agent} --rdzv-conf rank=$(cat node-rank) allreduce.py"
+    commands = {host: f"EVENER_HOST={host} GLOO_SOCKET_IFNAME=eth0 {command}" for host in "abc"}
+    raw = Raw(commands=commands, files={"allreduce.py": ALL_REDUCE}, quiet_s=15, within_s=WITHIN_S)
+    return _seen(stage.by_hand(raw), commands)
+
+
+def launch(stage: Stage) -> Seen:
+    """`evener launch`, and the first failure that it wrote into events.jsonl."""
+    shutil.rmtree(stage.folder / "run", ignore_errors=True)
+    began = time.monotonic()
+    done = stage.evener("launch", "--fleet", "fleet.toml", "--out", "run", "--", "train.py", timeout_s=WITHIN_S)
+    took_s = time.monotonic() - began
+    hints = [line.removeprefix("hint:").strip() for line in done.stderr.splitlines() if line.startswith("hint:")]
+    findings = [
+        Finding(
+            check="run.peer-exit", severity="error", host=event["host"],
+            evidence=event["error"], fix=hints[-1] if hints else "",
+        )
+        for event in RunDir(stage.folder / "run").events() if event["event"] == "failure"
+    ]  # fmt: skip
+    return Seen(
+        command="evener launch --fleet fleet.toml --out run -- train.py",
+        findings=findings,
+        took_s=took_s,
+        lines=(done.stdout + done.stderr).splitlines(),
+    )
+
+
+def _seen(heard: dict[str, Heard], commands: dict[str, str]) -> Seen:
+    """What the ranks said in `error: ID: what: rank 1 on b and rank 0 on a differ`."""
+    findings: dict[str, Finding] = {}
+    for host, one in heard.items():
+        hint = next((line.removeprefix("hint:").strip() for line in one.lines if line.startswith("hint:")), "")
+        for line in one.lines:
+            named = re.match(r"error: ([a-z]+\.[a-z-]+): (.*)", line)
+            if named:
+                hosts = re.findall(r"\bon (\w+)\b", line) or re.findall(r"^(\w+) and (\w+) were", named[2])
+                pair = list(hosts[0]) if hosts and isinstance(hosts[0], tuple) else hosts or [host]
+                findings[named[0]] = Finding(
+                    check=named[1], severity="error", host=pair[0], peer=pair[1] if len(pair) > 1 else None,
+                    evidence=named[2], fix=hint,
+                )  # fmt: skip
+    return Seen(
+        command=next(iter(commands.values())),
+        findings=list(findings.values()),
+        took_s=max(one.took_s for one in heard.values()),
+        lines=[f"{host} │ {line}" for host, one in heard.items() for line in one.lines],
+    )
+
+
+# --- faults ------------------------------------------------------------------------------------------------------
+
+
+def corpus(host: str, seed: int = 0) -> Step:
+    """A small corpus in ~/data."""
+
+    def do(stage: Stage) -> None:
+        made = stage.folder / f"corpus-{seed}"
+        if not made.exists():
+            done = stage.evener(
+                "data", "verbs", "--sentences", "400", "--seed", str(seed), "--tokenizer", "char", "--out", str(made)
+            )
+            if done.returncode:
+                raise EvenerError("no corpus could be made", output=done.stderr)
+        shutil.rmtree(stage.host(host).home / "data", ignore_errors=True)
+        shutil.copytree(made, stage.host(host).home / "data")
+
+    return Step(f"on {host}: evener data verbs --sentences 400 --seed {seed} --out data", do)
+
+
+def other_tokenizer(stage: Stage) -> None:
+    """The same ids, which stand for other characters."""
+    data = stage.host("b").home / "data"
+    record = json.loads((data / "tokenizer.json").read_text())
+    record["chars"] = record["chars"][::-1]
+    content = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    (data / "tokenizer.json").write_bytes(content)
+    meta = json.loads((data / "meta.json").read_text())
+    meta["tokenizer_hash"] = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    (data / "meta.json").write_text(json.dumps(meta))
+
+
+def other_code(stage: Stage) -> None:
+    """A copy of evener with one line more."""
+    copy = stage.host("b").home / "code" / "evener"
+    shutil.copytree(Path(evener.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "worker" / "optim.py").open("a") as file:
+        file.write("# to be tried: another learning rate\n")
+
+
+def no_other_code(stage: Stage) -> None:
+    """And away with it."""
+    shutil.rmtree(stage.host("b").home / "code")
+
+
+def by_hand(**different: float) -> Raw:
+    """A small DDP program whose settings differ on b."""
+    put = {host: f"echo '{json.dumps(SAME | (different if host == 'b' else {}))}' > settings.json; " for host in "ab"}
+    commands = torchrun(script="train.py")
+    return Raw(commands={host: put[host] + command for host, command in commands.items()}, files={"train.py": TRAIN})
+
+
+CORPORA = (corpus("a"), corpus("b"))
+
+DRILLS = [
+    Drill(
+        name="data.mismatch", check="data.mismatch", host="b", peer="a",
+        says="b's corpus was drawn with another seed",
+        why="Shards that overlap or belong to another set never make an error. They make another model.",
+        fault=[corpus("a"), corpus("b", seed=1)], mend=[corpus("b")],
+        raw=by_hand(shift=3.0), silence=NOT_A_WORD, look=workers, hosts=PLAIN,
+    ),
+    Drill(
+        name="tokenizer.mismatch", check="tokenizer.mismatch", host="b", peer="a",
+        says="b's tokenizer gives the same ids to other characters",
+        why="The loss falls as it should, and the text that is sampled later is nonsense.",
+        fault=[*CORPORA, lab_step("on b: the characters of data/tokenizer.json in another order", other_tokenizer)],
+        mend=[corpus("b")],
+        raw=by_hand(shift=-3.0), silence=NOT_A_WORD, look=workers, hosts=PLAIN,
+    ),
+    Drill(
+        name="code.mismatch", check="code.mismatch", host="b", peer="a",
+        says="somebody tried another learning rate on b, and forgot",
+        why="The gradients are averaged, the steps are not: the replicas drift apart from the first step on.",
+        fault=[*CORPORA, lab_step("on b: a copy of evener with one line more", other_code)],
+        mend=[lab_step("on b: rm -r ~/code", no_other_code)],
+        raw=by_hand(lr=0.5), silence=NOT_A_WORD, look=workers, hosts=PLAIN,
+    ),
+    Drill(
+        name="spec.mismatch", check="spec.mismatch", host="b", peer="a",
+        says="b was started with another size of the model",
+        why="The one mismatch that plain torch reports: DDP compares shapes. A learning rate has no shape, and passes.",
+        fault=[*CORPORA, write("b", "more-flags", "--num-layers 1")],
+        mend=[write("b", "more-flags", "")],
+        raw=by_hand(width=6), look=workers, hosts=PLAIN,
+    ),
+    Drill(
+        name="rank.duplicate-node", check="rank.duplicate", host="b", peer="c", is_pair=True,
+        says="b and c were both started as node 1",
+        why="One line copied and not changed. Both start rank 1, rank 2 never comes, and everybody waits for it.",
+        fault=[write(host, "node-rank", rank) for host, rank in (("a", "0"), ("b", "1"), ("c", "1"))],
+        mend=[write("c", "node-rank", "2")],
+        raw=Raw(
+            commands={host: f"torchrun --nnodes 3 --node_rank {rank} --master_addr a --master_port 29500 allreduce.py"
+                      for host, rank in (("a", 0), ("b", 1), ("c", 1))},
+            files={"allreduce.py": ALL_REDUCE}, waits=TEN_MINUTES,
+        ),
+        look=agents, hosts=dict.fromkeys("abc", HostSpec()),
+    ),
+    Drill(
+        name="run.peer-exit", check="run.peer-exit", host="b",
+        says="rank 1 on b is killed in the middle of its work",
+        why="The rank that died says nothing; the healthy one, which lost it, is loud. Exit codes tell who was first.",
+        fault=[lab_step("train.py: rank 1 gets SIGKILL, as from a kernel that is out of memory",
+                        lambda stage: (stage.folder / "train.py").write_text(DIE))],
+        mend=[lab_step("train.py: without that", lambda stage: (stage.folder / "train.py").write_text(ALL_REDUCE))],
+        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": DIE}), look=launch, hosts=PLAIN,
+    ),
+]  # fmt: skip

@@ -1,0 +1,212 @@
+"""Is every fault named, where it is, within seconds, and gone once it is mended? Is a healthy fleet left alone?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.cli.drill import _run_one, gist
+from evener.core.errors import UsageError
+from evener.lab import state
+from evener.lab.drill import Drill, Heard, Play, Seen, doctor, steps_of
+from evener.lab.drills import DRILLS, NOT_HERE, find
+from evener.lab.drills_runs import DRILLS as OF_RUNS
+from evener.lab.spec import HostSpec
+from tests.lab.conftest import MakeLab, wait_until
+
+NAMED_WITHIN_S = 10.0  # of the start of doctor
+RUN_NAMED_WITHIN_S = 40.0  # a run loads torch on both hosts first, and another test has its share of the cores
+MENDED_RUN = "data.mismatch"  # the other runs that are mended are the same healthy run again
+
+# Every id that stands in the list of what goes wrong.
+LISTED = """
+net.loopback-hostname net.wrong-interface net.overlay net.family-mismatch net.unresolvable net.rendezvous-loopback
+net.firewall net.mtu net.slow-link net.wireless net.stack-loss net.asymmetric port.in-use proc.stale version.torch
+version.python version.evener code.mismatch spec.mismatch data.mismatch tokenizer.mismatch rank.duplicate
+ssh.unreachable ssh.auth ssh.hostkey clock.skew limit.nofile limit.memlock mem.space disk.space shm.size mem.swap
+cpu.oversubscribed cpu.throttled power.sleep dtype.slow gpu.missing gpu.driver gpu.p2p env.ineffective
+env.interface-syntax tty.attached run.hang run.collective-mismatch run.peer-exit run.nonfinite run.diverged
+run.straggler
+"""
+
+
+@pytest.fixture(autouse=True)
+def _a_lab_is_possible(make_lab: MakeLab) -> None:
+    """Skips where it is not."""
+
+
+def possible(*names: str) -> list[Drill]:
+    drills = [DRILLS[name] for name in names]
+    for drill in drills:
+        if (reason := drill.lacks()) is not None:
+            pytest.skip(f"{drill.name}: {reason}")
+    return drills
+
+
+def left(drill: Drill, seen: Seen) -> list[str]:
+    return [
+        f"{one.check} {one.host}: {one.evidence}"
+        for one in [*drill.found_in(seen.findings), *drill.others_in(seen.findings)]
+    ]
+
+
+@pytest.mark.parametrize("name", DRILLS)
+def test_it_is_named_and_mended(name: str) -> None:
+    [drill] = possible(name)
+    is_run = drill in OF_RUNS
+    with Play(drill) as play:
+        play.break_it()
+        seen = play.look()
+        assert drill.named_in(seen.findings), (seen.findings, seen.lines)
+        assert drill.others_in(seen.findings) == []
+        if is_run:  # and nobody else is blamed
+            assert len(seen.findings) == 1
+        assert seen.took_s < (RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S)
+        if not is_run or name == MENDED_RUN:
+            play.mend(seen)
+            assert left(drill, play.look()) == []
+
+
+def test_every_id_has_a_drill_or_a_reason() -> None:
+    covered = {drill.check for drill in DRILLS.values()}
+    assert covered | NOT_HERE.keys() == set(LISTED.split())
+    assert not covered & NOT_HERE.keys()
+
+
+class TestWithoutEvener:
+    """That the symptom is real: torchrun by hand, on the broken lab and on the mended one."""
+
+    def test_a_firewall_is_silence(self) -> None:
+        with Play(DRILLS["net.firewall"]) as play:
+            play.break_it()
+            assert {host: gist(told) for host, told in play.without().items()} == {"a": [], "b": []}
+            play.mend(play.look())
+            assert "rank 1: 1 + 2 = 3" in gist(play.without()["b"])
+
+    def test_a_narrow_way_lets_small_messages_pass(self) -> None:
+        with Play(DRILLS["net.mtu"]) as play:
+            play.break_it()
+            assert gist(play.without()["a"]) == ["rank 0: 1 + 2 = 3"]
+
+    def test_a_loopback_name_is_cryptic(self) -> None:
+        with Play(DRILLS["net.loopback-hostname"]) as play:
+            play.break_it()
+            said = "\n".join(line for told in play.without().values() for line in gist(told))
+            assert "connectFullMesh failed" in said
+            assert "remote=[127.0.1.1]" in said
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("net.firewall", "net.loopback-hostname"),
+        ("net.firewall", "proc.stale"),
+        ("net.mtu", "version.torch"),
+        ("net.asymmetric", "mem.space"),
+        ("net.unresolvable", "env.interface-syntax"),
+        ("port.in-use", "tty.attached"),
+        ("shm.size", "gpu.driver"),
+        ("power.sleep", "cpu.throttled", "limit.nofile", "disk.space"),
+        ("ssh.hostkey", "port.in-use"),
+    ],
+    ids=" + ".join,
+)
+def test_faults_at_once_are_all_named(names: tuple[str, ...]) -> None:
+    drills = possible(*names)
+    with Play(*drills) as play:
+        play.break_it()
+        seen = doctor()(play.stage)
+        for drill in drills:
+            assert drill.named_in(seen.findings), (drill.name, seen.findings)
+        checks = {drill.check for drill in drills}
+        assert {one.check for one in seen.findings if one.severity != "info"} <= checks
+        assert seen.took_s < NAMED_WITHIN_S
+
+
+@pytest.mark.parametrize("hosts", [{"a": HostSpec(), "b": HostSpec()}, dict.fromkeys("abc", HostSpec(rate="1Gbit"))],
+                         ids=["two", "three at 1 Gbit"])  # fmt: skip
+def test_a_healthy_fleet_is_left_alone(hosts: dict[str, HostSpec]) -> None:
+    """Ten looks at each of two fleets, goodput and all, while another test works on the same cores."""
+    healthy = dataclasses.replace(DRILLS["net.slow-link"], fault=[], hosts=hosts)
+    with Play(healthy) as play:
+        for _ in range(10):
+            assert [one for one in play.look().findings if one.severity != "info"] == []
+
+
+def evener_argv(*args: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("evener")), "lab", "drill", *args]
+
+
+class TestTheCommandLine:
+    def test_four_steps(self) -> None:
+        done = subprocess.run(evener_argv("net.unresolvable", "--short"), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        for text in ("1  the fault", "on b: sed -i", "3  with evener", "warning: net.unresolvable  b ↔ a",
+                     "4  mended", "nothing left", "net.unresolvable on b ↔ a: named in"):  # fmt: skip
+            assert text in done.stdout
+
+    def test_json(self) -> None:
+        done = subprocess.run(
+            evener_argv("env.ineffective-nccl", "--short", "--json"), capture_output=True, text=True, check=False
+        )
+        told = json.loads(done.stdout)
+        assert (told["named"], told["mended"], told["left"]) == (True, True, [])
+        assert told["expected"] == {"check": "env.ineffective", "host": "b", "peer": None}
+
+    def test_the_list_says_what_is_not_possible(self) -> None:
+        done = subprocess.run(evener_argv("--list", "--json"), capture_output=True, text=True, check=True)
+        told = json.loads(done.stdout)
+        assert len(told["drills"]) == len(DRILLS) >= 18
+        assert {one["check"] for one in told["not_possible"]} == NOT_HERE.keys()
+
+    def test_what_is_not_named_is_exit_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+        nothing_broken = dataclasses.replace(DRILLS["net.unresolvable"], fault=[])
+        assert _run_one(nothing_broken, short=True, as_json=False) == 1
+        assert "not named" in capsys.readouterr().out
+
+    def test_unknown_names(self) -> None:
+        with pytest.raises(UsageError) as raised:
+            find("net.firewal")
+        assert raised.value.hint.startswith('did you mean "net.firewall')
+        with pytest.raises(UsageError, match=r"clock\.skew: a lab cannot break this"):
+            find("clock.skew")
+
+    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+    def test_an_interrupted_drill_leaves_no_lab(self, signum: int) -> None:
+        process = subprocess.Popen(
+            evener_argv("net.unresolvable"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        mine = f"drill-{process.pid}-"
+
+        def labs() -> list[str]:
+            return [name for name in state.lab_names() if name.startswith(mine)]
+
+        wait_until(lambda: any((state.root() / name / "lab.json").exists() for name in labs()), "no lab was made")
+        os.killpg(process.pid, signum)
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert "Traceback" not in said
+        assert labs() == []
+
+
+def test_a_fix_that_is_no_command_is_not_run() -> None:
+    with pytest.raises(Exception, match="is not a command"):
+        steps_of("plug a cable into b")
+
+
+def test_the_gist_of_a_traceback_is_its_error() -> None:
+    lines = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "x.py", line 1',
+             "[rank1]: RuntimeError: Connection closed by peer", "torch.ChildFailedError:", "====="]  # fmt: skip
+    assert gist(Heard(command="x", lines=lines, status=1, took_s=1.0)) == ["RuntimeError: Connection closed by peer"]
+    assert (
+        gist(Heard(command="x", lines=["rank 0: step 1", "rank 0: step 2"], status=0, took_s=1.0))[-1]
+        == "rank 0: step 2"
+    )
