@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evener.core.fleet import Host
-from evener.hosts.session import REMOTE, Session, open_session
+from evener.hosts.remote import runs, supervisor
+from evener.hosts.session import REMOTE, RemoteError, Session, open_session
 
 DEADLINE_S = 30.0
+SUPERVISOR = (REMOTE / "supervisor.py").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +38,12 @@ def session() -> Iterator[Session]:
 class Started:
     """A program under a supervisor."""
 
-    def __init__(self, session: Session, run: Path, argv: list[str], *, grace_s: float = 0.0, **env: str) -> None:
+    def __init__(self, session: Session, run: Path, argv: list[str], *, grace_s: float = 0.0, cwd: Path | None = None,
+                 program: str = SUPERVISOR, **env: str) -> None:  # fmt: skip
         self.session, self.run, self.id = session, run, f"test-{run.name}-{os.getpid()}"
-        spec = {"id": self.id, "host": "here", "first_rank": 4, "argv": argv, "cwd": str(run.parent), "env": env,
+        spec = {"id": self.id, "host": "here", "first_rank": 4, "argv": argv, "cwd": str(cwd or run.parent), "env": env,
                 "grace_s": grace_s}  # fmt: skip
-        self.state = session.call(
-            "runs", "start", run=str(run), spec=spec, supervisor=(REMOTE / "supervisor.py").read_text()
-        )
+        self.state = session.call("runs", "start", run=str(run), spec=spec, supervisor=program)
 
     def wait(self) -> dict[str, Any]:
         """Its last state."""
@@ -56,6 +60,26 @@ class Started:
             except psutil.Error:
                 continue
         return found
+
+    def wait_printed(self, text: bytes) -> None:
+        """Until the program has said so."""
+        wait_until(lambda: (self.run / "logs/here.log").exists() and text in self.printed()["O"])
+
+    def kill(self) -> None:
+        """The supervisor and its guard at once: nobody is left who could end the run."""
+        supervisor = psutil.Process(self.state["supervisor"])
+        guard = [child for child in supervisor.children() if child.pid != self.state["pid"]
+                 and child.environ().get("EVENER_RUN") != self.id]  # fmt: skip
+        assert len(guard) == 1
+        for process in (supervisor, *guard):
+            process.suspend()
+        for process in (*guard, supervisor):
+            process.kill()
+        wait_until(lambda: self.session.call("runs", "status", run=str(self.run))["state"] == "ended")
+
+    def stop(self) -> dict[str, Any]:
+        """Its last state."""
+        return list(self.session.stream("runs", "stop", run=str(self.run)))[-1]
 
     def printed(self, name: str = "here") -> dict[str, bytes]:
         """What was written to stdout and stderr, put together again from the log."""
@@ -161,14 +185,14 @@ TREE = """if True:
 @pytest.fixture
 def tree(session: Session, tmp_path: Path) -> Iterator[Started]:
     started = Started(session, tmp_path / "run", python(TREE))
-    wait_until(lambda: (tmp_path / "run/logs/here.log").exists() and b"ready" in started.printed()["O"])
+    started.wait_printed(b"ready")
     assert len(started.processes()) == 3
     yield started
     assert started.processes() == []
 
 
 def test_stop_leaves_no_process(tree: Started) -> None:
-    last = list(tree.session.stream("runs", "stop", run=str(tree.run)))[-1]
+    last = tree.stop()
     assert (last["state"], last["stopped"]) == ("ended", True)
 
 
@@ -185,17 +209,9 @@ def test_a_killed_supervisor_leaves_no_process(tree: Started) -> None:
 
 def test_supervisor_and_guard_killed_at_once(tree: Started) -> None:
     """Nobody is left who could end the run: its processes are found by their mark."""
-    supervisor = psutil.Process(tree.state["supervisor"])
-    guard = [child for child in supervisor.children() if child.pid != tree.state["pid"]
-             and child.environ().get("EVENER_RUN") != tree.id]  # fmt: skip
-    assert len(guard) == 1
-    for process in (supervisor, *guard):
-        process.suspend()
-    for process in (*guard, supervisor):
-        process.kill()
-    wait_until(lambda: tree.session.call("runs", "status", run=str(tree.run))["state"] == "ended")
+    tree.kill()
     assert "supervisor was killed" in tree.session.call("runs", "status", run=str(tree.run))["lost"]
-    list(tree.session.stream("runs", "stop", run=str(tree.run)))
+    assert tree.stop()["left"] == []
 
 
 def test_ranks_are_asked_first_and_may_save(session: Session, tmp_path: Path) -> None:
@@ -204,9 +220,9 @@ def test_ranks_are_asked_first_and_may_save(session: Session, tmp_path: Path) ->
            "print('ready', flush=True); time.sleep(600)"  # fmt: skip
     code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {rank!r}]).returncode)"
     started = Started(session, tmp_path / "run", python(code), grace_s=60.0)
-    wait_until(lambda: (tmp_path / "run/logs/here.log").exists() and b"ready" in started.printed()["O"])
+    started.wait_printed(b"ready")
     began = time.monotonic()
-    last = list(session.stream("runs", "stop", run=str(started.run)))[-1]
+    last = started.stop()
     assert time.monotonic() - began < DEADLINE_S
     assert (last["status"], last["stopped"]) == (0, True)
     assert started.printed()["O"] == b"ready\nsaved\n"
@@ -222,3 +238,241 @@ def test_the_connection_may_go(tmp_path: Path) -> None:
     assert started.wait()["status"] == 0
     assert started.printed()["O"] == b"a\nb\n"
     second.close()
+
+
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+def test_a_run_that_is_alive_is_not_started_again(session: Session, tmp_path: Path) -> None:
+    first = Started(session, tmp_path / "run", python(SLEEP))
+    before = {path: path.read_bytes() for path in (tmp_path / "run/host").iterdir() if path.is_file()}
+    with pytest.raises(RemoteError, match="this run is running here already"):
+        Started(session, tmp_path / "run", python("print('second')"))
+    assert {path: path.read_bytes() for path in (tmp_path / "run/host").iterdir() if path.is_file()} == before
+    assert session.call("runs", "status", run=str(first.run))["state"] == "running"
+    first.stop()
+
+
+def test_stop_needs_no_state(session: Session, tmp_path: Path) -> None:
+    """The lock itself says who looks after the run."""
+    started = Started(session, tmp_path / "run", python(SLEEP))
+    (tmp_path / "run/host/state.json").unlink()
+    assert started.stop()["stopped"]
+    assert started.processes() == []
+
+
+def test_a_supervisor_that_stands_still_is_killed(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Started(session, tmp_path / "run", python(SLEEP), grace_s=0.2)
+    os.kill(started.state["supervisor"], signal.SIGSTOP)
+    monkeypatch.setattr(runs, "END_S", 0.05)
+    *waiting, last = runs.stop(str(started.run))
+    assert waiting == [{"waiting": True}] * len(waiting)
+    assert (last["state"], last["lost"], last["left"]) == ("ended", "the supervisor was killed", [])
+    assert started.processes() == []
+
+
+def test_a_supervisor_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "START_S", 0.3)
+    with pytest.raises(RuntimeError, match="did not start"):
+        runs.start(str(tmp_path / "run"), {"id": "never"}, "import time; time.sleep(600)")
+    assert not [process for process in psutil.process_iter(["cmdline"])
+                if str(tmp_path / "run") in (process.info["cmdline"] or [])]  # fmt: skip
+
+
+def test_leftovers_of_one_run_are_not_those_of_another(session: Session, tmp_path: Path) -> None:
+    """Both supervisors descend from the process that serves the session."""
+    other = Started(session, tmp_path / "other", python(SLEEP))
+    started = Started(session, tmp_path / "run", python(SLEEP))
+    started.kill()
+    started.stop()
+    assert started.processes() == []
+    assert session.call("runs", "status", run=str(other.run))["state"] == "running"
+    assert len(other.processes()) == 1
+    other.stop()
+
+
+RANK = """if True:
+    import os, sys, time
+    folder = sys.argv[1] + "/host/ranks/none_x/attempt_0/0"
+    os.makedirs(folder)
+    file = open(folder + "/stdout.log", "wb", buffering=0)
+    for i in range(int(sys.argv[2])):
+        file.write(b"%s %d\\n" % (sys.argv[3].encode(), i))
+    file.write(b"unended")
+    open(sys.argv[1] + "/wrote", "w").close()
+    if sys.argv[4] == "stay":
+        time.sleep(600)
+"""
+EARLIER = b"".join(b"earlier %d\n" % i for i in range(5000)) + b"unended"
+LATER = b"".join(b"later %d\n" % i for i in range(3)) + b"unended"
+
+
+def test_a_killed_supervisor_loses_no_line(session: Session, tmp_path: Path) -> None:
+    """Its guard reads on; a start after it does not read the same lines again."""
+    run = str(tmp_path / "run")
+    started = Started(session, tmp_path / "run", python(RANK, run, "5000", "earlier", "stay"))
+    wait_until((tmp_path / "run/wrote").exists)
+    os.kill(started.state["supervisor"], signal.SIGKILL)
+    assert started.wait()["lost"] == "the supervisor was killed"
+    assert started.printed("here.4")["O"] == EARLIER
+    Started(session, tmp_path / "run", python(RANK, run, "3", "later", "end")).wait()
+    assert started.printed("here.4")["O"] == EARLIER + LATER
+
+
+def test_what_nobody_read_is_read_at_the_next_start(session: Session, tmp_path: Path) -> None:
+    """The guard is killed, too, some lines are in the log, and the last of them is cut."""
+    run = str(tmp_path / "run")
+    started = Started(session, tmp_path / "run", python(RANK, run, "5000", "earlier", "stay"))
+    log = tmp_path / "run/logs/here.4.log"
+    wait_until(lambda: log.exists() and b"earlier 4999" in started.printed("here.4")["O"])
+    started.kill()
+    os.truncate(log, log.stat().st_size // 2 + 7)
+    Started(session, tmp_path / "run", python(RANK, run, "3", "later", "end")).wait()
+    assert started.processes() == []
+    assert started.printed("here.4")["O"] == EARLIER + LATER
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prints=st.lists(st.tuples(st.sampled_from(["stdout.log", "stderr.log"]), st.binary(max_size=40)), max_size=20),
+    part=st.floats(0, 1),
+)
+def test_any_log_that_was_cut_is_completed(
+    tmp_path_factory: pytest.TempPathFactory, prints: list[tuple[str, bytes]], part: float
+) -> None:
+    """Wherever the supervisor was when it was killed, even within a line."""
+    run = tmp_path_factory.mktemp("cut")
+    rank = run / "host/ranks/none_x/attempt_0/0"
+    log = run / "logs/here.4.log"
+    for folder in (rank, log.parent):
+        folder.mkdir(parents=True)
+    earlier = b"2026-01-01T00:00:00.000Z O of an earlier start\n"
+    log.write_bytes(earlier)
+    begun = {"host": "here", "first_rank": 4}
+    (run / "host/ranks/begun.json").write_text(json.dumps(begun | {"sizes": {log.name: len(earlier)}}))
+    ranks = supervisor.RankLogs(str(run / "host/ranks"), str(log.parent), **begun)
+    for name, text in prints:
+        with (rank / name).open("ab") as file:
+            file.write(text)
+        ranks.read(last=True)
+    ranks.close()
+    if log.stat().st_size > len(earlier):
+        os.truncate(log, len(earlier) + int(part * (log.stat().st_size - len(earlier))))
+    supervisor.take_over(str(run))
+    supervisor.take_over(str(run))
+    assert not rank.exists()
+    expected = {kind: b"".join(text for one, text in prints if one == name)
+                for kind, name in (("O", "stdout.log"), ("E", "stderr.log"))}  # fmt: skip
+    assert unstamped(log.read_bytes()[len(earlier) :]) == expected
+
+
+def test_a_run_may_begin_as_soon_as_it_has_ended(session: Session, tmp_path: Path) -> None:
+    """Its supervisor keeps the lock a little longer than the state says."""
+    Started(session, tmp_path / "run", python("")).wait()
+    supervisors = os.open(tmp_path / "run/host/lock", os.O_RDONLY)
+    fcntl.flock(supervisors, fcntl.LOCK_EX)
+    threading.Timer(0.3, os.close, [supervisors]).start()
+    assert Started(session, tmp_path / "run", python("")).wait()["status"] == 0
+
+
+def test_a_program_without_ranks_is_asked_itself(session: Session, tmp_path: Path) -> None:
+    """As while it imports torch: there is nobody to wait for."""
+    started = Started(session, tmp_path / "run", python(SLEEP), grace_s=600.0)
+    started.wait_printed(b"ready")
+    began = time.monotonic()
+    last = started.stop()
+    assert time.monotonic() - began < DEADLINE_S
+    assert (last["status"], last["signal"], last["stopped"]) == (-signal.SIGTERM, "SIGTERM", True)
+
+
+def test_ranks_that_begin_late_are_asked_too(session: Session, tmp_path: Path) -> None:
+    code = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {SLEEP!r}])"
+    started = Started(session, tmp_path / "run", python(code), grace_s=600.0)
+    started.wait_printed(b"ready")
+    began = time.monotonic()
+    last = started.stop()
+    assert time.monotonic() - began < DEADLINE_S
+    assert (last["status"], last["stopped"]) == (0, True)
+
+
+def test_what_sigkill_does_not_end_is_told(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "END_S", 0.05)
+    monkeypatch.setattr(supervisor, "processes_of", lambda run_id, ancestor: [os.getpid(), 4_999_999])
+    assert supervisor.end_all("hangs") == [4_999_999]
+    hangs = SUPERVISOR.replace("if __name__ ==", "def end_all(*_):\n    return [4_999_999]\n\n\nif __name__ ==")
+    started = Started(session, tmp_path / "run", python(""), program=hangs)
+    assert started.wait()["left"] == [4_999_999]
+    assert started.stop()["left"] == [4_999_999]
+    shutil.copy(REMOTE / "supervisor.py", tmp_path / "run/host/supervisor.py")
+    assert started.stop()["left"] == []
+
+
+def test_a_progress_bar_is_in_the_log_while_it_moves(session: Session, tmp_path: Path) -> None:
+    code = "import sys, time; sys.stderr.write('\\r 1%'); print('ready', flush=True); time.sleep(600)"
+    started = Started(session, tmp_path / "run", python(code))
+    started.wait_printed(b"ready")
+    wait_until(lambda: started.printed()["E"] == b"\r 1%")
+    started.stop()
+
+
+def test_a_line_without_end_is_written_in_parts(tmp_path: Path) -> None:
+    log = supervisor.Log(str(tmp_path / "log"))
+    for _ in range(300_000):
+        log.add("O", b"\r")
+    assert (tmp_path / "log").stat().st_size > 4 * supervisor.REST_BYTES
+    log.add("O", b"1\n2")
+    log.close()
+    content = (tmp_path / "log").read_bytes()
+    assert unstamped(content) == {"O": b"\r" * 300_000 + b"1\n2", "E": b""}
+    assert [LINE.fullmatch(line)[1] for line in content.split(b"\n")[:-1]] == [b"o"] * 4 + [b"O", b"o"]  # type: ignore[index]
+
+
+def test_a_folder_that_is_not_there_is_named(session: Session, tmp_path: Path) -> None:
+    started = Started(session, tmp_path / "run", python(""), cwd=tmp_path / "gone")
+    assert started.wait()["status"] == 127
+    assert f"{tmp_path / 'gone'}: No such file".encode() in started.printed()["E"]
+
+
+def test_looking_at_a_run_disturbs_nobody(session: Session, tmp_path: Path) -> None:
+    """While somebody looks, a run that has ended stays ended, and one can be started."""
+    Started(session, tmp_path / "run", python("")).wait()
+    look = os.open(tmp_path / "run/host/lock", os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    assert session.call("runs", "stop", run=str(tmp_path / "run"))["state"] == "ended"
+    threading.Timer(0.3, os.close, [look]).start()
+    assert Started(session, tmp_path / "run", python("")).wait()["status"] == 0
+
+
+@pytest.mark.parametrize("content", ["", '{"state": "run', "\0\0\0"])
+def test_a_damaged_state_is_that_of_a_lost_run(session: Session, tmp_path: Path, content: str) -> None:
+    run = tmp_path / "runs/one"
+    Started(session, run, python("")).wait()
+    wait_until(lambda: not runs._is_alive(str(run / "host")))
+    (run / "host/state.json").write_text(content)
+    state = session.call("runs", "list_runs", workdir=str(tmp_path))["one"]
+    assert (state["state"], state["status"]) == ("ended", None)
+    assert state["lost"]
+    assert session.call("runs", "status", run=str(tmp_path / "runs/never")) is None
+
+
+def test_a_state_that_goes_while_one_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter([{"state": "running"}, None])
+    monkeypatch.setattr(runs, "_read_state", lambda folder: next(states))
+    assert runs.status(str(tmp_path)) is None
+
+
+def test_signals_have_names(session: Session, tmp_path: Path) -> None:
+    """Their numbers differ between systems."""
+    failures = [{"rank": 4, "exitcode": -signal.SIGUSR1}, {"rank": 5, "exitcode": 1}, {"rank": 6, "exitcode": -63}]
+    code = "import os, sys; open(os.environ['EVENER_FAILURES'], 'w').write(sys.argv[1]); os.kill(os.getpid(), 9)"
+    state = Started(session, tmp_path / "run", python(code, json.dumps(failures))).wait()
+    assert (state["status"], state["signal"]) == (-signal.SIGKILL, "SIGKILL")
+    assert [one["signal"] for one in state["failures"]] == ["SIGUSR1", None, "signal 63"]
+
+
+def test_checkpoints_stand_in_order(tmp_path: Path) -> None:
+    for name in ("step-1000000", "step-000100", "step-999999", "step-000200.tmp", "step-x", "step-7", "best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert runs.checkpoints(str(tmp_path)) == ["step-000100", "step-999999", "step-1000000"]

@@ -98,7 +98,8 @@ class Lines:
         for label, follower in self._followers:
             for line in next(follower):
                 stamp, _, text = line.decode(errors="replace").partition(" ")
-                new.append((stamp, label, text[2:]))
+                shown = text[2:].rstrip("\r").rpartition("\r")[2]  # of a progress bar, how it stands
+                new.append((stamp, label, shown))
         for stamp, label, text in sorted(new, key=lambda one: one[0]):
             print(f"{stamp} {label} │ {text}" if stamps else f"{label} │ {text}", flush=True)
 

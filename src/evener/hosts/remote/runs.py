@@ -1,12 +1,14 @@
 """What runs on this host? Start a run under its supervisor, look at it, read its files as they grow, end it.
 
-A run's folder is WORKDIR/runs/NAME. Its supervisor is alive as long as RUN/host/lock is locked: no pid is trusted.
+A run's folder is WORKDIR/runs/NAME. Its supervisor, or the guard of one that was killed, is alive as long as
+RUN/host/lock is locked: no pid is trusted beyond that.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import time
 POLL_S = 0.1
 CHUNK = 1 << 18
 START_S = 20.0
+END_S = 5.0  # the supervisor's
 WHOLE = ("manifest.json", "host/state.json")  # replaced, not appended to
 
 
@@ -23,8 +26,14 @@ def start(run, spec, supervisor, code=None):
     """Start the program that `spec` describes, detached; its state once it is running. `code` is copied to RUN/code."""
     run = _absolute(run)
     folder = os.path.join(run, "host")
+    deadline = time.monotonic() + END_S
+    while _is_alive(folder):
+        state = _read_state(folder)
+        if state is None or state["state"] == "running" or time.monotonic() >= deadline:
+            raise RuntimeError("this run is running here already")
+        time.sleep(0.02)  # it has told its end and is about to go
+    end_leftovers(run)
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    os.makedirs(os.path.join(run, "logs"), exist_ok=True)
     for name in ("state.json", "failures.json"):
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
@@ -39,13 +48,16 @@ def start(run, spec, supervisor, code=None):
             [sys.executable, program, run], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    over = False
+    while not over:
+        over = process.poll() is not None or time.monotonic() >= deadline
         state = _read_state(folder)
-        if state is not None:
+        if state is not None and "lost" not in state:
             return state
-        if process.poll() is not None:
-            break
         time.sleep(0.02)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # its guard ends the rest
+        process.wait()
     with open(said, errors="replace") as log:
         raise RuntimeError("the supervisor did not start: %s" % (log.read().strip()[-2000:] or "it said nothing"))
 
@@ -54,11 +66,9 @@ def status(run):
     """RUN/host/state.json, with what only a look can tell: "ended" also of a run whose host went down under it."""
     folder = os.path.join(_absolute(run), "host")
     state = _read_state(folder)
-    if state is None:
-        return None
-    if state["state"] == "running" and not _is_alive(folder):
+    if state is not None and state["state"] == "running" and not _is_alive(folder):
         state = _read_state(folder)  # it may have ended meanwhile
-        if state["state"] == "running":
+        if state is not None and state["state"] == "running":
             state.update(state="ended", status=None, lost="the host went down, or its supervisor was killed")
     return state
 
@@ -72,34 +82,39 @@ def list_runs(workdir):
 
 
 def stop(run, now=False):
-    """End a run and return its state when no process of it is left; `now` does without the ranks' saving."""
+    """End a run and return its state when no process of it is left; `now` does without the ranks' saving.
+
+    A supervisor that does not come to an end is killed. "left" are pids that even SIGKILL did not end.
+    """
     run = _absolute(run)
     folder = os.path.join(run, "host")
+    spec = _read_json(os.path.join(folder, "spec.json"), {}) or {}
+    deadline = time.monotonic() + (0 if now else spec.get("grace_s", 0)) + 4 * END_S
     asked = 0
     while _is_alive(folder):
-        state = _read_state(folder)
-        if asked < (2 if now else 1) and state is not None:
+        late = time.monotonic() >= deadline
+        pid = int(_read_file(os.path.join(folder, "lock")) or 0)  # none: it begins, or its guard ends the rest
+        if pid and (late or asked < (2 if now else 1)):
             asked += 1
-            with contextlib.suppress(ProcessLookupError):  # its guard is ending the rest
-                os.kill(state["supervisor"], signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         yield {"waiting": True}
         time.sleep(POLL_S)
-    end_leftovers(run)
-    yield status(run)
+    left = end_leftovers(run)
+    state = status(run)
+    yield None if state is None else dict(state, left=left)
 
 
 def end_leftovers(run):
-    """Kill what is left of a run that has no supervisor any more; the pids."""
+    """Kill what is left of a run that has no supervisor any more; the pids that would not go."""
     folder = os.path.join(_absolute(run), "host")
-    spec = json.loads(_read_file(os.path.join(folder, "spec.json")) or b"null")
-    if spec is None or _is_alive(folder):
+    spec = _read_json(os.path.join(folder, "spec.json"), None)
+    program = _read_file(os.path.join(folder, "supervisor.py"))
+    if spec is None or program is None or _is_alive(folder):
         return []
     tools = {"__name__": "supervisor"}
-    with open(os.path.join(folder, "supervisor.py")) as file:
-        exec(compile(file.read(), "supervisor.py", "exec"), tools)  # noqa: S102  our own program, as it was sent
-    pids = tools["processes_of"](spec["id"])
-    tools["end_all"](spec["id"], os.getpid())
-    return pids
+    exec(compile(program, "supervisor.py", "exec"), tools)  # noqa: S102  our own program, as it was sent
+    return tools["end_all"](spec["id"])
 
 
 def follow(run, have, until_end=True):
@@ -129,9 +144,10 @@ def tail(run, path, num_bytes):
 
 
 def checkpoints(run):
-    """Names of the complete checkpoints of a run."""
+    """Names of the complete checkpoints of a run, the newest last."""
     folder = os.path.join(_absolute(run), "checkpoints")
-    return [name for name in os.listdir(folder) if name.startswith("step-")] if os.path.isdir(folder) else []
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted((name for name in names if re.fullmatch("step-[0-9]{6,12}", name)), key=lambda name: int(name[5:]))
 
 
 def adopt(run, tree):
@@ -218,12 +234,13 @@ def _copy_tree(source, target):
 
 
 def _is_alive(folder):
+    """Is the lock held? Several may look at once."""
     try:
-        lock = os.open(os.path.join(folder, "lock"), os.O_RDWR)
+        lock = os.open(os.path.join(folder, "lock"), os.O_RDONLY)
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
@@ -232,8 +249,19 @@ def _is_alive(folder):
 
 
 def _read_state(folder):
-    content = _read_file(os.path.join(folder, "state.json"))
-    return None if content is None else json.loads(content)
+    """None of a run that was never started; one that nobody can read is that of a host that went down."""
+    lost = {"state": "running", "supervisor": None, "pid": None, "started": None, "ended": None, "status": None,
+            "signal": None, "stopped": False, "failures": []}  # fmt: skip
+    return _read_json(os.path.join(folder, "state.json"), lost)
+
+
+def _read_json(path, damaged):
+    """What a file says, None where there is none, `damaged` when it is not JSON."""
+    content = _read_file(path)
+    try:
+        return None if content is None else json.loads(content)
+    except ValueError:
+        return damaged
 
 
 def _read_file(path):
@@ -249,6 +277,8 @@ def _write(path, content):
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # whole even where the power goes
     os.replace(temporary, path)
 
 

@@ -7,7 +7,9 @@ that program and its ranks print, time-stamped and complete, and when the progra
 process that came of it. A guard beside it does the same should the supervisor itself be killed.
 
     RUN/logs/HOST.log        what the program itself printed     each line: time, O or E (stdout, stderr), text
-    RUN/logs/HOST.RANK.log   what a rank printed                 o or e: the line was not ended by a newline
+    RUN/logs/HOST.RANK.log   what a rank printed                 o or e: no newline followed; the next O or E goes on
+    RUN/host/lock            locked while the supervisor or its guard lives; the supervisor's pid
+    RUN/host/ranks           what the ranks print, until it is in the logs; begun.json says where these stood before
 
 SIGTERM asks for an orderly end: the ranks may finish their step and save, within the spec's grace_s. A second one ends
 it at once.
@@ -32,7 +34,12 @@ import time
 POLL_S = 0.05
 LOOK_S = 1.0  # between looks for the files of ranks that began late
 END_S = 5.0  # from SIGTERM to SIGKILL
+LOCK_S = 1.0  # that others may hold the lock while they look whether the run is alive
+REST_BYTES = 1 << 16  # of a line that has not ended
+REST_S = 1.0
 MARK = "EVENER_RUN"
+
+STAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
 
 _guards = set()  # pids: the only child of ours that is not the run's
 
@@ -41,23 +48,40 @@ class Log:
     """Bytes in, time-stamped lines out; nothing is dropped or reordered."""
 
     def __init__(self, path):
-        self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._rest = {"O": b"", "E": b""}
+        self._rest = {"O": bytearray(), "E": bytearray()}
+        self._since = {"O": 0.0, "E": 0.0}  # when the first byte of the rest came
 
     def add(self, stream, data):
         """`stream` is O or E."""
-        lines = (self._rest[stream] + data).split(b"\n")
-        self._rest[stream] = lines.pop()
-        if lines:
-            stamp = _stamp()
-            self._write(b"".join(stamp + stream.encode() + b" " + line + b"\n" for line in lines))
+        rest = self._rest[stream]
+        if not rest:
+            self._since[stream] = time.monotonic()
+        ended, newline, unended = data.rpartition(b"\n")
+        if newline:
+            start = _stamp() + stream.encode() + b" "
+            self._write(b"".join(start + line + b"\n" for line in (bytes(rest) + ended).split(b"\n")))
+            rest.clear()
+            self._since[stream] = time.monotonic()
+        rest += unended
+        if len(rest) > REST_BYTES:
+            self._write_rest(stream)
+
+    def look(self):
+        """Write what has waited too long for its newline: a progress bar sends none for hours."""
+        for stream, rest in self._rest.items():
+            if rest and time.monotonic() - self._since[stream] >= REST_S:
+                self._write_rest(stream)
 
     def close(self):
         for stream, rest in self._rest.items():
             if rest:
-                self._write(_stamp() + stream.lower().encode() + b" " + rest + b"\n")
+                self._write_rest(stream)
         os.close(self._file)
+
+    def _write_rest(self, stream):
+        self._write(_stamp() + stream.lower().encode() + b" " + self._rest[stream] + b"\n")
+        self._rest[stream].clear()
 
     def _write(self, data):
         while data:
@@ -65,38 +89,93 @@ class Log:
 
 
 class RankLogs:
-    """What the ranks print: torchrun gives each rank's stdout and stderr a file; they are read as they grow."""
+    """What the ranks print: torchrun gives each rank's stdout and stderr a file; they are read as they grow.
 
-    def __init__(self, folder, name_of):
-        self.folder, self._name_of = folder, name_of
-        self._open = {}
+    `sizes` is given where an earlier start left off: what the logs hold beyond them is in the files, too.
+    """
+
+    def __init__(self, folder, logs, host, first_rank, sizes=None):
+        self.folder, self._logs_folder = folder, logs
+        self._host, self._first_rank, self._sizes = host, first_rank, sizes
+        self._open = {}  # path: (file, stream, log)
+        self._logs = {}  # local rank: (log, bytes of each stream that it had when it was opened)
         self._look_at = 0.0
 
     def read(self, last=False):
         """Take over what is new."""
         if last or time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + (LOOK_S if self._open else POLL_S)
-            for path in glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log")):
-                local_rank = os.path.basename(os.path.dirname(path))
-                if path not in self._open and local_rank.isdigit():
-                    self._open[path] = (open(path, "rb"), self._log(int(local_rank)))  # noqa: SIM115
-        for path, (file, log) in self._open.items():
-            while True:
+            for path in sorted(glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))):
+                if path not in self._open and os.path.basename(os.path.dirname(path)).isdigit():
+                    self._begin(path)
+        for file, stream, log in self._open.values():
+            chunk = file.read(1 << 18)
+            while chunk:
+                log.add(stream, chunk)
                 chunk = file.read(1 << 18)
-                if not chunk:
-                    break
-                log.add("O" if os.path.basename(path) == "stdout.log" else "E", chunk)
+            log.look()
 
     def close(self):
-        for log in {id(log): log for _, log in self._open.values()}.values():
+        for log, _ in self._logs.values():
             log.close()
+        for file, _, _ in self._open.values():
+            file.close()
 
-    def _log(self, local_rank):
-        path = self._name_of(local_rank)
-        for _, log in self._open.values():
-            if log.path == path:
-                return log
-        return Log(path)
+    def _begin(self, path):
+        stream = "O" if os.path.basename(path) == "stdout.log" else "E"
+        local_rank = int(os.path.basename(os.path.dirname(path)))
+        if local_rank not in self._logs:
+            name = log_name(self._host, self._first_rank + local_rank)
+            log = os.path.join(self._logs_folder, name)
+            had = {"O": 0, "E": 0} if self._sizes is None else held(log, self._sizes.get(name, 0))
+            self._logs[local_rank] = Log(log), had
+        log, had = self._logs[local_rank]
+        file = open(path, "rb")  # noqa: SIM115
+        skipped = min(had[stream], os.fstat(file.fileno()).st_size)
+        had[stream] -= skipped
+        file.seek(skipped)
+        self._open[path] = file, stream, log
+
+
+def log_name(host, rank=None):
+    """What the program printed, or one of its ranks."""
+    return f"{host}.log" if rank is None else f"{host}.{rank}.log"
+
+
+def held(path, since):
+    """Bytes of each stream that a log holds from an offset on; a line that was cut short with its writer is removed."""
+    counts = {"O": 0, "E": 0}
+    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+        file.seek(since)
+        for line in file:
+            if not line.endswith(b"\n"):
+                file.truncate(since)
+                break
+            since += len(line)
+            kind, text = line[STAMP_BYTES : STAMP_BYTES + 1].decode(errors="replace"), line[STAMP_BYTES + 2 :]
+            if kind.upper() in counts:
+                counts[kind.upper()] += len(text) - kind.islower()
+    return counts
+
+
+def take_over(run):
+    """Put into the logs what the ranks of an earlier start printed and its supervisor, killed, did not come to.
+
+    The logs themselves tell what they hold, so this may be interrupted and repeated: no byte is lost or there twice.
+    """
+    folder, logs = os.path.join(run, "host", "ranks"), os.path.join(run, "logs")
+    try:
+        with open(os.path.join(folder, "begun.json")) as file:
+            begun = json.load(file)
+    except (OSError, ValueError):
+        begun = None
+    if begun is not None:
+        name = log_name(begun["host"])
+        held(os.path.join(logs, name), begun["sizes"].get(name, 0))
+        ranks = RankLogs(folder, logs, **begun)
+        ranks.read(last=True)
+        ranks.close()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Supervisor:
@@ -108,20 +187,24 @@ class Supervisor:
         with open(os.path.join(self.folder, "spec.json")) as file:
             self.spec = json.load(file)
         self.state = {"state": "running", "supervisor": os.getpid(), "pid": None, "started": time.time(), "ended": None,
-                      "status": None, "stopped": False, "failures": []}  # fmt: skip
+                      "status": None, "signal": None, "stopped": False, "failures": []}  # fmt: skip
         self.asked = 0
         self.asked_at = None
         self.escalation = 0
+        self.told = set()  # the ranks that were asked
+        self.look_at = 0.0
 
     def main(self):
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._ask)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        lock(os.path.join(self.folder, "lock"))
         _become_subreaper()
-        os.makedirs(os.path.join(self.run, "logs"), exist_ok=True)
-        guard = start_guard(self.folder, self.spec["id"])
-        log = Log(self._log_path())
+        guard = start_guard(self.run, self.spec["id"])
+        take_over(self.run)
+        ranks = self._begin()
+        log = Log(os.path.join(self.run, "logs", log_name(self.spec["host"])))
         env = dict(os.environ, **self.spec["env"])
         env[MARK] = self.spec["id"]
         env["EVENER_FAILURES"] = os.path.join(self.folder, "failures.json")
@@ -131,25 +214,35 @@ class Supervisor:
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            log.add("E", f"{self.spec['argv'][0]}: {error.strerror}\n".encode())
+            log.add("E", f"{error.filename or self.spec['argv'][0]}: {error.strerror}\n".encode())
             log.close()
-            self._end(127)
+            self._end(127, [])
             os.write(guard, b"done")
             return
         self.state["pid"] = child.pid
         self._save()
-        ranks = RankLogs(os.path.join(self.folder, "ranks"), self._log_path)
-        self._follow(child, log, ranks)
-        end_all(self.spec["id"], os.getpid())
+        left = self._follow(child, log, ranks)
         ranks.read(last=True)
         ranks.close()
         shutil.rmtree(ranks.folder, ignore_errors=True)  # it is all in the logs
         log.close()
-        self._end(child.returncode)
+        self._end(child.returncode, left)
         os.write(guard, b"done")
 
+    def _begin(self):
+        """The ranks' files, from now on; begun.json is for who takes over."""
+        folder, logs = os.path.join(self.folder, "ranks"), os.path.join(self.run, "logs")
+        for path in (folder, logs):
+            os.makedirs(path, exist_ok=True)
+        begun = {"host": self.spec["host"], "first_rank": self.spec["first_rank"]}
+        sizes = {name: os.path.getsize(os.path.join(logs, name)) for name in os.listdir(logs)}
+        write_json(os.path.join(folder, "begun.json"), dict(begun, sizes=sizes))
+        return RankLogs(folder, logs, **begun)
+
     def _follow(self, child, log, ranks):
-        """Until the program has ended; its output is read to the end even where a grandchild holds the pipe."""
+        """Until the program has ended, its output read to the end even where a grandchild holds the pipe, and all that
+        came of it been killed; the pids that would not go.
+        """
         selector = selectors.DefaultSelector()
         for stream, pipe in (("O", child.stdout), ("E", child.stderr)):
             os.set_blocking(pipe.fileno(), False)
@@ -162,16 +255,17 @@ class Supervisor:
                     log.add(key.data, chunk)
                 elif chunk == b"":
                     selector.unregister(key.fileobj)
+            log.look()
             ranks.read()
             _reap(child.pid)
             if status is not None:
-                end_all(self.spec["id"], os.getpid())
+                left = end_all(self.spec["id"], os.getpid())
                 for key in list(selector.get_map().values()):
                     chunk = _read(key.fd)
                     while chunk:
                         log.add(key.data, chunk)
                         chunk = _read(key.fd)
-                return
+                return left
             self._escalate(child)
 
     def _ask(self, signum, frame):
@@ -188,39 +282,48 @@ class Supervisor:
             self._save()
         waited = now - self.asked_at
         grace = self.spec["grace_s"] if self.asked == 1 else 0
-        if self.escalation == 0 and grace:
-            self.escalation = 1
-            for pid in children(child.pid):
+        if self.escalation == 0 and now >= self.look_at:
+            self.look_at = now + LOOK_S
+            ranks = set(children(child.pid)) if grace else set()
+            for pid in ranks - self.told:
                 _signal(pid, signal.SIGTERM)
-        elif self.escalation < 2 and waited >= grace:
-            self.escalation = 2
-            self.told_at = now
+            self.told |= ranks
+        if self.escalation == 0 and (waited >= grace or not self.told):  # before it has ranks it is asked itself
+            self.escalation = 1
+            self.program_told_at = now
             _signal(child.pid, signal.SIGTERM)
-        elif self.escalation == 2 and now - self.told_at >= END_S:
-            self.escalation = 3
+        elif self.escalation == 1 and now - self.program_told_at >= END_S:
+            self.escalation = 2
             end_all(self.spec["id"], os.getpid())
             _signal(child.pid, signal.SIGKILL)
 
-    def _end(self, status):
-        try:
-            with open(os.path.join(self.folder, "failures.json")) as file:
-                self.state["failures"] = json.load(file)
-        except (OSError, ValueError):
-            pass
-        self.state.update(state="ended", ended=time.time(), status=status)
+    def _end(self, status, left):
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.folder, "failures.json")) as file:
+            self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in json.load(file)]
+        self.state.update(state="ended", ended=time.time(), status=status, signal=signal_name(status), left=left)
         self._save()
 
     def _save(self):
-        write_state(self.folder, self.state)
-
-    def _log_path(self, local_rank=None):
-        name = self.spec["host"]
-        if local_rank is not None:
-            name += f".{self.spec['first_rank'] + local_rank}"
-        return os.path.join(self.run, "logs", name + ".log")
+        write_json(os.path.join(self.folder, "state.json"), self.state)
 
 
-def start_guard(folder, run_id):
+def lock(path):
+    """Held until this program and its guard are gone; that is how others know."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.01)
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, b"%d\n" % os.getpid())
+
+
+def start_guard(run, run_id):
     """A process that ends the run's processes when the supervisor is killed; returns what tells it that all is well."""
     read, write = os.pipe()
     pid = os.fork()
@@ -233,24 +336,28 @@ def start_guard(folder, run_id):
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     if os.read(read, 16) != b"done":
-        end_all(run_id, os.getpid())
-        try:
-            with open(os.path.join(folder, "state.json")) as file:
-                state = json.load(file)
-        except (OSError, ValueError):
-            state = {"started": None, "failures": [], "stopped": False}
-        state.update(state="ended", ended=time.time(), status=None, lost="the supervisor was killed")
-        write_state(folder, state)
+        folder = os.path.join(run, "host")
+        open(os.path.join(folder, "lock"), "w").close()  # the pid in it may soon be somebody else's
+        left = end_all(run_id)
+        with contextlib.suppress(OSError):
+            take_over(run)
+        state = {"started": None, "failures": [], "stopped": False}
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "state.json")) as file:
+            state = json.load(file)
+        state.update(state="ended", ended=time.time(), status=None, signal=None, left=left)
+        write_json(os.path.join(folder, "state.json"), dict(state, lost="the supervisor was killed"))
     os._exit(0)
 
 
-def end_all(run_id, me):
-    """SIGKILL to every process of a run until there is none: those that carry its mark, and our own descendants."""
+def end_all(run_id, ancestor=None):
+    """SIGKILL to every process of a run until there is none: those that carry its mark, and the ancestor's descendants.
+    The pids that are there still after END_S: they hang in the kernel.
+    """
     deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline:
-        found = [pid for pid in processes_of(run_id, me) if pid != me]
-        if not found:
-            return
+    while True:
+        found = [pid for pid in processes_of(run_id, ancestor) if pid != os.getpid()]
+        if not found or time.monotonic() >= deadline:
+            return found
         for pid in found:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -321,12 +428,21 @@ def children(pid):
     return [int(line.split()[0]) for line in text.splitlines() if int(line.split()[1]) == pid]
 
 
-def write_state(folder, state):
-    """Replace state.json in one step."""
-    path = os.path.join(folder, "state.json")
+def signal_name(status):
+    """Of a negative exit status, while it is known what this system's numbers mean."""
+    if status is None or status >= 0:
+        return None
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+def write_json(path, value):
+    """Replace a file in one step."""
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w") as file:
-        json.dump(state, file)
+        json.dump(value, file)
     os.replace(temporary, path)
 
 
@@ -368,12 +484,5 @@ def _stamp():
     return (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z ").encode()
 
 
-def _main(run):
-    folder = os.path.join(run, "host")
-    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as this program lives; that is how others know
-    Supervisor(run).main()
-
-
 if __name__ == "__main__":
-    _main(re.sub(r"/+$", "", sys.argv[1]))
+    Supervisor(re.sub(r"/+$", "", sys.argv[1])).main()
