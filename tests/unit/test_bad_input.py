@@ -201,7 +201,7 @@ def damage(path: Path, how: str, where: float) -> None:
     if how == "gone":
         path.unlink()
     elif how == "cut":
-        path.write_bytes(content[: int(len(content) * where)])
+        path.write_bytes(content[: int(len(content.rstrip()) * where)])  # a last newline is no loss
     elif how == "empty":
         path.write_bytes(b"")
     else:

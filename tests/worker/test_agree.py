@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.worker.agree import Identity, mismatch
+from evener.core.spec import parse_args
+from evener.worker.agree import Identity, identity, mismatch
 
 SAME = Identity(
     rank=0, host="a", code="c", torch="2.13.0", spec={"train.lr": 1e-3}, data="d", tokenizer="t", shapes="s"
@@ -30,6 +31,13 @@ def test_the_odd_one_is_named(change: dict[str, Any], check: str, what: str) -> 
     assert mismatch(ranks) is None
     ranks[2] = msgspec.structs.replace(ranks[2], **change)
     assert mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a")
+
+
+def test_places_are_a_hosts_own() -> None:
+    """Each host has its corpus, its weights and its run somewhere else."""
+    specs = [parse_args(["--model=gpt2", f"--init-from=/{host}/w", f"--data=/{host}/d", f"--out=/{host}/r"])
+             for host in "ab"]  # fmt: skip
+    assert mismatch([identity(rank, "ab"[rank], spec, None, []) for rank, spec in enumerate(specs)]) is None
 
 
 def test_a_run_with_two_specs_does_not_begin(run_script: Any, tmp_path: Any) -> None:

@@ -159,3 +159,37 @@ def test_a_loop_of_the_users_own_resumes_bit_for_bit(tmp_path, run_script):
     parts = run("parts", "30", "resume")
     assert [r.loss for r in parts.records(1)] == [r.loss for r in whole.records(1)]
     assert weights(parts) == weights(whole)
+
+
+STOPS = """
+import os, sys, evener, torch
+from torch import nn
+from evener.core.spec import parse_args
+
+class Numbers:
+    def global_batch(self, seed, step, num): return torch.ones(num, 2).numpy()
+    def num_tokens(self, samples): return len(samples)
+    def load(self, samples, device): return torch.from_numpy(samples)
+
+out = f"{sys.argv[1]}/host-{os.environ['RANK']}"
+flags = ["--out", out, "--steps", "9", "--batch", "2", "--checkpoint-every", "1", "--threads", "1"]
+with evener.join(parse_args(flags)) as run:
+    model = run.model(nn.Linear(2, 1))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 1e-3))
+    for step in run.steps(Numbers()):
+        for batch in step.micro_batches():
+            step.backward(model(batch).sum())
+        if step.index == 4 and run.rank == 1:
+            run._stop_wanted = True
+        step.update(optimizer)
+"""
+
+
+def test_a_stop_on_a_checkpoint_step_where_each_host_has_a_disk(tmp_path, run_script):
+    """Only rank 0 finds the checkpoint on its disk: both must know that it was made."""
+    done = run_script(STOPS, str(tmp_path), ranks=2)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "host-0")
+    assert run.manifest().verdict == "stopped"
+    assert run.checkpoint_steps()[-1] == 5
+    assert not RunDir(tmp_path / "host-1").checkpoint_steps()

@@ -250,7 +250,7 @@ def _efficiency_because(c: Comparison, cost_s: float) -> str:
 # --- neighbours: the memory bus, caches, clock ------------------------------------------------------------------------
 
 
-def _bus_Bps(c: Comparison) -> tuple[float, float]:  # noqa: N802  the unit
+def _bus_Bps(c: Comparison) -> tuple[float, float]:
     """Bandwidth of a copy through memory: of one rank alone, and of all ranks together."""
     contention = probe(c.many)
     assert contention is not None

@@ -17,6 +17,7 @@ from evener.core.rundir import code_hash
 from evener.core.spec import RunSpec
 
 NOT_COMPARED = ("out", "machine", "data")  # places and processes may differ; the data is compared by its content
+PLACES = ("model.init_from",)  # the host's own path; whatever it holds, DDP hands out rank 0's weights
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +39,7 @@ def identity(
     """This rank's."""
     tree = msgspec.to_builtins(spec)
     flat = {f"{section}.{field}": value for section, fields in tree.items() if section not in NOT_COMPARED
-            for field, value in fields.items()}  # fmt: skip
+            for field, value in fields.items() if f"{section}.{field}" not in PLACES}  # fmt: skip
     shapes = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in parameters)
     return Identity(
         rank=rank,

@@ -7,8 +7,6 @@ then Dropout and attend(), which are there for speed alone.
     B  sequences    T  positions    C  width    H  heads    D = C/H  head size    V  vocabulary
 """
 
-# ruff: noqa: N806  (T and D are the field's names)
-
 from __future__ import annotations
 
 import math

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import evener
 from evener.core.corpus import TOKENIZER_FILES
 from evener.core.errors import EvenerError, RunError, UsageError
+from evener.core.failure import is_consequence
 from evener.core.machine import Machine, this_machine
 from evener.core.resolve import Resolved, new_run_path, newest_checkpoint
 from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir, code_hash, read_checkpoint
@@ -191,6 +192,7 @@ class Run:
         """Load what there is to resume, write the manifest, and return the first step."""
         resume = self._resume
         first = resume.step if resume else 0
+        self._saved_step = resume.step if resume else None  # on every rank the same
         if resume:
             checkpoints.load(self.dir.checkpoint_path(first), self.module, self._optimizer)
             if resume.scaler:
@@ -265,7 +267,7 @@ class Run:
             torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
 
     def _save(self, step: int, val_loss: float | None) -> None:
-        if step in self.dir.checkpoint_steps():
+        if step == self._saved_step:  # not what this host's disk says: checkpoints are written by the first host alone
             return
         hashes = hash_tensors(self.module.named_parameters())
         replica_hashes = gather_hashes(hashes, self.world_size, self.group.control)
@@ -294,6 +296,7 @@ class Run:
         if failed:
             message, hint = msgspec.json.decode(failed)
             raise RunError(message, hint=hint)
+        self._saved_step = step
 
     def _verify_replicas(self, step: int) -> bool | None:
         """Raise RunError if the replicas differ; each then leaves its weights in RUN/replicas for `evener verify`."""
@@ -342,8 +345,7 @@ class Run:
         self.group.barrier()
 
     def _report_failure(self, error: BaseException) -> None:
-        peer_left = isinstance(error, RuntimeError) and "peer" in str(error)  # Gloo: Connection closed by peer
-        event = "run.peer-exit" if peer_left else "failure"
+        event = "run.peer-exit" if is_consequence(error) else "failure"
         hint = error.hint if isinstance(error, EvenerError) else ""
         with contextlib.suppress(OSError):
             self.dir.add_event(

@@ -1,0 +1,113 @@
+"""Runs on real hosts that lose their power or their link, and that stop at awkward moments."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.lab.lab import Lab
+from evener.lab.spec import HostSpec
+from evener.worker import agent
+from tests.lab.conftest import MakeLab, wait_until
+from tests.lab.test_launch import FLAGS, Fleet
+
+OUTAGE_S = 30.0
+TALK = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for i in range(100000):
+    dist.all_reduce(torch.zeros(10))
+    print("line", i, flush=True)
+    time.sleep(0.05)
+"""
+QUIET = "import time; print('line', flush=True); time.sleep(75); print('done', flush=True)"
+
+
+@pytest.fixture
+def fleet(pair: Lab, tmp_path: Path) -> Fleet:
+    return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
+
+
+def started(fleet: Fleet, script: str, hosts: str) -> None:
+    (fleet.folder / "script.py").write_text(script)
+    fleet.ok("launch", "--out", "runs/one", "--detach", "--", "script.py")
+    for rank, host in enumerate(hosts):
+        log = fleet.there("runs/one", host) / f"logs/{host}.{rank}.log"
+        wait_until(lambda log=log: log.exists() and "line" in log.read_text(), f"{host} is at work")
+
+
+def test_a_stop_on_a_checkpoint_step_ends(fleet: Fleet, corpus: Path) -> None:
+    """Every step is one; only the first host has the files, and the others must not look for them."""
+    fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--checkpoint-every", "1", "--out", "runs/long",
+             "--detach")  # fmt: skip
+    records = fleet.there("runs/long", "a") / "steps/rank-0.jsonl"
+    wait_until(lambda: records.exists() and records.stat().st_size > 2000, "it trains")
+    began = time.monotonic()
+    fleet.ok("stop", "runs/long")
+    assert time.monotonic() - began < 30
+    assert fleet.rundir("runs/long").manifest().verdict == "stopped"
+
+
+def test_a_run_outlives_half_a_minute_without_a_link(make_lab: MakeLab, tmp_path: Path) -> None:
+    """With traffic and without, at once, on two pairs of hosts."""
+    fleets = []
+    for name, script in (("talk", TALK), ("quiet", QUIET)):
+        (tmp_path / name).mkdir()
+        lab = make_lab(a=HostSpec(), b=HostSpec())
+        fleets.append(Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path / name))
+        started(fleets[-1], script, "ab")
+    talk, quiet = fleets
+    for one in fleets:
+        one.lab.host("b").link_up(False)
+    time.sleep(OUTAGE_S)
+    for one in fleets:
+        one.lab.host("b").link_up(True)
+    log = talk.there("runs/one", "a") / "logs/a.0.log"
+    had = log.stat().st_size
+    deadline = time.monotonic() + OUTAGE_S + 15  # TCP tries again after as long as it was away, at worst
+    while log.stat().st_size <= had:
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.1)
+    assert len(talk.processes("runs/one")) == 2
+    talk.ok("stop", "--now", "runs/one")
+    done = quiet.run("logs", "-f", "runs/one")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for host, rank in (("a", 0), ("b", 1)):
+        assert quiet.printed("runs/one", host, rank).endswith("done")
+
+
+@pytest.fixture
+def dark(make_lab: MakeLab, tmp_path: Path) -> Iterator[dict[str, Fleet]]:
+    """By the host that loses its power: runs of three hosts, still at work."""
+    fleets = {}
+    for victim in "ab":
+        (tmp_path / victim).mkdir()
+        lab = make_lab(a=HostSpec(), b=HostSpec(), c=HostSpec())
+        fleets[victim] = Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path / victim)
+        started(fleets[victim], QUIET.replace("75", "1000"), "abc")
+    yield fleets
+    for fleet in fleets.values():
+        fleet.lab.down()
+
+
+def test_a_host_without_power_ends_the_run(dark: dict[str, Fleet]) -> None:
+    """The first host or another: whoever is left ends its ranks, says why, and leaves no process."""
+    for victim, fleet in dark.items():
+        fleet.lab.host(victim).kill()
+    deadline = time.monotonic() + agent.SILENT_S + 30
+    for victim, fleet in dark.items():
+        for host in "abc".replace(victim, ""):
+            run = fleet.there("runs/one", host)
+            while (state := json.loads((run / "host/state.json").read_text()))["state"] != "ended":
+                assert time.monotonic() < deadline, f"without {victim}, {host} goes on"
+                time.sleep(0.1)
+            assert state["status"] == agent.EXIT_STATUS_STOPPED
+            said = (run / f"logs/{host}.log").read_text()
+            why = "b failed: nothing was heard of it" if victim == "b" else "nothing was heard of the store on"
+            assert f"evener: ending the ranks on {host}: {why}" in said
+        survivors = [host for host in fleet.lab.hosts if host.name != victim]
+        assert all(host.is_alive() for host in survivors)

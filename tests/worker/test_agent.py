@@ -1,0 +1,213 @@
+"""Agents on this machine, with short patience: whatever ends one of them, the others hear it; and nobody ends early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..conftest import ENV, wait_until
+
+TIMEOUT_S = 60
+# The real agent after a change of its constants, or of torch's.
+AGENT = """
+import sys
+from evener.worker import agent
+exec(sys.argv.pop(1))
+agent.leave(agent.main())
+"""
+# A rank that lasts as long as its agent: nothing is left behind when a test kills that.
+LASTING = """
+import os, time
+agent = os.getppid()
+print("began", flush=True)
+while os.getppid() == agent:
+    time.sleep(0.1)
+"""
+
+
+class Agents:
+    """Agents of one run, by node rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int, script: str, *, nodes: int = 2, change: str = "", host: str = "", **env: str) -> None:
+        name = host or "abcdef"[node]
+        path = self.folder / f"{name}.py"
+        path.write_text(script)
+        argv = [sys.executable, "-c", AGENT, change, f"--nnodes={nodes}", "--rdzv-backend=evener", "--rdzv-id=test",
+                f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf=rank={node}", "--local-addr=127.0.0.1",
+                "--monitor-interval=0.1", "--shutdown-timeout=2", str(path)]  # fmt: skip
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes[node] = subprocess.Popen(
+                argv, env=ENV | {"EVENER_HOST": name} | env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def wait(self, node: int, within_s: float = TIMEOUT_S) -> int:
+        return self.processes[node].wait(within_s)
+
+    def wait_began(self, *names: str) -> None:
+        wait_until(lambda: all("began" in self.said(name) for name in names), lambda: self.said(names[-1]))
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    agents = Agents(tmp_path)
+    yield agents
+    for process in agents.processes.values():
+        for signum in (signal.SIGCONT, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, signum)
+            except ProcessLookupError:
+                break
+        process.wait()
+
+
+def test_healthy_ranks_outlive_the_first_hosts(agents: Agents) -> None:
+    """torchrun's barrier gives up after 300 s, here 1: the first host stays, and nobody is ended."""
+    patience = """
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as Agent
+begin = Agent.__init__
+def init(self, *args, **kwargs):
+    begin(self, *args, **kwargs)
+    self._exit_barrier_timeout = 1
+Agent.__init__ = init
+agent.REFUSED_S = 1
+"""
+    go_on = agents.folder / "go-on"
+    agents.start(0, "", nodes=3, change=patience)
+    agents.start(1, "", nodes=3, change=patience)
+    waits = f"import os, time; print('began', flush=True)\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.1)"
+    agents.start(2, waits, nodes=3, change=patience)
+    assert agents.wait(1) == 0
+    agents.wait_began("c")
+    time.sleep(4)  # longer than all that patience
+    assert agents.processes[0].poll() is None, agents.said("a")
+    assert agents.processes[2].poll() is None, agents.said("c")
+    go_on.touch()
+    assert agents.wait(2) == 0, agents.said("c")
+    assert agents.wait(0) == 0, agents.said("a")
+
+
+def test_the_first_host_stops_when_told_to(agents: Agents) -> None:
+    """Its ranks are done, and it stays for the other's sake."""
+    agents.start(0, "")
+    agents.start(1, LASTING, change="agent.REFUSED_S = 2")
+    agents.wait_began("b")
+    time.sleep(0.5)
+    for process in agents.processes.values():
+        process.terminate()
+    assert agents.wait(1, 20) == 143, agents.said("b")
+    assert agents.wait(0, 20) == 143, agents.said("a")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("agent.run = lambda args: 1 / 0", "b failed: ZeroDivisionError: division by zero"),
+        ("agent.run = lambda args: __import__('absent')", "b failed: ModuleNotFoundError: No module named 'absent'"),
+        ("agent.Rendezvous.open = lambda self: 1 / 0", "b failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_agent_that_cannot_start_tells_the_others(agents: Agents, change: str, said: str) -> None:
+    """All but the store's host learn the reason, too, although that one hears it first and has nobody to wait for."""
+    agents.start(0, LASTING, nodes=3)
+    agents.start(2, LASTING, nodes=3)
+    agents.start(1, LASTING, nodes=3, change=change)
+    assert agents.wait(1) == 1, agents.said("b")
+    for node, name in ((0, "a"), (2, "c")):
+        assert agents.wait(node, 20) == 143, agents.said(name)
+        assert f"evener: ending the ranks on {name}: {said}" in agents.said(name)
+
+
+def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
+    """b fails, a has the store, c must hear the reason and not only that the store is gone."""
+    agents.start(0, LASTING, nodes=3)
+    agents.start(2, LASTING, nodes=3)
+    agents.start(1, "print('began'); raise SystemExit(3)", nodes=3, EVENER_FAILURES=str(agents.folder / "b.json"))
+    assert agents.wait(1) == 1
+    for node, name in ((0, "a"), (2, "c")):
+        assert agents.wait(node, 20) == 143
+        assert "b failed: rank 1 ended with exit code 3" in agents.said(name)
+    assert '"exitcode": 3' in (agents.folder / "b.json").read_text()
+
+
+def test_a_taken_port_is_named_by_everyone(agents: Agents) -> None:
+    """The first host cannot bind; the other finds somebody who says nothing, and torch would wait for ever."""
+    with socket.create_server(("127.0.0.1", agents.port)):
+        agents.start(0, LASTING)
+        agents.start(1, LASTING, change="agent.JOIN_S = 2; agent.REFUSED_S = 2")
+        assert agents.wait(0, 30) == 1
+        assert f"error: port.in-use: 127.0.0.1:{agents.port}" in agents.said("a")
+        assert agents.wait(1, 30) == 143
+        assert f"nothing was heard of the store on 127.0.0.1:{agents.port}" in agents.said("b")
+
+
+def test_another_runs_store_is_left_alone(agents: Agents, tmp_path: Path) -> None:
+    agents.start(0, LASTING, nodes=1)
+    agents.wait_began("a")
+    argv = [word.replace("--rdzv-id=test", "--rdzv-id=other") for word in _argv(agents.processes[0])]
+    argv = [word.replace("rank=0", "rank=1").replace("--nnodes=1", "--nnodes=2") for word in argv]
+    argv[3] = "agent.REFUSED_S = 2"
+    done = subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1
+    assert "is that of another run" in done.stderr
+    time.sleep(1)
+    assert agents.processes[0].poll() is None
+
+
+def test_two_agents_of_one_node_end_the_run(agents: Agents) -> None:
+    """Node 2 never comes, so the first host stays a while to tell it."""
+    agents.start(0, LASTING, nodes=3, change="agent.LATE_S = 6")
+    agents.start(1, LASTING, nodes=3)
+    first = agents.processes[1]
+    agents.start(1, LASTING, nodes=3, host="c")
+    assert {first.wait(TIMEOUT_S), agents.wait(1)} == {1, 143}
+    assert agents.wait(0, 20) == 143
+    assert "rank.duplicate" in agents.said("a")
+
+
+IMPATIENT = "agent.SILENT_S = 3"
+
+
+@pytest.mark.parametrize(("frozen", "said"), [
+    (0, "nothing was heard of the store on 127.0.0.1"),
+    (1, "b failed: nothing was heard of it for 3 s"),
+])  # fmt: skip
+def test_a_silent_host_is_noticed(agents: Agents, frozen: int, said: str) -> None:
+    """A frozen agent is like a host without power: its kernel takes what is sent, and nobody answers."""
+    agents.start(0, LASTING, change=IMPATIENT)
+    agents.start(1, LASTING, change=IMPATIENT)
+    agents.wait_began("a", "b")
+    time.sleep(1.5)  # a look or two
+    agents.processes[frozen].send_signal(signal.SIGSTOP)
+    assert agents.wait(1 - frozen, 30) == 143
+    assert said in agents.said("ab"[1 - frozen])
+
+
+def test_a_killed_first_agent_is_noticed(agents: Agents) -> None:
+    agents.start(0, LASTING)
+    agents.start(1, LASTING, change="agent.REFUSED_S = 1")
+    agents.wait_began("a", "b")
+    os.killpg(agents.processes[0].pid, signal.SIGKILL)
+    assert agents.wait(1, 20) == 143
+    assert f"the store on 127.0.0.1:{agents.port} is gone" in agents.said("b")
+
+
+def _argv(process: subprocess.Popen[bytes]) -> list[str]:
+    return list(process.args)  # type: ignore[arg-type]
