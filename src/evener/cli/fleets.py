@@ -94,14 +94,27 @@ class Lines:
 
     def print_new(self, *, stamps: bool = False) -> None:
         """Print what came since the last time, in the order of its time stamps."""
-        new: list[tuple[str, str, str]] = []
+        for stamp, label, _, text in self._new():
+            shown = text.rstrip("\r").rpartition("\r")[2]  # of a progress bar, how it stands
+            print(f"{stamp} {label} │ {shown}" if stamps else f"{label} │ {shown}", flush=True)
+
+    def print_new_json(self) -> None:
+        """The same as JSON lines; rank is null for a launcher's own output."""
+        import json
+
+        for stamp, label, stream, text in self._new():
+            rank, host = label.split()
+            told = {"time": stamp, "host": host, "rank": None if rank == "-" else int(rank)}
+            print(json.dumps(told | {"stream": "stdout" if stream in "Oo" else "stderr", "text": text}), flush=True)
+
+    def _new(self) -> list[tuple[str, str, str, str]]:
+        """(time, label, O or E, text), by time."""
+        new = []
         for label, follower in self._followers:
             for line in next(follower):
                 stamp, _, text = line.decode(errors="replace").partition(" ")
-                shown = text[2:].rstrip("\r").rpartition("\r")[2]  # of a progress bar, how it stands
-                new.append((stamp, label, shown))
-        for stamp, label, text in sorted(new, key=lambda one: one[0]):
-            print(f"{stamp} {label} │ {text}" if stamps else f"{label} │ {text}", flush=True)
+                new.append((stamp, label, text[:1], text[2:]))
+        return sorted(new, key=lambda one: one[0])
 
 
 @contextlib.contextmanager

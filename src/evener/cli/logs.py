@@ -10,6 +10,7 @@ def logs(
     follow: bool = typer.Option(False, "--follow", "-f", help="go on as lines come; Ctrl-C leaves the run alone"),
     host: list[str] | None = typer.Option(None, help="only this host; may be given twice"),
     rank: list[int] | None = typer.Option(None, help="only this rank; may be given twice"),
+    as_json: bool = typer.Option(False, "--json", help="print a JSON object for each line"),
 ) -> int:
     """Print what the ranks and launchers of a run on a fleet printed: time, rank, host, line.
 
@@ -28,13 +29,17 @@ def logs(
         if name not in names:
             raise UsageError(f"--host {name}: not a host of this run", hint=did_you_mean(name, names))
     lines = fleets.Lines(rundir, plan, set(host) if host else None, set(rank) if rank else None)
+
+    def show() -> None:
+        lines.print_new_json() if as_json else lines.print_new(stamps=True)
+
     if not follow:
         for error in launcher.catch_up(rundir, plan).values():
             fleets.say(f"warning: {error}; what came home before is printed")
-        lines.print_new(stamps=True)
+        show()
         return 0
     try:
-        launcher.follow(rundir, plan, lambda news: None, fleets.on_lost, lambda mirror: lines.print_new(stamps=True))
+        launcher.follow(rundir, plan, lambda news: None, fleets.on_lost, lambda mirror: show())
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130

@@ -37,7 +37,8 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
     if not as_json:
-        fleets.say(f"stopping on {', '.join(host.name for host in plan.hosts)}")
+        waits = "; the step is finished and saved first" if plan.kind == "train" and not now else ""
+        fleets.say(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
     ended = launcher.stop(plan, now=now)
     launcher.catch_up(rundir, plan)
     unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}

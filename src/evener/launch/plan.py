@@ -18,7 +18,7 @@ from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan
 from evener.core.spec import RunSpec, to_flags
 
-TRAIN_GRACE_S = 120.0  # to finish a step and save
+TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
 SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
 # What a person writes in front of torchrun and expects to reach the ranks. Interfaces and folders are a host's own.
