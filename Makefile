@@ -2,8 +2,8 @@
 # make test   set up, run the whole test suite
 PYTHON ?= python3
 BIN := .venv/bin
-# Two workers share two cores with the ranks that the tests start.
-PYTEST_WORKERS ?= 2
+# Three workers share two cores with the ranks that they start: much of the time is spent waiting for hosts.
+PYTEST_WORKERS ?= 3
 
 .PHONY: demo test lint format bench docs clean
 
