@@ -101,7 +101,7 @@ def collectives_row(judged: Judged) -> str:
 def device(found: DeviceProbe, roof: Roofline) -> str:
     """The figures of one device, and what bounds it."""
     rates, sustained = found.rates, found.sustained
-    matmul = ", ".join(f"{dtype} {count(flops)}FLOP/s" for dtype, flops in rates.matmul_flops.items())
+    matmul = ", ".join(f"{dtype} {flops / 1e9:.1f} GFLOP/s" for dtype, flops in rates.matmul_flops.items())
     sums = ", ".join(f"{dtype} {value / 1e9:.1f} GB/s" for dtype, value in rates.sum_Bps.items())
     copy, triad = ((value or 0.0) / 1e9 for value in (rates.copy_Bps, rates.triad_Bps))
     sequence = sustained.tokens // sustained.micro_batch
