@@ -451,7 +451,7 @@ def test_a_damaged_state_is_that_of_a_lost_run(session: Session, tmp_path: Path,
     Started(session, run, python("")).wait()
     wait_until(lambda: not runs._is_alive(str(run / "host")))
     (run / "host/state.json").write_text(content)
-    state = session.call("runs", "list_runs", workdir=str(tmp_path))["one"]
+    state = session.call("runs", "status", run=str(run))
     assert (state["state"], state["status"]) == ("ended", None)
     assert state["lost"]
     assert session.call("runs", "status", run=str(tmp_path / "runs/never")) is None

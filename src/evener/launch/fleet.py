@@ -31,7 +31,6 @@ from evener.launch.plan import Place, script_plan, train_plan
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
 
-BF16_UNITS = {"avx512_bf16", "amx_bf16"}  # the processor's own; without them torch emulates
 POLL_S = 0.2
 STOP_S = 600.0
 GIVEN_UP_S = 60.0  # without a sign of a host, when others have failed
@@ -75,7 +74,7 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
             run=f"{found.facts[host].workdir}/runs/{name}-{run_id[:6]}",
             cores=found.facts[host].cores,
             gpus=found.facts[host].gpus,
-            has_bf16=bool(BF16_UNITS & set(found.facts[host].bf16_units or [])),
+            has_bf16=found.facts[host].has_bf16,
         )
         for host in fleet.hosts
     ]

@@ -73,14 +73,6 @@ def status(run):
     return state
 
 
-def list_runs(workdir):
-    """{name: state} of all runs that this host knows."""
-    root = os.path.join(_absolute(workdir), "runs")
-    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
-    states = {name: status(os.path.join(root, name)) for name in names}
-    return {name: state for name, state in states.items() if state is not None}
-
-
 def stop(run, now=False):
     """End a run and return its state when no process of it is left; `now` does without the ranks' saving.
 
@@ -133,14 +125,6 @@ def follow(run, have, until_end=True):
         if not until_end or state is None or state["state"] == "ended":
             return
         time.sleep(POLL_S)
-
-
-def tail(run, path, num_bytes):
-    """The last bytes of a file of the run."""
-    with open(os.path.join(_absolute(run), path), "rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - num_bytes))
-        return file.read()
 
 
 def checkpoints(run):
