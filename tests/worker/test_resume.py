@@ -193,3 +193,30 @@ def test_a_stop_on_a_checkpoint_step_where_each_host_has_a_disk(tmp_path, run_sc
     assert run.manifest().verdict == "stopped"
     assert run.checkpoint_steps()[-1] == 5
     assert not RunDir(tmp_path / "host-1").checkpoint_steps()
+
+
+KILLED_AS_IT_SAVES = """
+import os, signal, sys
+from evener.core.spec import parse_args
+from evener.core.resolve import resolve
+from evener.worker import checkpoint
+from evener.worker.loop import train
+
+save = checkpoint.save
+def save_and_die(*args, **kwargs):
+    save(*args, **kwargs)
+    os.kill(os.getppid(), signal.SIGKILL)  # torchrun
+    os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.save = save_and_die
+train(resolve(parse_args(sys.argv[1:])))
+"""
+
+
+def test_a_rank_that_dies_just_after_a_checkpoint_leaves_records_of_all_its_steps(tmp_path, corpus, run_script):
+    """A resumed run never repeats those steps: what is not written by then is lost."""
+    out = tmp_path / "run"
+    flags = ["--data", str(corpus), "--model", "tiny", "--out", str(out), "--steps", "20", "--checkpoint-every", "5"]
+    run_script(KILLED_AS_IT_SAVES, *flags, "--eval-every", "0", "--threads", "1", ranks=2)
+    assert RunDir(out).checkpoint_steps() == [5]
+    for rank in (0, 1):
+        assert [record.step for record in RunDir(out).records(rank)] == [0, 1, 2, 3, 4]

@@ -55,6 +55,7 @@ class Recorder:
         self._news: Tensor | None = None
         self._gathered: Tensor | None = None
         self._work: Any = None
+        self._stop_heard = False
         self.last: StepRecord | None = None
 
     def begin(self) -> None:
@@ -75,7 +76,7 @@ class Recorder:
     def hear(self) -> bool:
         """Read the news that went out last, write the step they complete, and say whether all stop now."""
         if self._gathered is None:
-            return False
+            return self._stop_heard
         if self._work is not None:
             self._work.wait()
         if self._world_size > 1:
@@ -83,14 +84,18 @@ class Recorder:
         rows, self._gathered = self._gathered.tolist(), None
         if rows[self._rank][0] >= 0:
             self._write(self._drafts.popleft(), rows)
-        return any(row[3] > 0 for row in rows)
+        self._stop_heard = any(row[3] > 0 for row in rows)
+        return self._stop_heard
 
     def flush(self) -> None:
-        """Complete the steps that are still on their way; all ranks call it together."""
+        """Write the steps that are still on their way; all ranks call it together.
+
+        Before a checkpoint too: a rank that dies right after it would have no record of a step that is never repeated.
+        """
         self.begin()
         self.hear()
         while self._drafts:
-            self._tell(want_stop=False, lag=0)
+            self._tell(want_stop=self._stop_heard, lag=0)
             self.hear()
 
     def close(self) -> None:

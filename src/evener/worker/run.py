@@ -146,6 +146,7 @@ class Run:
             if every.verify_every and done % every.verify_every == 0 and done < train.steps:
                 self._verify_replicas(done)
             if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
+                self._recorder.flush()
                 self._save(done, step.val_loss)
         self._recorder.flush()
         return self._finish("finished", train.steps, step.val_loss)
