@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -13,6 +14,7 @@ import pytest
 
 from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir, read_checkpoint
+from evener.worker.checkpoint import prune
 
 from ..conftest import wait_until
 
@@ -74,6 +76,18 @@ def test_kill_9_at_any_moment_leaves_the_last_good_checkpoint(tmp_path, start, t
         assert read_checkpoint(started.dir.checkpoint_path(saved)).step == saved
         resumed_from.append(saved)
     assert resumed_from == sorted(set(resumed_from))
+
+
+def test_a_removal_that_was_cut_off_leaves_no_half_checkpoint(tmp_path, train, monkeypatch):
+    """As if killed between two files of the old checkpoint: the next start neither sees nor keeps what is left."""
+    run = train(tmp_path / "run", "--steps", "4", "--checkpoint-every", "2", "--eval-every", "0")
+    assert run.checkpoint_steps() == [2, 4]
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda path, ignore_errors: (path / "state.json").unlink())
+        prune(run, keep=1, best=None)
+    assert run.checkpoint_steps() == [4]
+    train(tmp_path / "run", "--steps", "6", "--checkpoint-every", "2", "--eval-every", "0", "--resume")
+    assert {path.name for path in run.checkpoints_path.iterdir()} == {"step-000004", "step-000006"}
 
 
 def test_a_rank_killed_ends_the_others_and_no_process_stays(tmp_path, start):

@@ -11,6 +11,7 @@ ranks is the state of their random generators (dropout); it is kept for each and
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from evener.core.errors import CheckpointError
 from evener.core.rundir import Checkpoint, RunDir, digest_of, write_atomic, write_folder_atomic
+
+REMOVED = ".removed"  # ends the name of a checkpoint that is on its way out
 
 
 def save(
@@ -123,8 +126,15 @@ def load_rng(folder: Path, rank: int) -> dict[str, Tensor]:
 
 
 def prune(rundir: RunDir, keep: int, best: int | None) -> None:
-    """Remove all complete checkpoints but the newest `keep` and the best one."""
+    """Remove all complete checkpoints but the newest `keep` and the best one.
+
+    Each gets another name first: killed in the middle, a removal leaves nothing that looks like a checkpoint.
+    """
     steps = rundir.checkpoint_steps()
     for step in steps[:-keep]:
         if step != best:
-            shutil.rmtree(rundir.checkpoint_path(step), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                path = rundir.checkpoint_path(step)
+                path.rename(path.with_name(f".{path.name}{REMOVED}"))
+    for path in rundir.checkpoints_path.glob(f".*{REMOVED}"):
+        shutil.rmtree(path, ignore_errors=True)
