@@ -5,28 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.cli.probe import _bytes, _settled, _sizes
+from evener.cli.probe import _as_one_rank, _bytes, _settled, _sizes
 from evener.cli.probed import collectives_row, collectives_title, table
 from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, World
 from evener.core.errors import UsageError
-from evener.core.fleet import Link, Rates, load_fleet, update_fleet
+from evener.core.fleet import Host, Link, ModelRate, Rates, load_fleet, update_fleet
+from evener.core.hostprobe import Passes, Sustained, fit_pass, model_rate
 from evener.core.shape import preset_shape
 from evener.hosts.wire import estimate_s, rounds
-from evener.plan.cost import (
+from evener.plan.collectives import (
     bus_factor,
     collective_s,
     num_messages,
     reduced_bytes,
     ring_all_reduce_bytes,
-    roofline,
     sent_bytes,
     split_collective,
 )
+from evener.plan.compute import roofline
 from evener.report.collectives import explain, findings, judge_all
+
+CHAR = ModelRate(tokens_per_s=1e3, pass_s=0.01, update_s=0.02, dtype="bf16", cpus=1.9)
+D8 = ModelRate(tokens_per_s=60.0)
 
 # nccl-tests, doc/PERFORMANCE.md, "Summary": busbw = factor · algbw
 NCCL_TESTS = {
@@ -171,12 +176,13 @@ def test_figures_come_back_from_the_fleet_file(tmp_path: Path):
     file = tmp_path / "fleet.toml"
     file.write_text('# mine\n[hosts.a]\naddress = "local"  # here\n[hosts.b]\naddress = "b"\n')
     link = Link(goodput_Bps=117e6, duplex_Bps=116e6, rtt_s=1e-4, rtt_p95_s=2e-4, retransmits=0, measured="2026-11-21")
-    update_fleet(file, links={"a": {"b": link}}, rates={"a": {"cpu": Rates(tokens_per_s={"char": 1e3}, copy_Bps=1e10)}})
-    update_fleet(file, rates={"a": {"cpu": Rates(tokens_per_s={"d8": 60.0}), "cuda:0": Rates(name="H200")}})
+    update_fleet(file, links={"a": {"b": link}}, rates={"a": {"cpu": Rates(models={"char": CHAR}, copy_Bps=1e10)}})
+    update_fleet(file, rates={"a": {"cpu": Rates(models={"d8": D8}, sync_Bps=2e9), "cuda:0": Rates(name="H200")}})
     fleet = load_fleet(file)
     assert fleet.links["a"]["b"] == link
     assert link.bandwidth_Bps == 116e6
-    assert fleet.rates["a"]["cpu"].tokens_per_s == {"char": 1e3, "d8": 60.0}
+    assert fleet.rates["a"]["cpu"].models == {"char": CHAR, "d8": D8}
+    assert fleet.rates["a"]["cpu"].sync_Bps == 2e9
     assert fleet.rates["a"]["cpu"].copy_Bps == 1e10
     assert fleet.rates["a"]["cuda:0"].name == "H200"
     assert "# mine" in file.read_text()
@@ -209,3 +215,50 @@ def test_all_hosts_use_one_backend(gpus, device, backend, settled):
 def test_a_fleet_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path):
     with pytest.raises(UsageError, match="No such file"):
         update_fleet(tmp_path / "absent.toml", rates={})
+
+
+def test_a_pass_is_what_its_tokens_take_and_what_it_takes_besides():
+    line = {tokens: 0.02 + tokens / 5000 for tokens in (256, 2048, 16384)}
+    assert fit_pass(line) == pytest.approx((0.02, 5000.0))
+    assert fit_pass({64: 0.001, 128: 0.002}) == (0.0, 64000.0)
+
+
+@given(st.floats(1e-4, 1), st.floats(1e-4, 1), st.floats(1e-3, 1))
+def test_the_large_pass_is_predicted_as_it_was_measured(one_s, between_s, large_s):
+    """Whatever disturbed the others: no rate that is infinite or negative comes of it."""
+    pass_s, tokens_per_s = fit_pass({256: one_s, 1024: between_s, 4096: large_s})
+    assert pass_s >= 0
+    assert 0 < tokens_per_s <= 20.001 * 4096 / large_s
+    assert pass_s + 4096 / tokens_per_s == pytest.approx(large_s)
+
+
+def test_a_pass_that_costs_more_per_token_when_it_is_large_has_no_cost_of_its_own():
+    """Activations that outgrow the cache bend the line the other way: the large pass is the one that trains."""
+    assert fit_pass({256: 0.08, 4096: 1.6}) == pytest.approx((0.0, 2560.0))
+
+
+def passes(micro_batch, took_s):
+    return Passes(micro_batch=micro_batch, tokens=256 * micro_batch, passes=3, pass_p50_s=took_s, pass_p95_s=took_s)
+
+
+def test_the_planner_keeps_the_line_or_says_that_there_is_none():
+    sustained = Sustained(
+        dtype="bf16", large=passes(16, 1.62), smaller=[passes(1, 0.12), passes(4, 0.42)],
+        tokens_per_s=4096 / 1.62, cpus=1.9, updates=20, update_p50_s=0.01, update_p95_s=0.02,
+        first_third_tokens_per_s=2500.0, last_third_tokens_per_s=2500.0, first_third_cpus=1.9, last_third_cpus=1.9,
+        first_third_Hz=None, last_third_Hz=None,
+    )  # fmt: skip
+    rate = model_rate(sustained)
+    assert (rate.pass_s, rate.tokens_per_s) == pytest.approx((0.02, 2560.0))
+    assert (rate.update_s, rate.dtype, rate.cpus) == (0.01, "bf16", 1.9)
+    alone = model_rate(msgspec.structs.replace(sustained, smaller=[]))
+    assert (alone.pass_s, alone.tokens_per_s) == (None, 4096 / 1.62)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "probe_threads"), [(None, None, None), (2, None, None), (2, 3, 6), (None, 3, 3)]
+)
+def test_the_probe_has_the_threads_of_all_ranks_of_its_host(ranks, threads, probe_threads):
+    """None: all cores, as the launcher divides them among ranks."""
+    place = msgspec.defstruct("Place", [("host", Host)])(Host(address="local", ranks=ranks, threads=threads))
+    assert (_as_one_rank(place).host.ranks, _as_one_rank(place).host.threads) == (1, probe_threads)

@@ -14,7 +14,7 @@ import pytest
 from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, Told, World
 from evener.core.errors import UsageError
 from evener.launch.probe import lines_here
-from evener.plan.cost import bus_factor
+from evener.plan.collectives import bus_factor
 
 from ..conftest import wait_until
 
@@ -112,8 +112,13 @@ def test_a_host_is_measured_and_told_apart(tmp_path):
     assert min(rates["matmul_flops"].values()) > 1e8
     assert rates["copy_Bps"] > 1e8
     assert rates["triad_Bps"] > 1e8
-    assert rates["tokens_per_s"]["tiny"] > 100
-    assert device["sustained"]["passes"] >= 3
+    assert rates["memory_bytes"] > 1e8
+    assert rates["loopback_Bps"] > 1e7
+    assert rates["sync_Bps"] > 1e7
+    tiny, sustained = rates["models"]["tiny"], device["sustained"]
+    assert tiny["tokens_per_s"] > 100
+    assert tiny["dtype"] == sustained["dtype"]
+    assert sustained["large"]["passes"] >= 3
     assert device["bound_by"] in ("arithmetic", "memory")
 
 

@@ -168,15 +168,19 @@ def collectives(
 @app.command(epilog="Example: `evener probe host --model char`")
 def host(
     fleet: FleetFile = None,
-    model: Annotated[str, typer.Option(help="Preset whose tokens a second are measured.")] = "char",
+    model: Annotated[str, typer.Option(help="Preset that is trained for it.")] = "char",
     seconds: Annotated[float, typer.Option(min=1, max=600, help="Of sustained training; 10 show throttling.")] = 12.0,
     device: Annotated[str, typer.Option(help="auto (processor and GPUs), cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the model: auto (as training chooses), fp32, bf16, fp16.")] = "auto",
     one_by_one: Annotated[
         bool, typer.Option("--one-by-one", help="Hosts take turns: emulated ones share cores.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Each device's arithmetic, memory and sum rates, and the model's own tokens a second; what bounds it.
+    """Each device's arithmetic, memory and sum rates, what an all-reduce costs it, and how fast a model trains on it.
+
+    Of the model: tokens a second, sustained; what a pass takes apart from its tokens; the update. And what bounds it.
+    A processor is measured in one process, with the threads of all ranks that the host would have.
 
     All hosts of a fleet at once, as they are machines of their own; --one-by-one where they are not. Written to [rates]
     of the fleet file.
@@ -188,16 +192,14 @@ def host(
     from evener.core.fleet import Rates, update_fleet
     from evener.core.hostprobe import Doing, HostProbeSpec
     from evener.core.shape import PRESETS
-    from evener.core.units import seconds as duration
-    from evener.plan.cost import roofline
+    from evener.plan.compute import roofline
 
     if model not in PRESETS:
         raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(model, PRESETS))
-    spec = _converted({"host": "here", "model": model, "seconds": seconds, "device": device}, HostProbeSpec)
+    given = {"host": "here", "model": model, "seconds": seconds, "device": device, "dtype": dtype}
+    spec = _converted(given, HostProbeSpec)
     path = fleet_path(fleet)
-    say(
-        f"about {duration(seconds + 10)} for each device of a host" + (", one host after another" if one_by_one else "")
-    )
+    say(f"about {seconds + 15:.0f} s for each device of a host" + (", one host after another" if one_by_one else ""))
     found: list[DeviceProbe] = []
     rates: dict[str, dict[str, Rates]] = {}
     results = []
@@ -211,7 +213,7 @@ def host(
             dtype = item.sustained.dtype
             roof = roofline(
                 PRESETS[model],
-                item.sustained.tokens,
+                item.sustained.large.tokens,
                 matmul_flops=item.rates.matmul_flops[dtype],
                 copy_Bps=item.rates.copy_Bps or 0.0,
                 element_bytes=4 if dtype == "fp32" else 2,
@@ -285,6 +287,7 @@ def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[It
         return
     with connected(path) as (known, sessions, errors):
         prepared = _prepared(known, sessions, errors)
+        prepared = msgspec.structs.replace(prepared, places=[_as_one_rank(place) for place in prepared.places])
         args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=name)).decode() for name in known.hosts}
         turns = [[place] for place in prepared.places] if one_by_one else [prepared.places]
 
@@ -297,6 +300,14 @@ def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[It
 
         with contextlib.closing(told()) as news:
             yield news
+
+
+def _as_one_rank(place: Any) -> Any:
+    """The place with one rank, the probe's, that has the threads of all its ranks: the planner divides its rate."""
+    import msgspec
+
+    threads = place.host.threads and place.host.threads * (place.host.ranks or 1)
+    return msgspec.structs.replace(place, host=msgspec.structs.replace(place.host, ranks=1, threads=threads))
 
 
 def _prepared(known: Fleet, sessions: dict[str, Session], errors: dict[str, Any]) -> Any:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from evener.core.units import count, link_rate, seconds
+from evener.core.units import count, link_rate, plural, seconds, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from evener.core.collective import World
     from evener.core.finding import Finding
+    from evener.core.fleet import ModelRate, Rates
     from evener.core.hostprobe import DeviceProbe
     from evener.hosts.wire import Wire
-    from evener.plan.cost import Roofline
+    from evener.plan.compute import Roofline
     from evener.report.collectives import Judged
 
 WIDTH = 100
@@ -101,21 +102,33 @@ def collectives_row(judged: Judged) -> str:
 def device(found: DeviceProbe, roof: Roofline) -> str:
     """The figures of one device, and what bounds it."""
     rates, sustained = found.rates, found.sustained
+    large, model = sustained.large, rates.models[found.model]
     matmul = ", ".join(f"{dtype} {flops / 1e9:.1f} GFLOP/s" for dtype, flops in rates.matmul_flops.items())
     sums = ", ".join(f"{dtype} {value / 1e9:.1f} GB/s" for dtype, value in rates.sum_Bps.items())
+    memory = f"{size(rates.memory_bytes)}, " if rates.memory_bytes else ""
     copy, triad = ((value or 0.0) / 1e9 for value in (rates.copy_Bps, rates.triad_Bps))
-    sequence = sustained.tokens // sustained.micro_batch
+    sequence = large.tokens // large.micro_batch
+    threads = f", {plural(found.threads, 'thread')}" if found.device == "cpu" else ""
     lines = [
-        f"{found.host} {found.device}: {rates.name}" + (f", {found.threads} threads" if found.device == "cpu" else ""),
+        f"{found.host} {found.device}: {rates.name}{threads}",
         f"  matrix products  {matmul}",
-        f"  memory           copy {copy:.1f} GB/s, triad {triad:.1f} GB/s",
+        f"  memory           {memory}copy {copy:.1f} GB/s, triad {triad:.1f} GB/s",
         f"  sum, one thread  {sums}",
+        f"  all-reduce       {all_reduce(rates)}",
         f"  {found.model:15}  {count(sustained.tokens_per_s)} tokens/s forward and backward in {sustained.dtype}, "
-        f"{sustained.micro_batch} × {sequence} tokens a pass, {sustained.passes} passes, "
-        f"p50 {seconds(sustained.pass_p50_s)}, p95 {seconds(sustained.pass_p95_s)}",
+        f"{large.micro_batch} × {sequence} tokens a pass, {large.passes} passes, "
+        f"p50 {seconds(large.pass_p50_s)}, p95 {seconds(large.pass_p95_s)}",
         f"  {'':15}  first third {count(sustained.first_third_tokens_per_s)} tokens/s on "
         f"{sustained.first_third_cpus:.1f} processors, last third {count(sustained.last_third_tokens_per_s)} on "
         f"{sustained.last_third_cpus:.1f}",
+        *(
+            f"  {'':15}  {one.micro_batch} × {sequence} tokens a pass, {one.passes} passes: "
+            f"p50 {seconds(one.pass_p50_s)}, p95 {seconds(one.pass_p95_s)}"
+            for one in sustained.smaller
+        ),
+        f"  {'a pass takes':15}  {pass_time(model)}",
+        f"  {'an update takes':15}  {seconds(sustained.update_p50_s)}, p95 {seconds(sustained.update_p95_s)}: clipping "
+        f"and AdamW, {count(found.num_params)} parameters, {sustained.updates} updates",
         textwrap.fill(bound(found, roof), WIDTH, initial_indent="  ", subsequent_indent="  "),
     ]
     if found.device == "cpu" and sustained.last_third_cpus < DISTURBED * found.threads:
@@ -123,9 +136,37 @@ def device(found: DeviceProbe, roof: Roofline) -> str:
     return "\n".join(lines)
 
 
+def all_reduce(rates: Rates) -> str:
+    """What an all-reduce takes of a processor, and what two ranks of one host reach between them.
+
+    >>> from evener.core.fleet import Rates
+    >>> all_reduce(Rates(sync_Bps=2.1e9, loopback_Bps=1.05e9))
+    'a processor busy with nothing else sends 2.10 GB/s; two ranks here send 1.05 GB/s each'
+    """
+    if rates.sync_Bps is None or rates.loopback_Bps is None:
+        return "not measured"
+    return (
+        f"a processor busy with nothing else sends {rates.sync_Bps / 1e9:.2f} GB/s; two ranks here send "
+        f"{rates.loopback_Bps / 1e9:.2f} GB/s each"
+    )
+
+
+def pass_time(model: ModelRate) -> str:
+    """The line through the passes of all sizes.
+
+    >>> from evener.core.fleet import ModelRate
+    >>> pass_time(ModelRate(tokens_per_s=3200.0, pass_s=0.012)), pass_time(ModelRate(tokens_per_s=57.0))
+    ('12 ms, and a second for each 3.2k tokens', 'a second for each 57 tokens; what it takes besides: not measured')
+    """
+    tokens = f"a second for each {count(model.tokens_per_s)} tokens"
+    if model.pass_s is None:
+        return f"{tokens}; what it takes besides: not measured"
+    return f"{seconds(model.pass_s)}, and {tokens}"
+
+
 def bound(found: DeviceProbe, roof: Roofline) -> str:
     """Arithmetic or memory, in one sentence."""
-    took = found.sustained.pass_p50_s
+    took = found.sustained.large.pass_p50_s
     return (
         f"Of {seconds(took)} for one pass of {found.model}, arithmetic at the measured rate would take "
         f"{seconds(roof.arithmetic_s)}, moving its data {seconds(roof.memory_s)} at most: this device is bound by "

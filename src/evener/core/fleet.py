@@ -54,10 +54,12 @@ class Host(Section, frozen=True, kw_only=True):
 class Link(Section, frozen=True, kw_only=True):
     """What was measured from one host to another."""
 
-    goodput_Bps: float  # β: payload of one TCP stream, nothing coming back but acknowledgements
-    duplex_Bps: float | None = None  # the same while as much is sent the other way: what a ring all-reduce uses
-    parallel_Bps: float | None = None  # payload of several streams together
-    rtt_s: float  # median round trip of a small message: 2α and what two programs take to answer
+    goodput_Bps: Annotated[float, Meta(gt=0)]  # β: payload of one TCP stream, nothing coming back but acknowledgements
+    duplex_Bps: Annotated[float, Meta(gt=0)] | None = (
+        None  # the same while as much is sent the other way: what a ring all-reduce uses
+    )
+    parallel_Bps: Annotated[float, Meta(gt=0)] | None = None  # payload of several streams together
+    rtt_s: Annotated[float, Meta(ge=0)]  # median round trip of a small message: 2α and what two programs take to answer
     rtt_p95_s: float | None = None
     retransmits: int | None = None  # segments sent again meanwhile; None = the system does not tell
     measured: str = ""  # ISO date and time
@@ -68,15 +70,30 @@ class Link(Section, frozen=True, kw_only=True):
         return self.goodput_Bps if self.duplex_Bps is None else self.duplex_Bps
 
 
+class ModelRate(Section, frozen=True, kw_only=True):
+    """What a model preset does on one device, in one process."""
+
+    tokens_per_s: Annotated[float, Meta(gt=0)]  # forward and backward, sustained, in large micro-batches
+    pass_s: Annotated[float, Meta(ge=0)] | None = None  # what a forward and backward costs apart from its tokens
+    update_s: Annotated[float, Meta(ge=0)] | None = None  # clipping and AdamW's update of all its parameters
+    dtype: str = ""  # its arithmetic; "" = not said
+    cpus: Annotated[float, Meta(gt=0)] | None = None  # processors at work meanwhile
+
+
 class Rates(Section, frozen=True, kw_only=True):
-    """What was measured on one device of a host."""
+    """What was measured on one device of a host, or declared by hand."""
 
     name: str = ""  # "AMD EPYC", "NVIDIA H200"
     matmul_flops: dict[str, float] = {}  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
     copy_Bps: float | None = None  # memory bandwidth of a large copy, bytes read and written
     triad_Bps: float | None = None  # and of a = b + s·c
     sum_Bps: dict[str, float] = {}  # γ: by dtype, bytes of a buffer to which one thread adds another, in a second
-    tokens_per_s: dict[str, float] = {}  # by model preset: forward and backward, sustained, in the device's own dtype
+    sync_Bps: Annotated[float, Meta(gt=0)] | None = (
+        None  # bytes that a processor sends, receives and adds in its second
+    )
+    loopback_Bps: Annotated[float, Meta(gt=0)] | None = None  # bytes that each of two ranks here sends in an all-reduce
+    memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # of the device, all of it
+    models: dict[str, ModelRate] = {}  # by preset
     measured: str = ""
 
 
@@ -109,6 +126,19 @@ def load_fleet(path: str | Path) -> Fleet:
         raise UsageError(f"{file}: {_told(error)}") from None
     _check(file, fleet)
     return fleet
+
+
+def only(fleet: Fleet, names: str | None) -> Fleet:
+    """The fleet with these hosts alone ("attic,laptop"), in the file's order; all of them if None."""
+    if names is None:
+        return fleet
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in fleet.hosts:
+            raise UsageError(f"--hosts {names}: the fleet has no host {name}", hint=did_you_mean(name, fleet.hosts))
+    if not wanted:
+        raise UsageError(f"--hosts {names!r}: it names no host", hint=f"--hosts {next(iter(fleet.hosts))}")
+    return msgspec.structs.replace(fleet, hosts={name: host for name, host in fleet.hosts.items() if name in wanted})
 
 
 def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None = None,

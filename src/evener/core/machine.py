@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import socket
+import sys
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,20 @@ def this_machine() -> Machine:
         memory_bytes=_memory_bytes(),
         python=platform.python_version(),
     )
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has held.
+
+    Not getrusage's figure where there is another: that one begins with what the process was before it ran this program.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def usable_cores() -> int:

@@ -161,7 +161,21 @@ CHAR = msgspec.structs.replace(  # nanoGPT's config/train_shakespeare_char.py
 TINY = msgspec.structs.replace(  # for tests: a step takes milliseconds
     CHAR, vocab_size=256, block_size=64, num_layers=2, num_heads=4, width=64, dropout=0.0
 )
-PRESETS: dict[str, GPTShape] = {"tiny": TINY, "char": CHAR, "gpt2": GPT2} | {f"d{n}": _depth(n) for n in range(4, 21)}
+
+
+def _gpt2(num_layers: int, num_heads: int, width: int) -> GPTShape:
+    return msgspec.structs.replace(GPT2, num_layers=num_layers, num_heads=num_heads, width=width)
+
+
+PRESETS: dict[str, GPTShape] = {
+    "tiny": TINY,
+    "char": CHAR,
+    "gpt2": GPT2,
+    "gpt2-medium": _gpt2(24, 16, 1024),
+    "gpt2-large": _gpt2(36, 20, 1280),
+    "gpt2-760m": _gpt2(24, 16, 1536),  # GPT-3's "Large", of 760 million   [Brown et al. 2020, table 2.1]
+    "gpt2-xl": _gpt2(48, 25, 1600),
+} | {f"d{n}": _depth(n) for n in range(4, 21)}
 
 
 def preset_shape(name: str, vocab_size: int, block_size: int | None = None, **overrides: Any) -> GPTShape:

@@ -38,7 +38,9 @@ class DataSpec(Section, frozen=True, kw_only=True):
 class ModelSpec(Section, frozen=True, kw_only=True):
     """What is trained, and in which arithmetic."""
 
-    model: Annotated[str, Meta(description="preset: tiny, char, gpt2, d4 … d20")] = "char"
+    model: Annotated[str, Meta(description="preset: tiny, char, gpt2, gpt2-medium, -large, -760m, -xl, d4 … d20")] = (
+        "char"
+    )
     block_size: Annotated[Count | None, Meta(description="tokens of context [preset's]")] = None
     num_layers: Annotated[Count | None, Meta(description="transformer blocks [preset's]")] = None
     num_heads: Annotated[Count | None, Meta(description="attention heads [preset's]")] = None

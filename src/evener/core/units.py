@@ -52,6 +52,15 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if num_bytes < 1000 else count(num_bytes)[:-1] + " " + count(num_bytes)[-1] + "B"
 
 
+def plural(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> plural(1, "process"), plural(2, "process"), plural(2, "core")
+    ('1 process', '2 processes', '2 cores')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
 def link_rate(value_Bps: float | None) -> str:
     """Bytes a second as links are sold: in bits.
 

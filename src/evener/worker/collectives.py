@@ -24,7 +24,7 @@ from evener.core.collective import Collective, CollectiveSpec, Row, Stopped, Tol
 from evener.core.errors import EvenerError, UsageError
 from evener.core.machine import this_machine
 from evener.core.units import median, percentile
-from evener.plan.cost import bus_factor
+from evener.plan.collectives import bus_factor
 from evener.worker.group import Group, leave
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

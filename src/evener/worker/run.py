@@ -17,7 +17,6 @@ import functools
 import importlib.util
 import os
 import platform
-import resource
 import shutil
 import signal
 import sys
@@ -36,14 +35,14 @@ import evener
 from evener.core.corpus import TOKENIZER_FILES
 from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import is_consequence
-from evener.core.machine import Machine, this_machine
+from evener.core.machine import Machine, peak_memory_bytes, this_machine
 from evener.core.resolve import Resolved, new_run_path, newest_checkpoint
 from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir, code_hash, read_checkpoint
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
 from evener.plan.balance import equal_shares, micro_batch_sizes
-from evener.plan.cost import compile_pays
+from evener.plan.compute import compile_pays
 from evener.worker import checkpoint as checkpoints
 from evener.worker.agree import Identity, identity, mismatch
 from evener.worker.clock import CudaClock, HostClock
@@ -324,10 +323,8 @@ class Run:
     def _finish(self, verdict: str, step: int, val_loss: float | None) -> None:
         agree = self._verify_replicas(step)
         self._save(step, val_loss)
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        on_gpu = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_memory_bytes()
         peaks = [int(text) for text in self.group.gather(str(peak).encode())]
         if self.rank == 0:
             last = self._recorder.last if self._recorder else None

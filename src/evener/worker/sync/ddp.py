@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.plan.cost import ring_all_reduce_bytes
+from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 
 

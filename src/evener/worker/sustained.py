@@ -1,0 +1,185 @@
+"""What does a model preset do on this device when it trains without a stop?
+
+Large micro-batches most of the time, for whoever trains long trains hot. Smaller ones between them, in the same
+minutes, say what a pass costs apart from its tokens. After each pass the update that a step of training ends with.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evener.core.hostprobe import HostProbeSpec, Passes, Sustained
+from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.shape import PRESETS, preset_shape
+from evener.core.spec import TrainSpec
+from evener.core.units import median, percentile
+from evener.core.units import seconds as duration
+from evener.worker.collectives import DTYPES
+from evener.worker.model import GPT
+from evener.worker.optim import adamw
+from evener.worker.run import choose_dtype
+
+LARGE_SHARE = 1 / 8  # of the time: a micro-batch that takes more than this is too large
+TRIED_SHARE = 1 / 40  # of the time: a pass that takes so long tells how long larger ones take
+TRIES = 3
+MIN_PASSES = 3
+SMALLER_SHARE = 0.2  # of the time, at most, for smaller micro-batches
+ONES, BETWEENS = 3, 2  # passes of a round of them
+
+
+class Trainer:
+    """A preset with its optimizer, in the arithmetic that a run would choose."""
+
+    def __init__(self, spec: HostProbeSpec, device: torch.device) -> None:
+        torch.manual_seed(0)
+        changes = {} if spec.dropout is None else {"dropout": spec.dropout}
+        self.shape = preset_shape(spec.model, PRESETS[spec.model].vocab_size, **changes)
+        self.dtype = choose_dtype(spec.dtype, device)
+        self.device = device
+        self._spec = TrainSpec()
+        self._module = GPT(self.shape).to(device)
+        self._optimizer = adamw(self._module, self._spec)
+        self.most = max(1, MICRO_BATCH_TOKENS // self.shape.block_size)  # sequences: a run takes no more at once
+        sequences = torch.randint(self.shape.vocab_size, (self.most, self.shape.block_size + 1))
+        self._sequences = sequences.to(device)
+
+    def step(self, micro_batch: int) -> tuple[float, float, float]:
+        """(seconds of forward and backward, processor seconds of these, seconds of the update)."""
+        began, cpu = time.perf_counter(), time.process_time()
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            loss = self._module(self._sequences[:micro_batch, :-1], self._sequences[:micro_batch, 1:])
+        (loss / (micro_batch * self.shape.block_size)).backward()
+        wait_for(self.device)
+        between, cpu_s = time.perf_counter(), time.process_time() - cpu
+        nn.utils.clip_grad_norm_(self._module.parameters(), self._spec.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        wait_for(self.device)
+        return between - began, cpu_s, time.perf_counter() - between
+
+
+def train(spec: HostProbeSpec, device: torch.device, say: Callable[[str], None]) -> Sustained:
+    """Train a preset for about `spec.seconds`, MIN_PASSES large passes at least; `say` is told if it takes longer."""
+    trainer, seconds = Trainer(spec, device), spec.seconds
+    large = _large(trainer, seconds, say)
+    between = 1 << (large.bit_length() - 1) // 2
+    round_of = [between] * BETWEENS * (1 < between < large) + [1] * ONES * (large > 1)
+    for micro_batch in dict.fromkeys(round_of):
+        trainer.step(micro_batch)
+
+    passes: list[tuple[float, float, float]] = []  # large ones: when it ended, how long it took, processor seconds
+    smaller: dict[int, list[float]] = {micro_batch: [] for micro_batch in sorted(set(round_of))}
+    updates: list[float] = []
+    clocks: list[tuple[float, float]] = []
+    began, smaller_s = time.perf_counter(), 0.0
+    while time.perf_counter() < began + seconds or len(passes) < MIN_PASSES:
+        took_s, cpu_s, update_s = trainer.step(large)
+        updates.append(update_s)
+        now = time.perf_counter()
+        passes.append((now - began, took_s, cpu_s))
+        if (clock := _clock_Hz()) is not None:
+            clocks.append((now - began, clock))
+        if smaller_s < SMALLER_SHARE * (now - began):
+            for micro_batch in round_of:
+                took_s, _, update_s = trainer.step(micro_batch)
+                smaller[micro_batch].append(took_s)
+                updates.append(update_s)
+            smaller_s += time.perf_counter() - now
+
+    def timed(micro_batch: int, took: list[float]) -> Passes:
+        return Passes(
+            micro_batch=micro_batch,
+            tokens=micro_batch * trainer.shape.block_size,
+            passes=len(took),
+            pass_p50_s=percentile(took, 0.5),
+            pass_p95_s=percentile(took, 0.95),
+        )
+
+    whole_s = passes[-1][0]
+    thirds = [[one for one in passes if lo <= one[0] / whole_s <= hi] or passes for lo, hi in ((0, 1 / 3), (2 / 3, 1))]
+    first_Hz, last_Hz = (
+        median([clock for at, clock in clocks if lo <= at / whole_s <= hi]) for lo, hi in ((0, 1 / 3), (2 / 3, 1))
+    )
+    larges = timed(large, [took for _, took, _ in passes])
+    return Sustained(
+        dtype=next(name for name, known in DTYPES.items() if known == trainer.dtype),
+        large=larges,
+        smaller=[timed(micro_batch, took) for micro_batch, took in smaller.items()],
+        tokens_per_s=larges.tokens / larges.pass_p50_s,
+        cpus=_cpus(passes),
+        updates=len(updates),
+        update_p50_s=percentile(updates, 0.5),
+        update_p95_s=percentile(updates, 0.95),
+        first_third_tokens_per_s=larges.tokens / (median([took for _, took, _ in thirds[0]]) or math.inf),
+        last_third_tokens_per_s=larges.tokens / (median([took for _, took, _ in thirds[1]]) or math.inf),
+        first_third_cpus=_cpus(thirds[0]),
+        last_third_cpus=_cpus(thirds[1]),
+        first_third_Hz=first_Hz,
+        last_third_Hz=last_Hz,
+    )
+
+
+def _large(trainer: Trainer, seconds: float, say: Callable[[str], None]) -> int:
+    """Sequences of a large micro-batch: a run's, or the most that a share of the time has room for. It has run once."""
+    first_s, _, _ = trainer.step(1)  # slow by itself: memory is touched, AdamW makes its moments
+    if seconds / MIN_PASSES < first_s < seconds:
+        first_s = trainer.step(1)[0]
+    if first_s > seconds / MIN_PASSES:
+        say(f"one pass takes {duration(first_s)}, so about {duration(MIN_PASSES * first_s)}")
+        return 1
+    micro_batch, took_s = 1, _shortest(trainer, 1)
+    sequence_s = took_s
+    while took_s < TRIED_SHARE * seconds and micro_batch < trainer.most:
+        micro_batch = min(2 * micro_batch, trainer.most)
+        took_s = _shortest(trainer, micro_batch)
+        sequence_s = min(sequence_s, took_s / micro_batch)
+    while 2 * micro_batch * sequence_s <= LARGE_SHARE * seconds and 2 * micro_batch <= trainer.most:
+        micro_batch *= 2
+    trainer.step(micro_batch)
+    return micro_batch
+
+
+def _shortest(trainer: Trainer, micro_batch: int) -> float:
+    """Seconds of a pass that is neither the first nor disturbed, as far as a few can tell."""
+    trainer.step(micro_batch)
+    return min(trainer.step(micro_batch)[0] for _ in range(TRIES))
+
+
+def repeat(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Median seconds of the work, after one that is not counted."""
+    work()
+    wait_for(device)
+    took: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(took) < 1 or time.perf_counter() < until:
+        began = time.perf_counter()
+        work()
+        wait_for(device)
+        took.append(time.perf_counter() - began)
+    return median(took) or math.inf
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cpus(passes: list[tuple[float, float, float]]) -> float:
+    return sum(cpu_s for _, _, cpu_s in passes) / sum(took_s for _, took_s, _ in passes)
+
+
+def _clock_Hz() -> float | None:
+    """Mean clock of the processors now; None where the system does not tell."""
+    paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq")
+    try:
+        clocks = [1e3 * int(path.read_text()) for path in paths]
+    except (OSError, ValueError):
+        return None
+    return sum(clocks) / len(clocks) if clocks else None
