@@ -16,7 +16,7 @@ from evener.core.fleet import load_fleet
 from evener.hosts import wire
 from evener.hosts.session import connect
 from evener.lab.spec import HostSpec
-from evener.plan.cost import sent_bytes
+from evener.plan.collectives import sent_bytes
 
 # Of a link's rate TCP's payload is 1448 of every 1514 bytes.
 PAYLOAD = 1448 / 1514
@@ -138,5 +138,5 @@ def test_hosts_are_measured_by_turns(make_lab, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [(one["host"], one["device"]) for one in json.loads(done.stdout)["devices"]] == [("a", "cpu"), ("b", "cpu")]
     rates = load_fleet(file).rates
-    assert rates["a"]["cpu"].tokens_per_s["tiny"] > 100
+    assert rates["a"]["cpu"].models["tiny"].tokens_per_s > 100
     assert rates["b"]["cpu"].copy_Bps > 1e8

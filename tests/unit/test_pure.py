@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evener.bench.scaling import process_counts
 from evener.core.step import PARTS, StepCost, split_blocked
 from evener.plan.balance import equal_shares, micro_batch_sizes
-from evener.plan.cost import ring_all_reduce_bytes
+from evener.plan.collectives import ring_all_reduce_bytes
 
 
 @given(st.integers(1, 10_000), st.integers(1, 512))

@@ -32,7 +32,7 @@ from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.local import session
 from evener.launch.tool import lines_of
 from evener.launch.torchrun import module_argv
-from evener.plan.cost import ring_all_reduce_bytes
+from evener.plan.collectives import ring_all_reduce_bytes
 from evener.report.explain import explain_scaling
 from evener.report.picture import scaling_png
 from evener.report.summary import Summary, summarize

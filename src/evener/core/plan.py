@@ -1,5 +1,5 @@
-"""Who does what, where, with which command? `plan.json` of a run on a fleet: pure data, and all that is needed later to
-follow, stop or resume the run, from this machine or after a restart of it."""
+"""Who does what, where, with which command, and what will it cost? `plan.json` of a run: pure data. Of a run on a fleet
+it is all that is needed later to follow, stop or resume it, from this machine or after a restart of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
+from evener.core.prediction import Prediction
 from evener.core.rundir import RunDir, write_atomic
 from evener.core.spec import RunSpec
 
@@ -39,17 +40,18 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run on a fleet."""
+    """A run. One on this machine alone has no hosts: the launcher stays with it until it ends."""
 
     format: int = FORMAT
-    id: str  # marks every process of the run
+    id: str = ""  # marks every process of the run
     kind: str  # train, launch
-    address: str  # of the rendezvous, on the first host
-    port: int
+    address: str = ""  # of the rendezvous, on the first host
+    port: int = 0
     backend: str  # gloo, nccl; "" where a script of the user's own chooses
-    grace_s: float  # how long the ranks may take to save when they are told to stop
+    grace_s: float = 0.0  # how long the ranks may take to save when they are told to stop
     spec: RunSpec | None  # as it was asked for; None of a script of the user's own
-    hosts: list[HostPlan]
+    hosts: list[HostPlan] = []
+    prediction: Prediction | None = None  # None: of a script of the user's own, or too little is known
 
     @property
     def world_size(self) -> int:
@@ -65,23 +67,43 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return next(host for host in self.hosts if host.first_rank <= rank < host.first_rank + host.num_ranks)
 
 
-def plan_path(rundir: RunDir) -> Path:
-    """Where a run keeps its plan."""
-    return rundir.path / "plan.json"
+def is_on_fleet(rundir: RunDir) -> bool:
+    """Was it started on a fleet, whose hosts know more of it than this directory?"""
+    plan = _read(rundir)
+    return plan is not None and bool(plan.hosts)
 
 
 def read_plan(rundir: RunDir) -> Plan:
     """The plan of a run on a fleet; UsageError where there is none."""
-    try:
-        return msgspec.json.decode(plan_path(rundir).read_bytes(), type=Plan)
-    except OSError:
+    plan = _read(rundir)
+    if plan is None or not plan.hosts:
         raise UsageError(
-            f"{rundir}: not a run on a fleet: it has no plan.json", hint="evener runs shows the runs made here"
-        ) from None
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{plan_path(rundir)}: damaged: {error}") from None
+            f"{rundir}: not a run on a fleet: no host has a part in it", hint="evener runs shows the runs made here"
+        )
+    return plan
+
+
+def read_prediction(rundir: RunDir) -> Prediction | None:
+    """What was predicted of a run, wherever it ran; None where nothing was."""
+    plan = _read(rundir)
+    return None if plan is None else plan.prediction
 
 
 def write_plan(rundir: RunDir, plan: Plan) -> None:
     """Replace plan.json in one step; only its owner may read it."""
-    write_atomic(plan_path(rundir), msgspec.json.format(msgspec.json.encode(plan), indent=2), mode=0o600)
+    write_atomic(_path(rundir), msgspec.json.format(msgspec.json.encode(plan), indent=2), mode=0o600)
+
+
+def _path(rundir: RunDir) -> Path:
+    return rundir.path / "plan.json"
+
+
+def _read(rundir: RunDir) -> Plan | None:
+    try:
+        return msgspec.json.decode(_path(rundir).read_bytes(), type=Plan)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{_path(rundir)}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{_path(rundir)}: damaged: {error}") from None

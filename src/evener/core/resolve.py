@@ -12,7 +12,7 @@ import msgspec
 from evener.core.corpus import Corpus, check_block, load_corpus
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.rundir import Checkpoint, RunDir, read_checkpoint
-from evener.core.shape import GPTShape, preset_shape
+from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
 
 MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
@@ -38,12 +38,7 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
     model = spec.model
-    overrides = {
-        field: getattr(model, field)
-        for field in ("num_layers", "num_heads", "width", "dropout")
-        if getattr(model, field) is not None
-    }
-    shape = preset_shape(model.model, corpus.vocab_size, model.block_size, **overrides)
+    shape = shape_of(spec, corpus.vocab_size)
     check_block(corpus, shape.block_size)
     if model.init_from is not None and not resume and not Path(model.init_from).is_file():
         raise UsageError(f"--init-from {model.init_from}: no such file")
@@ -60,6 +55,16 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
         raise UsageError(f"--out {rundir}: a file is in the way")
     _check_disk(rundir, shape, spec)
     return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
+
+
+def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
+    """The model's shape for a vocabulary, the preset's own if None; UsageError where no model can have it."""
+    model = spec.model
+    fields = ("num_layers", "num_heads", "width", "dropout")
+    overrides = {field: getattr(model, field) for field in fields if getattr(model, field) is not None}
+    if vocab_size is None and model.model in PRESETS:
+        vocab_size = PRESETS[model.model].vocab_size
+    return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
 
 
 def new_run_path(spec: RunSpec) -> str:

@@ -1,209 +1,165 @@
-"""What will it cost? Formulas, each with its source; nothing is measured here.
+"""What will a step cost on this cluster, with this strategy? From rates and wires to the parts of a step, rank by rank.
 
-n  ranks    S  bytes of a collective's buffer    α  seconds of a message    β  bytes a second, each direction
-γ  bytes a second that one thread adds to a buffer
+    a rank:   update ─▶ input ─▶ forward and backward of each micro-batch ─▶ (blocked until the others are there too)
+    wires:                                  └─ each collective starts when the last rank has what it sends, and the
+                                               collective before it has ended: start_i = max(ready_i, end_{i-1})
+
+The slowest rank's way and what remains of communication behind it are the step. On a CPU, communication also takes
+processor time from the computing that hides it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.shape import MLP_EXPANSION, GPTShape
+from evener.core.errors import UsageError
+from evener.core.prediction import Cluster, HostRates, Job, Option, RankCost
+from evener.core.step import StepCost
+from evener.plan.balance import equal_shares, micro_batch_sizes
+from evener.plan.collectives import backend_s, ring, sent_bytes
+from evener.plan.memory import memory
+from evener.plan.sync import BUILT, Exchange, Transfer, exchange, loss_penalty
+
+BACKWARD = 2 / 3  # of forward and backward: two matrix products where forward has one   [PaLM, appendix B]
+RECOMPUTED = 3 / 4  # where backward runs forward again
+ROUNDS = 4  # of the fixed point between stolen processor time and overlap: it converges by the overlap's share
 
 
-def ring_all_reduce_bytes(size_bytes: int, num_ranks: int) -> int:
-    """Bytes that each rank sends: 2(n-1)/n · S.   [Patarasuk & Yuan 2009]
+class _Times(msgspec.Struct, frozen=True):
+    """Of one rank, in seconds from the moment at which the step before released it."""
 
-    >>> ring_all_reduce_bytes(100, 1), ring_all_reduce_bytes(100, 2), ring_all_reduce_bytes(100, 4)
-    (0, 100, 150)
-    """
-    return round(2 * (num_ranks - 1) / num_ranks * size_bytes)
-
-
-def bus_factor(collective: Collective, num_ranks: int) -> float:
-    """busbw = factor · S/t: what a perfect algorithm sends through each rank's link.   [nccl-tests, PERFORMANCE.md]
-
-    >>> [bus_factor(collective, 4) for collective in ("all_reduce", "all_gather", "broadcast")]
-    [1.5, 0.75, 1.0]
-    """
-    share = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
-
-
-def sent_bytes(collective: Collective, size_bytes: float, num_ranks: int, backend: str = "gloo") -> float:
-    """Bytes that the busiest rank really sends.   [Gloo's and PyTorch's sources; measured by the kernel's counters]
-
-    All-reduce, all-gather and all-to-all send what they must. A broadcast of Gloo is a binomial tree: the root sends
-    the buffer ⌈log₂ n⌉ times, NCCL's ring sends it once. Reduce-scatter on Gloo is an all-reduce: twice the textbook.
-
-    >>> sent_bytes("reduce_scatter", 100, 2), sent_bytes("reduce_scatter", 100, 2, "nccl")
-    (100.0, 50.0)
-    >>> sent_bytes("broadcast", 100, 8), sent_bytes("broadcast", 100, 8, "nccl")
-    (300.0, 100.0)
-    """
-    factor = bus_factor(collective, num_ranks)
-    if backend == "gloo" and collective == "reduce_scatter":
-        factor = bus_factor("all_reduce", num_ranks)
-    if backend == "gloo" and collective == "broadcast":
-        factor = float(_rounds(num_ranks))
-    return factor * size_bytes
-
-
-def num_messages(collective: Collective, num_ranks: int, backend: str = "gloo") -> int:
-    """Messages that must follow one another: a ring's steps, a tree's rounds.   [Thakur et al. 2005]
-
-    >>> [num_messages(collective, 4) for collective in ("all_reduce", "all_gather", "broadcast", "all_to_all")]
-    [6, 3, 2, 1]
-    """
-    ring = num_ranks - 1
-    if collective == "all_reduce":
-        return 2 * ring
-    if collective == "reduce_scatter":
-        return 2 * ring if backend == "gloo" else ring
-    if collective == "broadcast":
-        return _rounds(num_ranks) if backend == "gloo" else ring
-    return ring if collective == "all_gather" else min(1, ring)  # all-to-all: every pair at the same time
-
-
-def reduced_bytes(collective: Collective, size_bytes: float, num_ranks: int) -> float:
-    """Bytes that each rank adds to its own in a ring: (n-1)/n · S where there is a sum, else 0.
-
-    >>> reduced_bytes("all_reduce", 100, 4), reduced_bytes("all_gather", 100, 4)
-    (75.0, 0.0)
-    """
-    return (num_ranks - 1) / num_ranks * size_bytes if collective in ("all_reduce", "reduce_scatter") else 0.0
-
-
-def collective_s(
-    collective: Collective,
-    size_bytes: float,
-    num_ranks: int,
-    *,
-    latency_s: float,
-    bandwidth_Bps: float,
-    sum_Bps: float = float("inf"),
-    backend: str = "gloo",
-) -> float:
-    """Seconds of a collective: messages·α + sent/β + reduced/γ.   [Thakur et al. 2005]
-
-    Latency, wire and sum one after the other: an upper bound where a backend overlaps them, as Gloo's segments do. But
-    Gloo's all-gather and all-to-all hardly send while they receive once a message outgrows the socket's buffers: they
-    take 2.0 times this with 2 ranks, 1.4 and 1.5 times with 3 (*measured* with 64 MiB, lab of 1 Gbit/s, torch 2.13,
-    2026-11-21).
-
-    >>> round(collective_s("all_reduce", 100_000_000, 2, latency_s=1e-3, bandwidth_Bps=125e6), 3)
-    0.802
-    """
-    return (
-        num_messages(collective, num_ranks, backend) * latency_s
-        + sent_bytes(collective, size_bytes, num_ranks, backend) / bandwidth_Bps
-        + reduced_bytes(collective, size_bytes, num_ranks) / sum_Bps
-    )
-
-
-class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one collective goes. The four sum to it."""
-
-    wire_s: float  # sent/β
-    latency_s: float  # of the smallest message: rounds, wake-ups, the backend's own work
-    reduction_s: float  # reduced/γ
-    rest_s: float  # what these three do not explain: negative where the backend overlaps them
+    begun_s: float  # update and input are done
+    compute_s: float
+    backward_s: float  # of it, the last micro-batch's backward
 
     @property
-    def total_s(self) -> float:
-        return self.wire_s + self.latency_s + self.reduction_s + self.rest_s
+    def computed_s(self) -> float:
+        return self.begun_s + self.compute_s
+
+    def ready_s(self, share: float) -> float:
+        """When so much of the last backward is over; when computing begins for a negative share."""
+        return self.begun_s if share < 0 else self.computed_s - (1 - share) * self.backward_s
 
 
-def split_collective(
-    collective: Collective,
-    size_bytes: float,
-    num_ranks: int,
-    *,
-    time_s: float,
-    latency_s: float,
-    bandwidth_Bps: float,
-    sum_Bps: float,
-    backend: str = "gloo",
-) -> Split:
-    """A measured time against its model: t = α-term + sent/β + reduced/γ + rest.
+def price(job: Job, cluster: Cluster, sync: str, *, shares: Sequence[int] | None = None, name: str = "") -> Option:
+    """What a step of the job costs on all hosts of the cluster.
 
-    The α-term, `latency_s`, is what the same collective takes at its smallest size, less that size's other two terms.
-
-    >>> split_collective("all_reduce", 100e6, 2, time_s=1.0, latency_s=0.01, bandwidth_Bps=125e6, sum_Bps=1e9)
-    Split(wire_s=0.8, latency_s=0.01, reduction_s=0.05, rest_s=0.13999999999999996)
+    `shares` are sequences of the global batch by rank, as equal as can be if None. A rank without a share waits.
+    UsageError where there are more ranks than sequences, or nobody knows the strategy.
     """
-    wire_s = sent_bytes(collective, size_bytes, num_ranks, backend) / bandwidth_Bps
-    reduction_s = reduced_bytes(collective, size_bytes, num_ranks) / sum_Bps
-    latency_s = max(0.0, min(latency_s, time_s - wire_s - reduction_s))
-    return Split(
-        wire_s=wire_s,
-        latency_s=latency_s,
-        reduction_s=reduction_s,
-        rest_s=time_s - wire_s - latency_s - reduction_s,
+    num_ranks = cluster.num_ranks
+    if shares is None:
+        if num_ranks > job.batch:
+            raise UsageError(
+                f"{num_ranks} ranks, more than the {job.batch} sequences of one batch",
+                hint=f"--batch {num_ranks} or more gives every rank something to do",
+            )
+        shares = equal_shares(job.batch, num_ranks)
+    assert (len(shares), sum(shares)) == (num_ranks, job.batch), shares
+    hosts = [cluster.host_of(rank) for rank in range(num_ranks)]
+    work = exchange(sync, job, num_ranks, max(shares))
+    wires = ring(cluster)
+    lasting_s = {size: backend_s(*size, wires, cluster.backend)
+                 for size in {(t.collective, t.size_bytes) for t in (*work.transfers, *work.after)}}  # fmt: skip
+    stolen_s = [0.0] * num_ranks
+    for _ in range(ROUNDS):
+        times = [_times(job, *of_rank) for of_rank in zip(hosts, shares, [work] * num_ranks, stolen_s, strict=True)]
+        spans = _spans(work, times, lasting_s)
+        stolen_s = [_stolen_s(host, own, work, spans, num_ranks, cluster.backend)
+                    for host, own in zip(hosts, times, strict=True)]  # fmt: skip
+        if not any(stolen_s):
+            break
+    last_s = max(own.computed_s for own in times)
+    in_flight_s = sum(end - start for start, end in spans) / work.every
+    if work.every > 1:
+        exposed_s = max(0.0, in_flight_s - last_s) if work.hidden else in_flight_s
+    else:
+        exposed_s = max(0.0, spans[-1][1] - last_s) if spans else 0.0
+    after_s = sum(lasting_s[transfer.collective, transfer.size_bytes] for transfer in work.after)
+    sent = sum(
+        sent_bytes(t.collective, t.size_bytes, num_ranks, cluster.backend) for t in (*work.transfers, *work.after)
+    )
+    ranks = []
+    for rank, (host, share, own) in enumerate(zip(hosts, shares, times, strict=True)):
+        update_s = host.update_s * work.update_share
+        sizes = micro_batch_sizes(share, job.micro_batch) if share else [0]
+        needs = memory(job.shape, sequences=max(sizes), dtype=job.dtype, recompute=job.recompute, sync=sync,
+                       num_ranks=num_ranks, device=host.device, accumulates=len(sizes) > 1)  # fmt: skip
+        ranks.append(
+            RankCost(
+                rank=rank,
+                host=host.name,
+                share=share,
+                cost=StepCost(
+                    data_s=host.data_s,
+                    compute_s=own.compute_s,
+                    exposed_sync_s=exposed_s + after_s,
+                    wait_s=last_s - own.computed_s,
+                    optimizer_s=update_s,
+                ),
+                sync_s=in_flight_s + after_s,
+                bytes=round(sent / work.every),
+                memory_bytes=needs.total,
+            )
+        )
+    step_s = last_s + exposed_s + after_s
+    penalty, source = loss_penalty(sync, job.shape.num_params(), num_ranks)
+    return Option(
+        name=name or sync,
+        sync=sync,
+        hosts=[host.name for host in cluster.hosts],
+        ranks=ranks,
+        step_s=step_s,
+        tokens_per_s=job.tokens / step_s,
+        speedup_vs_best_host=None,
+        bytes_per_rank=round(sent / work.every),
+        loss_penalty=penalty,
+        loss_source=source,
+        is_built=sync in BUILT and list(shares) == equal_shares(job.batch, num_ranks),
     )
 
 
-def _rounds(num_ranks: int) -> int:
-    return max(0, num_ranks - 1).bit_length()
-
-
-def training_traffic_bytes(shape: GPTShape, num_tokens: int, element_bytes: int = 4) -> float:
-    """Bytes that forward and backward of so many tokens move between memory and processor, if no cache helps.
-
-    *Assumption*: weights are read in forward and in backward, their gradients written: 3 passes in fp32. Each layer's
-    forward writes 18 activations of its width a token and reads as many (norms, q k v, attention's output, the MLP's
-    hidden layer before and after its activation, two residuals); backward does twice that. The logits are written and
-    read three times. The attention matrix stays in the cache (flash attention). Activations that fit in a cache cost
-    less, so this is an upper bound.
-
-    >>> from evener.core.shape import preset_shape
-    >>> round(training_traffic_bytes(preset_shape("d8", vocab_size=32768), 2048) / 1e9, 1)
-    5.7
-    """
-    activations = shape.num_layers * (10 + 2 * MLP_EXPANSION) * shape.width * 2 * 3
-    logits = shape.vocab_size * 2 * 3
-    matmul_params = shape.num_layers * (4 + 2 * MLP_EXPANSION) * shape.width**2 + shape.vocab_size * shape.width
-    return 3.0 * 4 * matmul_params + float(num_tokens) * element_bytes * (activations + logits)
-
-
-class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds a device: its arithmetic or its memory.   [Williams, Waterman & Patterson 2009]"""
-
-    arithmetic_s: float  # if only arithmetic took time
-    memory_s: float  # if only memory did, at most
-
-    @property
-    def bound_by(self) -> str:
-        """ "arithmetic" or "memory"."""
-        return "memory" if self.memory_s > self.arithmetic_s else "arithmetic"
-
-
-def roofline(shape: GPTShape, num_tokens: int, *, matmul_flops: float, copy_Bps: float, element_bytes: int) -> Roofline:
-    """Forward and backward of so many tokens against two measured rates.
-
-    >>> from evener.core.shape import preset_shape
-    >>> char = preset_shape("char", vocab_size=65)
-    >>> roofline(char, 4096, matmul_flops=1e11, copy_Bps=20e9, element_bytes=4).bound_by
-    'arithmetic'
-    """
-    return Roofline(
-        arithmetic_s=shape.flops_per_token() * num_tokens / matmul_flops,
-        memory_s=training_traffic_bytes(shape, num_tokens, element_bytes) / copy_Bps,
+def _times(job: Job, host: HostRates, share: int, work: Exchange, stolen_s: float) -> _Times:
+    """A rank by itself: what its share takes, and what the strategy and its communication add to it."""
+    sizes = micro_batch_sizes(share, job.micro_batch) if share else []
+    again = (1 - BACKWARD) / (1 - RECOMPUTED) if job.recompute else 1.0
+    passes = [again * (host.pass_s + size * job.shape.block_size / host.tokens_per_s) for size in sizes]
+    packing_s = work.moved_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
+    backward = (RECOMPUTED if job.recompute else BACKWARD) * (passes[-1] if passes else 0.0)
+    return _Times(
+        begun_s=host.update_s * work.update_share + host.data_s,
+        compute_s=sum(passes) + packing_s + stolen_s,
+        backward_s=backward + stolen_s,
     )
 
 
-# What torch.compile costs and gains on one rank. Measured on 2 cores of an AMD EPYC (Zen 4), 2026-11; the GPU's figures
-# are an assumption.
-COMPILE_S = {"cpu": 40.0, "cuda": 60.0}
-COMPILE_GAIN = {"cpu": 0.05, "cuda": 0.2}  # char 0.97 to 1.02 of eager, d6 1.07 to 1.12
-EAGER_FLOPS = {"cpu": 1e11, "cuda": 5e13}
+def _spans(
+    work: Exchange, times: Sequence[_Times], lasting_s: Mapping[tuple[Collective, float], float]
+) -> list[tuple[float, float]]:
+    """When each transfer starts and ends."""
+    spans: list[tuple[float, float]] = []
+    ended_s = 0.0
+    for transfer in work.transfers:
+        start_s = max(ended_s, *(own.ready_s(transfer.ready) for own in times))
+        ended_s = start_s + lasting_s[transfer.collective, transfer.size_bytes]
+        spans.append((start_s, ended_s))
+    return spans
 
 
-def compile_pays(flops: float, device: str) -> bool:
-    """Is the time that torch.compile saves on a run of so many FLOPs on one rank twice what compiling takes?
+def _stolen_s(host: HostRates, own: _Times, work: Exchange, spans: Sequence[tuple[float, float]], num_ranks: int,
+              backend: str) -> float:  # fmt: skip
+    """Seconds by which computing grows because transfers beside it took processor time."""
+    if host.device != "cpu" or not host.sync_Bps or not host.cpus or work.every > 1:
+        return 0.0
+    beside = 0.0
+    for transfer, (start_s, end_s) in zip(work.transfers, spans, strict=True):
+        share = (min(end_s, own.computed_s) - start_s) / (end_s - start_s) if end_s > start_s else 0.0
+        beside += max(0.0, share) * _sent(transfer, num_ranks, backend)
+    return beside / host.sync_Bps / host.cpus
 
-    >>> compile_pays(1e12, "cpu"), compile_pays(1e15, "cpu")
-    (False, True)
-    """
-    return flops / EAGER_FLOPS[device] * COMPILE_GAIN[device] > 2 * COMPILE_S[device]
+
+def _sent(transfer: Transfer, num_ranks: int, backend: str) -> float:
+    return sent_bytes(transfer.collective, transfer.size_bytes, num_ranks, backend)

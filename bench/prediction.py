@@ -1,0 +1,147 @@
+"""How near is a prediction? Emulated hosts, each lab probed afresh, then trained on; predicted beside measured.
+
+    python bench/prediction.py [--out FILE.json] [--only TEXT] [--steps N]
+
+{100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × every strategy that train knows.
+Bytes are compared with the kernel's counters of each host's interface, read at the same place of two steps.
+Needs Linux, root and an idle machine: about half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from evener.core.plan import read_plan, read_prediction
+from evener.core.rundir import RunDir
+from evener.core.step import PARTS
+from evener.lab.lab import Lab
+from evener.lab.spec import HostSpec, LabSpec
+from evener.report.summary import summarize
+
+CPUS = {2: 0.9, 3: 0.6}  # of a host, so that all together leave the machine some air
+BATCH = 24  # sequences: 12 or 8 a rank
+WARMUP = 3
+
+
+def evener(folder: Path, *args: str) -> str:
+    argv = [sys.executable, "-c", "from evener.cli.main import main; main()", *args]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def grid() -> list[tuple[str, int, bool]]:
+    return [(rate, hosts, equal) for rate in ("1Gbit", "100Mbit") for hosts in (2, 3) for equal in (True, False)]
+
+
+def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int) -> list[dict[str, Any]]:
+    cpus = CPUS[num_hosts]
+    hosts = {name: HostSpec(rate=rate, cpus=cpus if equal or name != "bc"[num_hosts - 2] else cpus / 2)
+             for name in "abc"[:num_hosts]}  # fmt: skip
+    fleet = folder / "fleet.toml"
+    lab = Lab.up(LabSpec(name=f"grid{num_hosts}", hosts=hosts), out=fleet)
+    try:
+        evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3")
+        evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one")
+        return [one_run(lab, folder, fleet, rate, num_hosts, equal, accumulation, steps) for accumulation in (1, 4)]
+    finally:
+        lab.down()
+
+
+def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equal: bool, accumulation: int,
+            steps: int) -> dict[str, Any]:  # fmt: skip
+    out = folder / f"{rate}-{num_hosts}-{'equal' if equal else 'half'}-{accumulation}"
+    micro_batch = BATCH // num_hosts // accumulation
+    flags = ["--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
+    flags += ["--eval-every", "0", "--eval-tokens", "256", "--checkpoint-every", "0"]
+    flags += ["--data", str(folder / "corpus"), "--out", str(out)]
+    evener(folder, "train", "--fleet", str(fleet), "--detach", *flags)
+    rundir = RunDir(out)
+    counts = _count_bytes(lab, rundir, (WARMUP, steps - 2))
+    evener(folder, "logs", "-f", str(out))
+    prediction = read_prediction(rundir)
+    assert prediction is not None
+    option, summary = prediction.option(prediction.chosen), summarize(rundir)
+    sent = {rank.host: rank.bytes for rank in option.ranks}
+    bytes_off = max(abs(sent[name] / measured - 1) for name, measured in counts.items())
+    slow = option.slowest
+    measured = summary.ranks[slow.rank].typical
+    return {
+        "rate": rate,
+        "hosts": num_hosts,
+        "equal": equal,
+        "accumulation": accumulation,
+        "sync": option.sync,
+        "predicted_s": option.step_s,
+        "measured_s": summary.step_p50_s,
+        "off": option.step_s / (summary.step_p50_s or 1) - 1,
+        "bytes_off": bytes_off,
+        "predicted": {part: getattr(slow.cost, part) for part in PARTS} | {"sync_s": slow.sync_s},
+        "measured": {part: getattr(measured, part) for part in PARTS} | {"sync_s": summary.ranks[slow.rank].sync_s},
+        "ranks": [
+            {part: getattr(rank.typical, part) for part in PARTS} | {"cpus": rank.cpus} for rank in summary.ranks
+        ],
+        "predicted_ranks": [{part: getattr(rank.cost, part) for part in PARTS} for rank in option.ranks],
+    }
+
+
+def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, float]:
+    """Bytes that each host sent in a step: a step's record is written when the next one begins, while all compute."""
+    rank0 = Path(read_plan(rundir).hosts[0].run) / "steps" / "rank-0.jsonl"
+    names = [host.name for host in read_plan(rundir).hosts]
+    seen = []
+    for step in steps:
+        deadline = time.monotonic() + 600
+        while not rank0.exists() or rank0.read_bytes().count(b"\n") <= step:
+            assert time.monotonic() < deadline, f"step {step} does not come"
+            time.sleep(0.01)
+        seen.append({name: lab.host(name).interface_counters().tx_bytes for name in names})
+    return {name: (seen[1][name] - seen[0][name]) / (steps[1] - steps[0]) for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--steps", type=int, default=14)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="evener-grid-") as name:
+        folder = Path(name)
+        evener(folder, "data", "verbs", "--out", str(folder / "corpus"))
+        for rate, hosts, equal in grid():
+            title = f"{rate} {hosts} hosts {'equal' if equal else '1 : 0.5'}"
+            if args.only not in title:
+                continue
+            for row in one_lab(folder, rate, hosts, equal, args.steps):
+                rows.append(row)
+                parts = "  ".join(
+                    f"{part.removesuffix('_s')} {row['predicted'][part]:.2f}/{row['measured'][part] or 0:.2f}"
+                    for part in ("compute_s", "exposed_sync_s", "optimizer_s", "sync_s")
+                )
+                steps = (
+                    f"{row['predicted_s']:6.2f} s predicted, {row['measured_s']:6.2f} s measured, {row['off']:+6.1%}"
+                )
+                print(
+                    f"{title:26} ×{row['accumulation']}  {steps}; bytes {row['bytes_off']:.2%} off   {parts}",
+                    flush=True,
+                )
+            (folder / "fleet.toml").unlink(missing_ok=True)
+    off = [abs(row["off"]) for row in rows]
+    print(f"step: median {statistics.median(off):.1%} off, worst {max(off):.1%}; "
+          f"bytes: worst {max(row['bytes_off'] for row in rows):.2%} off")  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

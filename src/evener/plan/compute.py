@@ -1,0 +1,73 @@
+"""What bounds computing on a device, its arithmetic or its memory, and does compiling pay?"""
+
+from __future__ import annotations
+
+import msgspec
+
+from evener.core.shape import MLP_EXPANSION, GPTShape
+
+MATMUL_SHARE = (
+    0.5  # of a device's matrix products' speed that a whole model reaches: *assumption*; measured on 2 cores of
+)
+# an AMD EPYC: char 0.47 in bf16 and 0.85 in fp32
+
+
+def training_traffic_bytes(shape: GPTShape, num_tokens: int, element_bytes: int = 4) -> float:
+    """Bytes that forward and backward of so many tokens move between memory and processor, if no cache helps.
+
+    *Assumption*: weights are read in forward and in backward, their gradients written: 3 passes in fp32. Each layer's
+    forward writes 18 activations of its width a token and reads as many (norms, q k v, attention's output, the MLP's
+    hidden layer before and after its activation, two residuals); backward does twice that. The logits are written and
+    read three times. The attention matrix stays in the cache (flash attention). Activations that fit in a cache cost
+    less, so this is an upper bound.
+
+    >>> from evener.core.shape import preset_shape
+    >>> round(training_traffic_bytes(preset_shape("d8", vocab_size=32768), 2048) / 1e9, 1)
+    5.7
+    """
+    activations = shape.num_layers * (10 + 2 * MLP_EXPANSION) * shape.width * 2 * 3
+    logits = shape.vocab_size * 2 * 3
+    matmul_params = shape.num_layers * (4 + 2 * MLP_EXPANSION) * shape.width**2 + shape.vocab_size * shape.width
+    return 3.0 * 4 * matmul_params + float(num_tokens) * element_bytes * (activations + logits)
+
+
+class Roofline(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds a device: its arithmetic or its memory.   [Williams, Waterman & Patterson 2009]"""
+
+    arithmetic_s: float  # if only arithmetic took time
+    memory_s: float  # if only memory did, at most
+
+    @property
+    def bound_by(self) -> str:
+        """ "arithmetic" or "memory"."""
+        return "memory" if self.memory_s > self.arithmetic_s else "arithmetic"
+
+
+def roofline(shape: GPTShape, num_tokens: int, *, matmul_flops: float, copy_Bps: float, element_bytes: int) -> Roofline:
+    """Forward and backward of so many tokens against two measured rates.
+
+    >>> from evener.core.shape import preset_shape
+    >>> char = preset_shape("char", vocab_size=65)
+    >>> roofline(char, 4096, matmul_flops=1e11, copy_Bps=20e9, element_bytes=4).bound_by
+    'arithmetic'
+    """
+    return Roofline(
+        arithmetic_s=shape.flops_per_token() * num_tokens / matmul_flops,
+        memory_s=training_traffic_bytes(shape, num_tokens, element_bytes) / copy_Bps,
+    )
+
+
+# What torch.compile costs and gains on one rank. Measured on 2 cores of an AMD EPYC (Zen 4), 2026-11; the GPU's figures
+# are an assumption.
+COMPILE_S = {"cpu": 40.0, "cuda": 60.0}
+COMPILE_GAIN = {"cpu": 0.05, "cuda": 0.2}  # char 0.97 to 1.02 of eager, d6 1.07 to 1.12
+EAGER_FLOPS = {"cpu": 1e11, "cuda": 5e13}
+
+
+def compile_pays(flops: float, device: str) -> bool:
+    """Is the time that torch.compile saves on a run of so many FLOPs on one rank twice what compiling takes?
+
+    >>> compile_pays(1e12, "cpu"), compile_pays(1e15, "cpu")
+    (False, True)
+    """
+    return flops / EAGER_FLOPS[device] * COMPILE_GAIN[device] > 2 * COMPILE_S[device]

@@ -1,0 +1,265 @@
+"""How much memory does a rank need? What is held at the worst moment of a step, by cause.
+
+    W  bytes of the weights in fp32    N  tokens of a micro-batch    T  positions    C  width    H  heads
+    V  vocabulary    e  bytes of an element of the arithmetic: 4 in fp32, 2 in bf16 and fp16
+
+The moments of a step are walked through: the end of forward, the gradient of the logits, backward through each block,
+the last gradient. What counts is the one at which gradients and activations together are most; weights and AdamW's two
+moments are there at all of them. Clipping and the fused update need nothing of their own (*measured*, torch 2.13: the
+profiler sees no allocation of more than a scalar there), neither does writing a checkpoint.
+
+What autograd saves was read off `torch.autograd.graph.saved_tensors_hooks` over `evener.worker.model`, each storage
+counted once; the moments were read off the profiler's memory events (torch 2.13, CPU, 2026-11-21). On a GPU nothing of
+this was measured: there the formulas are an *assumption*. A compiled model keeps less, and its compiler takes more.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.core.shape import MLP_EXPANSION, GPTShape
+
+FP32 = 4
+# Resident bytes of a process with a model of next to nothing: interpreter, torch, our worker, a group. CPU: *measured*,
+# 331 MB of one rank of tiny; 229 MB of it are there after `import torch`, 77 MB more once a model is built, for which
+# torch imports what knows the meta device (torch 2.13 for CPUs, Linux x86-64, 2026-11-21). GPU, its context and
+# kernels: an *assumption*; torch.cuda.max_memory_allocated, which a run records there, does not count them.
+BASE_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
+STRIP_ROWS = 128  # of attention with dropout on a CPU, as in evener.worker.model
+BUCKET_BYTES = 25 << 20  # DDP's cap; a larger gradient has a bucket of its own
+
+BF16_BYTES = 12_000_000  # more, once a product ran in bf16 on a CPU: oneDNN's kernels (*measured*, as above)
+
+# glibc maps blocks of 32 MiB and more one by one and gives them back. Smaller ones come from a heap as soon as some
+# were freed, and what a step allocates does not fit the holes that other sizes left. *Measured* (glibc 2.36, 2026-11):
+# with MALLOC_MMAP_THRESHOLD_=131072, which has smaller blocks mapped too, the peaks of 16 runs were the sum of the
+# other causes within 1 %. Without it the small blocks that a step allocates and frees took 0.13 to 1.8 of their size
+# more in 25 runs of char, gpt2, d4 and d8, median 0.56; of char no more after 25 steps than after 8. A *fit*, then: no
+# theory says how much.
+MAPPED_BYTES = 32 << 20
+HOLES = 0.55
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one rank at the worst moment of a step, by cause."""
+
+    weights: int
+    gradients: int
+    optimizer: int  # AdamW's two moments
+    activations: int  # what autograd saved, cast copies of weights, logits and their gradient, backward's temporaries
+    buckets: int  # beside the gradients, which are views into DDP's buckets
+    sync: int  # what the strategy adds: error feedback, anchors, gathered layers
+    heap: int  # free, but held by the allocator between blocks in use
+    base: int  # the process without a model
+
+    @property
+    def total(self) -> int:
+        """All of it: what the kernel calls the peak resident set; on a GPU what is taken of its memory."""
+        return sum(getattr(self, field) for field in self.__struct_fields__)
+
+
+def memory(
+    shape: GPTShape,
+    *,
+    sequences: int,
+    dtype: Literal["fp32", "bf16", "fp16"],
+    recompute: bool,
+    sync: str,
+    num_ranks: int,
+    device: str = "cpu",
+    accumulates: bool = False,
+) -> Memory:
+    """Peak of a rank whose largest micro-batch has so many sequences.
+
+    `accumulates`: more than one micro-batch a step, so that gradients are held while the next one runs. Under DDP they
+    always are. Raises UsageError for a sync that does not exist.
+
+    >>> from evener.core.shape import preset_shape
+    >>> gpt2 = preset_shape("gpt2", vocab_size=50257, block_size=256)
+    >>> need = memory(gpt2, sequences=1, dtype="fp32", recompute=False, sync="none", num_ranks=1)
+    >>> need.weights, need.optimizer == 2 * need.weights
+    (495399936, True)
+    """
+    name, rank = _parse(sync)
+    weights = FP32 * shape.num_params()
+    gradients_held = accumulates or name not in ("none", "fsdp", "diloco")
+    micro_batch = _MicroBatch(shape, sequences, 4 if dtype == "fp32" else 2, device)
+    moments = micro_batch.moments(recompute, gradients_held)
+    worst = max(moments, key=_Moment.total)
+    gradients, activations = sum(worst.gradients), sum(worst.activations)
+    recycled = max(_on_heap(moment.activations) for moment in moments) + _on_heap(_gradients(shape))
+    heap = int(HOLES * recycled) if device == "cpu" else 0
+    extra = buckets = 0
+    optimizer = 2 * weights
+    if name in ("bf16", "int8", "int4"):
+        compressed = {"bf16": 2, "int8": 1, "int4": 0.5}[name] / FP32
+        buckets = int(max(min(BUCKET_BYTES, weights), *_gradients(shape)) * compressed)  # one in flight
+        extra = weights if name != "bf16" else 0  # what was rounded off, kept for the next step
+    elif name == "powersgd":
+        extra = weights + FP32 * rank * sum(rows + columns for rows, columns in _matrices(shape))
+    elif name == "ddp+sparse":
+        tables = 1 + sum(map(shape.has_value_embedding, range(shape.num_layers)))
+        extra = num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # everybody's touched rows
+    elif name == "zero1":
+        optimizer //= num_ranks
+    elif name == "diloco":
+        extra = 2 * weights + (weights if ":int4" in sync else 0)  # anchor, outer momentum; error feedback
+        extra += weights // shape.num_layers if sync.endswith(":streamed") else weights  # the difference being averaged
+    elif name == "fsdp":
+        root, block = _root_bytes(shape), max(sum(_block_gradients(shape, layer)) for layer in range(shape.num_layers))
+        extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered
+        gradients = min(gradients, weights)
+        weights, gradients, optimizer = weights // num_ranks, gradients // num_ranks, optimizer // num_ranks
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        buckets=buckets,
+        sync=extra,
+        heap=heap,
+        base=BASE_BYTES[device] + (BF16_BYTES if device == "cpu" and dtype != "fp32" else 0),
+    )
+
+
+def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, device: str = "cpu") -> list[int]:
+    """Sizes of the tensors that autograd keeps of one block from forward to backward, cast copies of weights apart.
+
+    In fp32, bytes a token of width C: both norms keep what enters (4 each) and their statistics; the products keep what
+    enters (qkv 4, up 4, down 16), attention its q, k, v and output (16), GELU what enters (16): 64·C, and H + 4
+    numbers.
+
+    >>> from evener.core.shape import preset_shape
+    >>> tiny = preset_shape("tiny", vocab_size=256)
+    >>> sum(saved(tiny, 0, 1, 4)) == 4 * (16 * tiny.width + tiny.num_heads + 4)
+    True
+    """
+    N, e, C, H, T = num_tokens, element_bytes, shape.width, shape.num_heads, shape.block_size
+    narrow, stream, hidden = e * N * C, FP32 * N * C, e * N * MLP_EXPANSION * C
+    statistics = [FP32 * N] * (2 if shape.norm == "layernorm" else 1)
+    mask = [] if shape.dropout == 0 else [narrow if device == "cpu" else N * C]
+    norms = [stream, *statistics] * 2
+    mlp = [narrow, hidden, hidden, *mask]
+    attention = [narrow, narrow, *mask]  # what enters qkv, what enters out
+    if shape.qk_norm:
+        attention += [stream, FP32 * N * H] * 2  # in fp32: autocast keeps norms out of bf16
+    if shape.dropout and device == "cpu":  # strip by strip the scores after softmax, the mask, their product
+        for start in range(0, T, STRIP_ROWS):
+            end = min(start + STRIP_ROWS, T)
+            attention += [e * N // T * H * (end - start) * end] * 3
+        attention += [narrow] * 3  # q, k, v
+    else:
+        alone = shape.has_value_embedding(layer)  # else v is a view, and keeps the memory of q, k, v together
+        changed = shape.positions == "rotary" or shape.qk_norm
+        attention += [narrow if alone else 3 * narrow, *([narrow] * 2 if changed else [2 * narrow] * alone)]
+        attention.append(FP32 * N * H)  # the sums of softmax
+    return norms + attention + mlp
+
+
+class _Moment(msgspec.Struct, frozen=True):
+    """What is held besides weights and optimizer: sizes of tensors."""
+
+    gradients: list[int]
+    activations: list[int]
+
+    def total(self) -> int:
+        return sum(self.gradients) + sum(self.activations)
+
+
+class _MicroBatch:
+    """One forward and backward."""
+
+    def __init__(self, shape: GPTShape, sequences: int, element_bytes: int, device: str) -> None:
+        self.shape, self.N, self.e, self.device = shape, sequences * shape.block_size, element_bytes, device
+
+    def moments(self, recompute: bool, gradients_held: bool) -> list[_Moment]:
+        """In their order. Gradients that are held stand for a copy to which those of this backward are added."""
+        shape, N, e = self.shape, self.N, self.e
+        C, V, layers = shape.width, shape.vocab_size, range(shape.num_layers)
+        stream, logits, table = FP32 * N * C, FP32 * N * V, FP32 * V * C
+        casts = [e * C * C * factor for factor in (3, 1, MLP_EXPANSION, MLP_EXPANSION)] if e < FP32 else []
+        inside = [saved(shape, layer, N, e, self.device) + casts for layer in layers]
+        during = [[stream, *casts] for _ in layers] if recompute else inside  # until forward and autocast end
+        after = [[stream] for _ in layers] if recompute else inside
+        start = [stream] * ((shape.norm == "rmsnorm") + (shape.dropout > 0))
+        head = [stream, e * N * C, *([e * V * C] if e < FP32 else [])]
+        held = _gradients(shape) if gradients_held else []
+
+        end_of_forward = [*start, *_flat(during), *head, e * N * V, *([logits] if e < FP32 else []), logits]
+        of_logits = [*start, *_flat(after), *head, *[logits] * 3]  # log-softmax, its gradient, the logits' gradient
+        of_head = [*start, *_flat(after), *head, e * N * V, *([e * V * C] if e < FP32 else [])]
+        moments = [
+            _Moment(held, end_of_forward),
+            _Moment(held, of_logits),
+            _Moment(held or [table], [*of_head, *([table] if held else [])]),
+        ]
+        gradients = [table]
+        for layer in reversed(layers):
+            waiting = [table] if held and shape.tied_head else []  # the head's, until the embedding's is there
+            activations = [*start, *_flat(after[:layer]), *inside[layer], *waiting, *self._temporaries()]
+            moments.append(_Moment(held or gradients, activations))
+            gradients = [*gradients, *_block_gradients(shape, layer)]
+        copies = (2 if e == FP32 else 1) if shape.tied_head else 0  # head's and embedding's, and in fp32 their sum
+        moments.append(_Moment(_gradients(shape), [stream, *[table] * (copies + bool(held))]))
+        return moments
+
+    def _temporaries(self) -> list[int]:
+        """Of backward through an MLP, less what it has let go by then."""
+        N, C, e, hidden = self.N, self.shape.width, self.e, MLP_EXPANSION * self.shape.width
+        masked = [e * N * C] if self.shape.dropout else []
+        product = [FP32 * N * C, *masked, e * N * hidden, FP32 * C * hidden]
+        powers = 3 if self.shape.activation == "relu2" else 1  # 2·relu(x) · gradient, step by step
+        return max(product, [FP32 * N * C, *[e * N * hidden] * powers], key=sum)
+
+
+def _on_heap(sizes: list[int]) -> int:
+    return sum(size for size in sizes if size < MAPPED_BYTES)
+
+
+def _flat(lists: list[list[int]]) -> list[int]:
+    return [size for one in lists for size in one]
+
+
+def _matrices(shape: GPTShape) -> list[tuple[int, int]]:
+    tables = 1 + (not shape.tied_head) + sum(map(shape.has_value_embedding, range(shape.num_layers)))
+    positions = [(shape.block_size, shape.width)] if shape.positions == "learned" else []
+    return [(shape.vocab_size, shape.width)] * tables + positions + _block_matrices(shape) * shape.num_layers
+
+
+def _block_matrices(shape: GPTShape) -> list[tuple[int, int]]:
+    C, hidden = shape.width, MLP_EXPANSION * shape.width
+    return [(3 * C, C), (C, C), (hidden, C), (C, hidden)]
+
+
+def _block_gradients(shape: GPTShape, layer: int) -> list[int]:
+    groups = shape.params_by_group()
+    matrices = [FP32 * rows * columns for rows, columns in _block_matrices(shape)]
+    vectors = FP32 * (groups["attention"] + groups["MLP"]) // shape.num_layers - sum(matrices)
+    table = [FP32 * shape.vocab_size * shape.width] if shape.has_value_embedding(layer) else []
+    return [*matrices, vectors + FP32 * 2 * groups["norms"] // (2 * shape.num_layers + 1), *table]
+
+
+def _gradients(shape: GPTShape) -> list[int]:
+    """Sizes of the gradients of all parameters, vectors together."""
+    matrices = [FP32 * rows * columns for rows, columns in _matrices(shape)]
+    return [*matrices, FP32 * shape.num_params() - sum(matrices)]
+
+
+def _root_bytes(shape: GPTShape) -> int:
+    groups = shape.params_by_group()
+    return FP32 * (groups["token embeddings"] + groups["position embeddings"] + groups["head"])
+
+
+_SYNC = re.compile(r"(none|ddp|ddp\+sparse|bf16|int8|int4|fsdp|zero1|powersgd:(?P<rank>[1-9]\d*)|"
+                   r"diloco:[1-9]\d*(:int[48])?(:streamed)?)")  # fmt: skip
+
+
+def _parse(sync: str) -> tuple[str, int]:
+    match = _SYNC.fullmatch(sync)
+    if match is None:
+        raise UsageError(f'unknown sync "{sync}"', hint="ddp, int8, powersgd:4, fsdp, diloco:100 …")
+    return sync.partition(":")[0], int(match["rank"] or 0)

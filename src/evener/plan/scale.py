@@ -1,0 +1,291 @@
+"""With this step on one rank, what do 1, 2, 4, … 4096 ranks give?
+
+n  ranks    N  nodes    k  ranks of a node    S  bytes    α  seconds of a message    β  bytes a second
+
+A step is as long as that of its slowest rank, so what a rank's compute time varies by costs more the more ranks there
+are; communication grows by its latencies; and of a thousand nodes one fails every few hours. Expectations are
+integrals, not samples: the same scenario gives the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.core.prediction import Wire
+from evener.core.step import StepCost
+from evener.plan.balance import equal_shares, micro_batch_sizes
+from evener.plan.collectives import lap_s, pipelined_s
+from evener.plan.goodput import checkpoint_interval_s, useful_share
+from evener.plan.sync import BUCKET_BYTES
+
+LIMITS: list[tuple[str, Callable[[float], bool], str]] = [
+    ("compute_s slow_factor", lambda x: 0 < x < math.inf, "more than 0"),
+    ("sequences micro_batch sequence_tokens per_node", lambda x: x >= 1, "at least 1"),
+    ("sum_Bps mtbf_s inner.bandwidth_Bps outer.bandwidth_Bps", lambda x: x > 0, "more than 0"),
+    ("update_s gradient_bytes checkpoint_s restart_s", lambda x: 0 <= x < math.inf, "0 or more"),
+    ("inner.latency_s outer.latency_s", lambda x: 0 <= x < math.inf, "0 or more"),
+    ("jitter", lambda x: 0 <= x <= 3, "between 0 and 3"),
+    ("backward_share slow_share", lambda x: 0 <= x <= 1, "between 0 and 1"),
+]
+INTERVALS = 512  # of a trapezoid rule over a function that fades at both ends: the error falls exponentially
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's step, and what happens when there are more. Ranks fill a node before the next one is used."""
+
+    compute_s: float  # forward and backward of one rank alone: its mean
+    sequences: int  # of its step
+    micro_batch: int  # largest number of them in one backward; the last backward alone hides communication
+    sequence_tokens: int
+    update_s: float = 0.0
+    backward_share: float = 2 / 3  # of compute_s: two matrix products where forward has one   [PaLM, appendix B]
+    gradient_bytes: int  # reduced once a step
+    buckets: list[tuple[int, float]] = []  # (bytes, share of backward when it is there), see plan.sync.buckets;
+    # empty: DDP's 25 MiB each, ready evenly over backward
+    per_node: int = 8
+    inner: Wire  # between two ranks of a node
+    outer: Wire  # between two nodes: all that a node has, so eight adapters of 50 GB/s are 400 GB/s
+    sum_Bps: float = math.inf  # γ; infinite where sums are hidden behind the transfer, as NCCL's are
+    has_trees: bool = True  # NCCL takes a tree where that is faster; Gloo has rings alone
+    overlap: bool = True
+    jitter: float = 0.0  # coefficient of variation of a rank's compute time from step to step; lognormal
+    slow_share: float = 0.0  # a rank is slow for good with this probability …
+    slow_factor: float = 1.0  # … and then takes so many times as long
+    kind: Literal["weak", "strong"] = "weak"  # each rank keeps its sequences, or all ranks share them
+    mtbf_s: float | None = None  # mean time between failures of one node; None: nothing fails
+    checkpoint_s: float = 0.0  # the run stands still while it saves
+    restart_s: float = 0.0  # from a failure to the first step after it
+    assumed: list[str] = []  # sentences: what nobody measured
+
+    def check(self) -> None:
+        """Raise UsageError for a scenario that cannot be."""
+        given = msgspec.structs.asdict(self) | {"mtbf_s": math.inf if self.mtbf_s is None else self.mtbf_s}
+        for name, wire in (("inner", self.inner), ("outer", self.outer)):
+            given |= {f"{name}.latency_s": wire.latency_s, f"{name}.bandwidth_Bps": wire.bandwidth_Bps}
+        for names, fits, hint in LIMITS:
+            for name in names.split():
+                if not fits(given[name]):
+                    raise UsageError(f"{name} is {given[name]:g}", hint=f"it must be {hint}")
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """What so many ranks give."""
+
+    ranks: int
+    nodes: int
+    share: int  # sequences of the rank that takes most
+    cost: StepCost  # of the mean rank in the mean step; wait_s = E[slowest rank's compute] - E[a rank's compute]
+    step_p50_s: float
+    step_p95_s: float
+    sync_s: float  # all-reduces in flight, hidden or not
+    algorithm: str  # of most bytes: "none", "ring" or "tree"
+    tokens_per_s: float
+    efficiency: float  # tokens/s of a rank against one rank alone
+    useful: float  # share of the time that remains, with failures, restarts, lost work and checkpoints
+    goodput: float  # efficiency · useful
+    mtbf_s: float | None  # of all nodes together
+    checkpoint_every_s: float | None  # the interval that loses least
+
+    @property
+    def step_s(self) -> float:
+        """The mean step."""
+        return self.cost.total_s
+
+
+def scale(scenario: Scenario, counts: Sequence[int]) -> list[Point]:
+    """A point for each number of ranks. UsageError where one is not positive or the scenario cannot be."""
+    scenario.check()
+    if any(num < 1 for num in counts):
+        raise UsageError(f"{min(counts)} ranks", hint="at least one rank trains")
+    alone = _point(scenario, 1, None)
+    return [_point(scenario, num, alone.tokens_per_s) for num in counts]
+
+
+def _point(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None) -> Point:
+    shares = (
+        equal_shares(scenario.sequences, num_ranks) if scenario.kind == "strong" else [scenario.sequences] * num_ranks
+    )
+    nodes = -(-num_ranks // scenario.per_node)
+    slowest = _slowest(scenario, shares)
+    transfers = _transfers(scenario, num_ranks)
+    last_pass = micro_batch_sizes(shares[0], scenario.micro_batch)[-1] / shares[0]
+
+    def exposed_s(compute_s: float) -> float:
+        backward_s = scenario.backward_share * last_pass * compute_s if scenario.overlap else 0.0
+        return exposed(transfers, backward_s)
+
+    mean_compute_s = scenario.compute_s * sum(shares) / num_ranks / scenario.sequences
+    mean_compute_s *= 1 + scenario.slow_share * (scenario.slow_factor - 1)
+    slowest_s = max(mean_compute_s, slowest.mean())
+    cost = StepCost(
+        data_s=0.0,
+        compute_s=mean_compute_s,
+        exposed_sync_s=exposed_s(slowest_s),
+        wait_s=slowest_s - mean_compute_s,
+        optimizer_s=scenario.update_s,
+    )
+    p50_s, p95_s = (at + exposed_s(at) + scenario.update_s for at in (slowest.quantile(0.5), slowest.quantile(0.95)))
+    tokens_per_s = sum(shares) * scenario.sequence_tokens / cost.total_s
+    efficiency = tokens_per_s / num_ranks / alone_tokens_per_s if alone_tokens_per_s else 1.0
+    mtbf_s = scenario.mtbf_s / nodes if scenario.mtbf_s else None
+    every_s = None if mtbf_s is None else checkpoint_interval_s(scenario.checkpoint_s, mtbf_s, cost.total_s)
+    useful = 1.0
+    if mtbf_s is not None and every_s is not None:
+        useful = useful_share(every_s, scenario.checkpoint_s, scenario.restart_s, mtbf_s)
+    kinds = [algorithm for _, _, algorithm in transfers]
+    return Point(
+        ranks=num_ranks,
+        nodes=nodes,
+        share=shares[0],
+        cost=cost,
+        step_p50_s=p50_s,
+        step_p95_s=p95_s,
+        sync_s=math.fsum(time_s for _, time_s, _ in transfers),
+        algorithm=max(sorted(set(kinds)), key=kinds.count) if kinds else "none",
+        tokens_per_s=tokens_per_s,
+        efficiency=efficiency,
+        useful=useful,
+        goodput=efficiency * useful,
+        mtbf_s=mtbf_s,
+        checkpoint_every_s=every_s,
+    )
+
+
+# Communication
+
+
+def all_reduce_s(size_bytes: float, num_ranks: int, scenario: Scenario) -> tuple[float, str]:
+    """Seconds of one all-reduce, and "ring" or "tree": the faster of NCCL's two. Both go through a node's k ranks.
+
+    Latencies are about 2(n-N)·α_inner + 2(N-1)·α_outer of the ring, 2(k-1)·α_inner + 2·⌈log₂N⌉·α_outer of the tree; the
+    ring sends 2(n-1)/n · S, the tree 2S and has a pipe to fill (`lap_s`, `pipelined_s`). Chunks are in all links at
+    once, so the slowest sets the pace, and a node sends what one rank does. Published: 4 nodes of 8 B200 with 400 GB/s
+    each reach a busbw of 382 GB/s; this gives 400, two levels one after the other 340 (NVLink of 900 GB/s).
+    [NCCL, src/graph/tuning.cc; Sanders, Speck & Träff 2009 for its pair of binary trees]
+
+    >>> fabric = Scenario(compute_s=1, sequences=1, micro_batch=1, sequence_tokens=1, gradient_bytes=0,
+    ...     inner=Wire(latency_s=0, bandwidth_Bps=900e9), outer=Wire(latency_s=10e-6, bandwidth_Bps=400e9))
+    >>> [(round(time_s * 1e3, 2), name) for time_s, name in (all_reduce_s(25e6, n, fabric) for n in (8, 16, 4096))]
+    [(0.05, 'ring'), (0.16, 'ring'), (0.59, 'tree')]
+    """
+    n, k, nodes = num_ranks, min(num_ranks, scenario.per_node), -(-num_ranks // scenario.per_node)
+    crossing = nodes if nodes > 1 else 0
+
+    def links(sum_Bps: float) -> list[Wire]:
+        """Of the ring, where what arrives is added as it comes."""
+        inner, outer = (
+            Wire(latency_s=wire.latency_s, bandwidth_Bps=min(wire.bandwidth_Bps, sum_Bps))
+            for wire in (scenario.inner, scenario.outer)
+        )
+        return [inner] * (n - crossing) + [outer] * crossing
+
+    adding = links(scenario.sum_Bps)
+    ring_s = lap_s(adding, size_bytes / n) + lap_s(links(math.inf), size_bytes / n)
+    if not scenario.has_trees:
+        return ring_s, "ring"
+    within, across = 2 * (k - 1), 2 * (nodes - 1).bit_length()
+    alpha_s = (within * scenario.inner.latency_s + across * scenario.outer.latency_s) / max(1, within + across)
+    hop = Wire(latency_s=alpha_s, bandwidth_Bps=min(wire.bandwidth_Bps for wire in adding))
+    tree_s = pipelined_s(2 * size_bytes, within + across, hop)
+    return (tree_s, "tree") if tree_s < ring_s else (ring_s, "ring")
+
+
+def _transfers(scenario: Scenario, num_ranks: int) -> list[tuple[float, float, str]]:
+    """(share of backward when it may start, seconds, algorithm) of each bucket."""
+    if num_ranks == 1:
+        return []
+    found = list(scenario.buckets)
+    if not found:
+        total, sent = scenario.gradient_bytes, 0
+        while sent < total:
+            size = min(BUCKET_BYTES, total - sent)
+            sent += size
+            found.append((size, sent / total))
+    times = {size: all_reduce_s(size, num_ranks, scenario) for size in {size for size, _ in found}}
+    return [(ready, *times[size]) for size, ready in found]
+
+
+def exposed(transfers: Sequence[tuple[float, float, str]], backward_s: float) -> float:
+    """Seconds from the end of backward to that of the last transfer: start_i = max(ready_i, end_{i-1}).
+
+    >>> exposed([(0.5, 0.75, "ring"), (1.0, 0.5, "ring")], backward_s=1.0)
+    0.75
+    """
+    end_s = 0.0
+    for ready, time_s, _ in transfers:
+        end_s = max(ready * backward_s, end_s) + time_s
+    return max(0.0, end_s - backward_s)
+
+
+# The slowest rank
+
+
+class Slowest:
+    """The maximum of independent times. `log_cdf(x)` is the logarithm of the probability that none exceeds x.
+
+    Where the times are fixed, `atoms` are their possible values; else they have a density.
+    """
+
+    def __init__(self, log_cdf: Callable[[float], float], atoms: Sequence[float] = ()) -> None:
+        self.log_cdf, self.atoms = log_cdf, sorted(set(atoms))
+
+    def mean(self) -> float:
+        """E[max] = ∫ (1 - F(x)) dx.
+
+        >>> exponential = Slowest(lambda x: 4 * math.log(-math.expm1(-x)))
+        >>> round(exponential.mean(), 6), round(1 + 1 / 2 + 1 / 3 + 1 / 4, 6)
+        (2.083333, 2.083333)
+        """
+        if self.atoms:
+            gaps = zip(self.atoms, self.atoms[1:], strict=False)
+            return self.atoms[0] + sum((high - low) * -math.expm1(self.log_cdf(low)) for low, high in gaps)
+        low, high = math.log(self._crossing(-37.0)), math.log(self._crossing(-1e-14))
+        width = (high - low) / INTERVALS
+        inside = (math.exp(low + i * width) for i in range(1, INTERVALS))  # x = eʸ, dx = x·dy
+        middle = math.fsum(x * -math.expm1(self.log_cdf(x)) for x in inside)
+        return width * (middle + math.exp(low) / -math.expm1(-width))  # below it all x count: a geometric series
+
+    def quantile(self, share: float) -> float:
+        """The time that this share of all maxima does not exceed."""
+        if self.atoms:
+            return next(x for x in self.atoms if x == self.atoms[-1] or self.log_cdf(x) >= math.log(share))
+        return self._crossing(math.log(share))
+
+    def _crossing(self, log_share: float) -> float:
+        low, high = -60.0, 60.0
+        for _ in range(52):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.log_cdf(math.exp(middle)) >= log_share else (middle, high)
+        return math.exp(high)
+
+
+def _slowest(scenario: Scenario, shares: Sequence[int]) -> Slowest:
+    """Of ranks whose compute time is share · lognormal with mean 1 · slow_factor with probability slow_share."""
+    groups = [(scenario.compute_s * s / scenario.sequences, shares.count(s)) for s in sorted(set(shares)) if s]
+    factors = [(1.0, 1 - scenario.slow_share), (scenario.slow_factor, scenario.slow_share)]
+    factors = [(factor, weight) for factor, weight in factors if weight]
+    variance = math.log1p(scenario.jitter**2)
+    spread = math.sqrt(2 * variance)
+
+    def tail(ratio: float) -> float:
+        """Probability that a rank takes longer than `ratio` times its mean."""
+        if not spread:
+            return float(ratio < 1)
+        return math.erfc((math.log(ratio) + variance / 2) / spread) / 2
+
+    def log_cdf(x: float) -> float:
+        found = 0.0
+        for mean_s, num in groups:
+            beyond = sum(weight * tail(x / (mean_s * factor)) for factor, weight in factors)
+            if beyond >= 1:
+                return -math.inf
+            found += num * math.log1p(-beyond)
+        return found
+
+    atoms = [] if spread else [mean_s * factor for mean_s, _ in groups for factor, _ in factors]
+    return Slowest(log_cdf, atoms)

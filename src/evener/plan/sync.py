@@ -1,0 +1,301 @@
+"""How do replicas agree, and what does each way send? One row a strategy: bytes, extra work, penalty, and its source.
+
+n  ranks    P  parameters    T  tokens that a rank takes in a step
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from evener.core.collective import Collective
+from evener.core.errors import UsageError
+from evener.core.prediction import Job
+from evener.core.shape import MLP_EXPANSION, GPTShape
+
+GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
+BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB, so that something leaves early
+FIRST_BUCKET_BYTES = 1 << 20
+BUILT = ("none", "ddp")  # what `train` runs today
+
+
+class Gradient(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor's gradient, in the order in which backward completes them."""
+
+    name: str
+    rows: int
+    columns: int
+    ready: float  # share of backward that is over when it is there
+    is_lookup: bool = False  # a table of which a step touches the rows of its tokens alone
+
+    @property
+    def num_params(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective of a step."""
+
+    collective: Collective
+    size_bytes: float  # of the whole buffer
+    ready: float  # share of backward that is over when it may start; negative: when computing begins
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """What a strategy does in one step beside forward, backward and update."""
+
+    transfers: list[Transfer]  # in their order; each starts when it is ready and the one before has ended
+    after: list[Transfer] = []  # not before backward and update are over
+    moved_bytes: float = 0.0  # memory traffic of packing and unpacking, per rank
+    every: int = 1  # steps between two exchanges
+    hidden: bool = False  # it runs beside the next steps' computing
+    update_share: float = 1.0  # of the parameters that a rank updates itself
+
+
+def gradients(shape: GPTShape) -> list[Gradient]:
+    """All tensors in the order of backward: head, last block … first block, embeddings.
+
+    A tensor is ready when the arithmetic before it is done: backward costs each matrix the same per parameter, and each
+    layer's attention 8·W·T FLOPs a token where a matrix of N parameters costs 4·N.   [6·N + 12·L·W·T, PaLM, appendix B]
+
+    >>> from evener.core.shape import preset_shape
+    >>> found = gradients(preset_shape("char", vocab_size=65))
+    >>> sum(g.num_params for g in found) == preset_shape("char", vocab_size=65).num_params(), found[-1].name
+    (True, 'token embedding')
+    """
+    width, vocab, hidden = shape.width, shape.vocab_size, MLP_EXPANSION * shape.width
+    bias, has_norms = int(shape.bias), shape.norm == "layernorm"
+    order: list[tuple[str, int, int, float]] = []  # name, rows, columns, FLOPs of backward up to it, per token
+    order.append(("head", 0 if shape.tied_head else vocab, width, 4.0 * vocab * width))
+    norm = [("norm", (1 + bias) if has_norms else 0, width, 0.0)]
+    order += norm
+    for layer in reversed(range(shape.num_layers)):
+        order += [
+            (f"{layer} down", width, hidden, 4.0 * width * hidden),
+            (f"{layer} up", hidden, width, 4.0 * width * hidden),
+            (f"{layer} MLP biases", bias, hidden + width, 0.0),
+            *norm,
+            (f"{layer} out", width, width, 4.0 * width * width),
+            (
+                f"{layer} value embedding",
+                vocab * shape.has_value_embedding(layer),
+                width,
+                8.0 * width * shape.block_size,
+            ),
+            (f"{layer} qkv", 3 * width, width, 12.0 * width * width),
+            (f"{layer} attention biases", bias, 4 * width, 0.0),
+            *norm,
+        ]
+    order.append(("position embedding", shape.block_size if shape.positions == "learned" else 0, width, 0.0))
+    order.append(("token embedding", vocab, width, 0.0))
+    total = math.fsum(flops for *_, flops in order)
+    found, done = [], 0.0
+    for name, rows, columns, flops in order:
+        done += flops
+        if rows:
+            is_lookup = name.endswith("value embedding") or (name == "token embedding" and not shape.tied_head)
+            found.append(Gradient(name=name, rows=rows, columns=columns, ready=done / total, is_lookup=is_lookup))
+    return found
+
+
+def buckets(tensors: Sequence[Gradient]) -> list[tuple[int, float]]:
+    """DDP's buckets as (bytes, ready): each closes with the tensor that fills it.   [torch, reducer.cpp]
+
+    >>> from evener.core.shape import preset_shape
+    >>> [round(size / 1e6, 1) for size, _ in buckets(gradients(preset_shape("char", vocab_size=65)))]
+    [2.4, 28.3, 12.3]
+    """
+    found: list[tuple[int, float]] = []
+    size, limit = 0, FIRST_BUCKET_BYTES
+    for i, tensor in enumerate(tensors):
+        size += GRADIENT_BYTES * tensor.num_params
+        if size >= limit or i == len(tensors) - 1:
+            found.append((size, tensor.ready))
+            size, limit = 0, BUCKET_BYTES
+    return found
+
+
+def exchange(sync: str, job: Job, num_ranks: int, share: int) -> Exchange:
+    """What a strategy does in one step of a rank that takes `share` sequences; UsageError for one that nobody knows.
+
+    >>> from evener.core.shape import preset_shape
+    >>> job = Job(model="d8", shape=preset_shape("d8", 32768), batch=2, micro_batch=1, dtype="fp32")
+    >>> [round(sum(t.size_bytes for t in exchange(s, job, 2, 1).transfers) / 1e6, 1) for s in ("ddp", "ddp+sparse")]
+    [503.3, 209.9]
+    """
+    name, *options = sync.split(":")
+    if name not in STRATEGIES or not STRATEGIES[name].takes(options):
+        known = ", ".join(strategy.example for strategy in STRATEGIES.values())
+        raise UsageError(f"sync {sync}: no such strategy", hint=f"one of {known}")
+    return STRATEGIES[name].exchange(job, num_ranks, share, options)
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table."""
+
+    example: str
+    exchange: Callable[[Job, int, int, list[str]], Exchange]
+    takes: Callable[[list[str]], bool] = lambda options: not options
+    is_exact: bool = True  # up to the rounding of sums in another order
+
+
+def _none(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+    return Exchange(transfers=[])
+
+
+def _all_reduces(found: Sequence[tuple[int, float]], factor: float = 1.0) -> list[Transfer]:
+    return [Transfer(collective="all_reduce", size_bytes=factor * size, ready=ready) for size, ready in found]
+
+
+def _ddp(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+    return Exchange(transfers=_all_reduces(buckets(gradients(job.shape))))
+
+
+def _sparse(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+    """Tables that are only looked up send the rows that were touched, at most one a token, with their 8-byte index."""
+    tensors = gradients(job.shape)
+    dense = _all_reduces(buckets([tensor for tensor in tensors if not tensor.is_lookup]))
+    tokens = share * job.shape.block_size
+    rows = [
+        Transfer(
+            collective="all_gather",
+            size_bytes=num_ranks * min(tokens, tensor.rows) * (GRADIENT_BYTES * tensor.columns + 8.0),
+            ready=tensor.ready,
+        )
+        for tensor in tensors
+        if tensor.is_lookup
+    ]
+    return Exchange(transfers=sorted([*dense, *rows], key=lambda transfer: transfer.ready))
+
+
+def _narrow(bytes_per_element: float) -> Callable[[Job, int, int, list[str]], Exchange]:
+    """Gradients in fewer bits, with error feedback: read, written and remembered once each way."""
+
+    def narrow(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+        moved = job.shape.num_params() * 2 * (3 * GRADIENT_BYTES + bytes_per_element)
+        found = _all_reduces(buckets(gradients(job.shape)), bytes_per_element / GRADIENT_BYTES)
+        return Exchange(transfers=found, moved_bytes=moved)
+
+    return narrow
+
+
+def _powersgd(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+    """Each matrix as a product of two thin ones, reduced one after the other; vectors whole.   [Vogels et al. 2019]"""
+    rank = int(options[0])
+    tensors = gradients(job.shape)
+    sent = [(GRADIENT_BYTES * (rank * (t.rows + t.columns) if min(t.rows, t.columns) > 2 * rank else t.num_params),
+             t.ready) for t in tensors]  # fmt: skip
+    halves = [(size // 2, ready) for size, ready in sent for _ in range(2)]
+    moved = job.shape.num_params() * GRADIENT_BYTES * 6.0  # read for each factor, error written and added
+    return Exchange(transfers=_all_reduces(_packed(halves)), moved_bytes=moved)
+
+
+def _packed(sizes: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Small transfers gathered into buckets."""
+    found: list[tuple[int, float]] = []
+    pending = 0
+    for i, (size, ready) in enumerate(sizes):
+        pending += size
+        if pending >= FIRST_BUCKET_BYTES or i == len(sizes) - 1:
+            found.append((pending, ready))
+            pending = 0
+    return found
+
+
+def _fsdp(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+    """Every micro-batch gathers each layer's weights in forward and again in backward; gradients are reduce-scattered.
+
+    [PyTorch FSDP2, reshard_after_forward.] Gathers and reductions are in the arithmetic's type.
+    """
+    element = 4 if job.dtype == "fp32" else 2
+    size = float(element * job.shape.num_params())
+    num_passes = max(1, -(-share // job.micro_batch))
+    layers = job.shape.num_layers + 1
+    gathers = [Transfer(collective="all_gather", size_bytes=size / layers, ready=-1.0)
+               for _ in range(2 * num_passes * layers)]  # fmt: skip
+    scatters = [Transfer(collective="reduce_scatter", size_bytes=size / layers, ready=(i + 1) / layers)
+                for i in range(layers)]  # fmt: skip
+    return Exchange(transfers=[*gathers, *scatters], update_share=1 / num_ranks)
+
+
+def _zero1(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+    """DDP; then each rank updates its part of the weights and broadcasts it.   [torch, ZeroRedundancyOptimizer]"""
+    part = GRADIENT_BYTES * job.shape.num_params() / num_ranks
+    return Exchange(
+        transfers=_all_reduces(buckets(gradients(job.shape))),
+        after=[Transfer(collective="broadcast", size_bytes=part, ready=1.0) for _ in range(num_ranks)],
+        update_share=1 / num_ranks,
+    )
+
+
+def _diloco(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+    """H steps alone, then one all-reduce of what they changed.   [Douillard et al. 2023; streamed: 2025]"""
+    element = {"int8": 1.0, "int4": 0.5}.get(options[1] if len(options) > 1 else "", float(GRADIENT_BYTES))
+    num_params = job.shape.num_params()
+    return Exchange(
+        transfers=[Transfer(collective="all_reduce", size_bytes=element * num_params, ready=1.0)],
+        moved_bytes=num_params * GRADIENT_BYTES * 6.0,  # difference, momentum, outer update
+        every=int(options[0]),
+        hidden="streamed" in options,
+    )
+
+
+def _is_count(options: list[str]) -> bool:
+    return len(options) == 1 and options[0].isdecimal() and 1 <= int(options[0]) <= 10**6
+
+
+def _is_diloco(options: list[str]) -> bool:
+    known: tuple[list[str], ...] = ([], ["int8"], ["int4"], ["streamed"], ["int8", "streamed"], ["int4", "streamed"])
+    return _is_count(options[:1]) and options[1:] in known
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "none": Strategy(example="none", exchange=_none),
+    "ddp": Strategy(example="ddp", exchange=_ddp),
+    "ddp+sparse": Strategy(example="ddp+sparse", exchange=_sparse),
+    "bf16": Strategy(example="bf16", exchange=_narrow(2.0), is_exact=False),
+    "int8": Strategy(example="int8", exchange=_narrow(1.0), is_exact=False),
+    "int4": Strategy(example="int4", exchange=_narrow(0.5), is_exact=False),
+    "powersgd": Strategy(example="powersgd:4", exchange=_powersgd, takes=_is_count, is_exact=False),
+    "fsdp": Strategy(example="fsdp", exchange=_fsdp),
+    "zero1": Strategy(example="zero1", exchange=_zero1),
+    "diloco": Strategy(example="diloco:30", exchange=_diloco, takes=_is_diloco, is_exact=False),
+}
+
+# Loss of DiLoCo with H = 30 against data parallel at equal tokens: replicas → (parameters, relative penalty).
+# [Scaling laws for DiLoCo, arXiv 2503.09799, measured]
+DILOCO_PENALTY = {
+    2: [(35e6, 0.007), (90e6, 0.005), (180e6, 0.003)],
+    4: [(35e6, 0.020), (180e6, 0.011)],
+    8: [(35e6, 0.039)],
+}
+DILOCO_SOURCE = "arXiv 2503.09799, H = 30"
+
+
+def loss_penalty(sync: str, num_params: int, num_ranks: int) -> tuple[float | None, str]:
+    """(relative penalty, source): 0 of an exact strategy, None where nobody measured it.
+
+    Between published sizes it is read off the straight line over log(parameters); beyond them the nearest holds.
+
+    >>> loss_penalty("ddp", 10**8, 4), loss_penalty("int8", 10**8, 4)[0]
+    ((0.0, 'exact'), None)
+    >>> round(loss_penalty("diloco:30", 126_000_000, 2)[0], 4)
+    0.004
+    """
+    name, *options = sync.split(":")
+    if STRATEGIES[name].is_exact:
+        return 0.0, "exact"
+    rows = DILOCO_PENALTY.get(num_ranks)
+    if name != "diloco" or options != ["30"] or rows is None:
+        return None, "not measured"
+    if num_params <= rows[0][0] or len(rows) == 1:
+        return rows[0][1], DILOCO_SOURCE
+    for (low, at_low), (high, at_high) in itertools.pairwise(rows):
+        if num_params <= high:
+            share = math.log(num_params / low) / math.log(high / low)
+            return at_low + share * (at_high - at_low), DILOCO_SOURCE
+    return rows[-1][1], DILOCO_SOURCE

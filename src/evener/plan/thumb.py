@@ -1,0 +1,175 @@
+"""Under which assumptions does the rule of thumb hold: 80 to 90 % at 8 ranks, 60 to 70 % at 64?
+
+A guide to nanoGPT's data-parallel training says so of GPT-2 124M without saying of which machines. Of three things that
+cost efficiency (bandwidth, whether backward hides communication, how much ranks differ) this finds the one while the
+others are fixed, by bisection over `scale`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from evener.core.prediction import Wire
+from evener.core.shape import preset_shape
+from evener.core.units import link_rate, size
+from evener.plan.scale import Scenario, scale
+from evener.plan.sync import buckets, gradients
+
+RULE = {8: (0.80, 0.90), 64: (0.60, 0.70)}  # ranks → efficiency, least and most
+# *Assumption*: an A100 on GPT-2 124M, compiled, bf16. nanoGPT's README implies 107,000: 600,000 steps of 491,520 tokens
+# in about 4 days on 8.
+TOKENS_PER_S = 150_000.0
+NVLINK = Wire(latency_s=3.4e-6, bandwidth_Bps=230e9)  # *assumption*: busbw of 8 A100; NCCL's constant for a ring's step
+ADAPTERS = Wire(latency_s=9.6e-6, bandwidth_Bps=200e9)  # *assumption*: eight of 200 Gbit/s in a node; NCCL's constant
+UPDATE_S = 0.004  # *assumption*: 124M parameters · 28 bytes read and written at 1 TB/s
+
+
+def nanogpt(passes: int = 5, *, tokens_per_s: float = TOKENS_PER_S) -> Scenario:
+    """GPT-2 124M as nanoGPT trains it: micro-batches of 12 × 1024 tokens, fp32 gradients, 8 ranks in a node.
+
+    `passes` are the micro-batches of a rank's step; nanoGPT's 40 shared by 8 ranks are 5.
+
+    >>> round(nanogpt().compute_s, 4), nanogpt().gradient_bytes
+    (0.4096, 497759232)
+    """
+    shape = preset_shape("gpt2", vocab_size=50257)
+    return Scenario(
+        compute_s=passes * 12 * 1024 / tokens_per_s,
+        sequences=passes * 12,
+        micro_batch=12,
+        sequence_tokens=1024,
+        update_s=UPDATE_S,
+        gradient_bytes=4 * shape.num_params(),
+        buckets=buckets(gradients(shape)),
+        inner=NVLINK,
+        outer=ADAPTERS,
+        assumed=[
+            f"a rank computes {tokens_per_s / 1e3:.0f}k tokens/s, an update takes {UPDATE_S * 1e3:.0f} ms",
+            f"8 ranks in a node with a busbw of {NVLINK.bandwidth_Bps / 1e9:.0f} GB/s, "
+            f"{ADAPTERS.bandwidth_Bps / 1e9:.0f} GB/s out of each node",
+        ],
+    )
+
+
+def needed_bandwidth_Bps(scenario: Scenario, num_ranks: int, efficiency: float) -> float | None:
+    """Bandwidth at which so many ranks reach an efficiency: inside the node if they fit in one, else between nodes.
+
+    None where no bandwidth is enough, infinity where even 1 byte/s would do.
+    """
+
+    def reached(log_Bps: float) -> float:
+        return scale(_with_bandwidth(scenario, num_ranks, math.exp(log_Bps)), [num_ranks])[0].efficiency
+
+    if reached(math.log(1e18)) < efficiency:
+        return None
+    return math.exp(_bisect(reached, efficiency, 0.0, math.log(1e18)))
+
+
+def needed_jitter(scenario: Scenario, num_ranks: int, efficiency: float) -> float | None:
+    """Coefficient of variation of a rank's compute time at which so many ranks sink to an efficiency.
+
+    None where they are below it without any.
+    """
+
+    def lost(jitter: float) -> float:
+        return -scale(msgspec.structs.replace(scenario, jitter=jitter), [num_ranks])[0].efficiency
+
+    if -lost(0.0) < efficiency:
+        return None
+    return _bisect(lost, -efficiency, 0.0, 3.0)
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What would have to be true for one line of the rule; from the least efficiency of the line to the most."""
+
+    ranks: int
+    efficiency: tuple[float, float]
+    expected: float  # the efficiency of the scenario as it is
+    blocking_Bps: tuple[float | None, float | None]  # bandwidth, where backward hides nothing
+    overlapped_Bps: tuple[float | None, float | None]  # and where it hides what it can
+    jitter: tuple[float | None, float | None]  # at the scenario's bandwidth, with overlap
+
+
+def read_rule(scenario: Scenario) -> list[Reading]:
+    """Each line of the rule, explained."""
+    found = []
+    blocking = msgspec.structs.replace(scenario, overlap=False)
+    for ranks, (low, high) in RULE.items():
+        found.append(
+            Reading(
+                ranks=ranks,
+                efficiency=(low, high),
+                expected=scale(scenario, [ranks])[0].efficiency,
+                blocking_Bps=(
+                    needed_bandwidth_Bps(blocking, ranks, low),
+                    needed_bandwidth_Bps(blocking, ranks, high),
+                ),
+                overlapped_Bps=(
+                    needed_bandwidth_Bps(scenario, ranks, low),
+                    needed_bandwidth_Bps(scenario, ranks, high),
+                ),
+                jitter=(needed_jitter(scenario, ranks, low), needed_jitter(scenario, ranks, high)),
+            )
+        )
+    return found
+
+
+def sentences(scenario: Scenario) -> list[str]:
+    """The rule, what it takes for granted, and what this scenario gives instead."""
+    passes = -(-scenario.sequences // scenario.micro_batch)
+    micro = f"{min(scenario.micro_batch, scenario.sequences)} × {scenario.sequence_tokens} tokens"
+    told = [
+        f"The rule of thumb is of GPT-2 124M with data parallelism. A rank's step is {passes} "
+        f"micro-batch{'es' if passes > 1 else ''} of {micro} and one all-reduce of {size(scenario.gradient_bytes)}. "
+        f"Assumptions: {'; '.join(scenario.assumed)}."
+    ]
+    readings = read_rule(scenario)
+    for reading in readings:
+        low, high = reading.efficiency
+        where = "a busbw in the node" if reading.ranks <= scenario.per_node else "a bandwidth out of each node"
+        told.append(
+            f"{low:.0%} to {high:.0%} at {reading.ranks} ranks come out with {where} of "
+            f"{_span(reading.blocking_Bps)} where nothing is hidden, of {_span(reading.overlapped_Bps)} where backward "
+            f"hides what it can; with the bandwidth assumed here it is {reading.expected:.0%}."
+        )
+    spans = [(most, least) for reading in readings for least, most in [reading.jitter] if least and most]
+    if len(spans) == len(readings):
+        both = max(least for least, _ in spans), min(most for _, most in spans)
+        verdict = (
+            f"only {both[0]:.1%} to {both[1]:.1%} explain both" if both[0] <= both[1] else "no value explains both"
+        )
+        of_each = [f"{least:.1%} to {most:.1%} at {r.ranks}" for r, (least, most) in zip(readings, spans, strict=True)]
+        told.append(f"Or ranks' compute times vary from step to step, by {' and '.join(of_each)}; {verdict}.")
+    return told
+
+
+def _with_bandwidth(scenario: Scenario, num_ranks: int, bandwidth_Bps: float) -> Scenario:
+    if num_ranks <= scenario.per_node:
+        inner = Wire(latency_s=scenario.inner.latency_s, bandwidth_Bps=bandwidth_Bps)
+        return msgspec.structs.replace(scenario, inner=inner)
+    outer = Wire(latency_s=scenario.outer.latency_s, bandwidth_Bps=bandwidth_Bps)
+    return msgspec.structs.replace(scenario, outer=outer)
+
+
+def _bisect(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rising(middle) >= wanted else (middle, high)
+    return high
+
+
+def _span(found: tuple[float | None, float | None]) -> str:
+    """Bandwidths as text, from the least efficiency to the most; None where no bandwidth is enough."""
+    low, high = found
+    if low is None:
+        return "no size (no bandwidth is enough)"
+    if high is None:
+        return f"{_GBps(low)} and more (no bandwidth is enough for the upper end)"
+    return f"{_GBps(low)} to {_GBps(high)} ({link_rate(low)} to {link_rate(high)})"
+
+
+def _GBps(value_Bps: float) -> str:
+    return f"{value_Bps / 1e9:.3g} GB/s"

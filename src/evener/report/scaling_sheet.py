@@ -1,0 +1,198 @@
+"""How does simulated scaling look, as a table for a terminal and as two pictures?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evener.core.units import count, seconds
+from evener.plan.scale import Point
+from evener.plan.thumb import RULE
+from evener.report.figures import PART_COLOURS, PART_NAMES, SERIES_COLOURS
+from evener.report.picture import INK, LINE, SOFT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.patheffects import AbstractPathEffect
+
+HEAD = ("ranks", "tokens/s", "effic.", "step", "p95", "exposed", "wait", "fails", "saves", "with both")
+LOST_NAME, LOST_COLOUR = "failures, checkpoints", "#8a8d93"
+DASHES = (0, (4, 3))
+PARTS = [part for part in PART_NAMES if part != "data_s"]  # a scenario knows nothing of input
+
+
+def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
+    """A row a number of ranks, under HEAD: narrow, for a terminal."""
+    return [
+        (
+            str(point.ranks),
+            count(point.tokens_per_s),
+            f"{point.efficiency:.1%}",
+            _narrow(point.step_p50_s),
+            _narrow(point.step_p95_s),
+            _narrow(point.cost.exposed_sync_s),
+            _narrow(point.cost.wait_s),
+            _every(point.mtbf_s),
+            _every(point.checkpoint_every_s),
+            "–" if point.mtbf_s is None else f"{point.goodput:.1%}",
+        )
+        for point in points
+    ]
+
+
+def efficiency_png(points: Sequence[Point], path: str | Path, *, title: str) -> None:
+    """Draw efficiency and tokens/s over ranks, with and without failures, the rule of thumb beside them."""
+    canvas = _canvas(title)
+    left, right = canvas.subplots(1, 2)
+    ranks = [point.ranks for point in points]
+    alone = points[0].tokens_per_s / points[0].ranks / points[0].efficiency
+    left.plot(ranks, [1.0] * len(ranks), color=SOFT, linestyle=DASHES, linewidth=1.5, label="if nothing were lost")
+    right.plot(ranks, [alone * num for num in ranks], color=SOFT, linestyle=DASHES, linewidth=1.5)
+    rule = "rule of thumb: " + ", ".join(f"{low:.0%} to {high:.0%} at {num}" for num, (low, high) in RULE.items())
+    for num, (low, high) in RULE.items():
+        if ranks[0] <= num <= ranks[-1]:
+            place = [num / 1.35, num * 1.35]
+            left.fill_between(place, low, high, color=SERIES_COLOURS[2], alpha=0.3, linewidth=0, label=rule)
+            rule = "_"  # one entry of the legend is enough
+    for name, values, colour, marker in _curves(points):
+        style = {
+            "color": colour,
+            "linewidth": 2.5,
+            "marker": marker,
+            "markersize": 6,
+            "zorder": 4 if marker == "o" else 3,
+        }
+        left.plot(ranks, values, label=name, **style)
+        right.plot(ranks, [alone * num * value for num, value in zip(ranks, values, strict=True)], **style)
+        below = len(_curves(points)) > 1 and marker != "o"
+        left.annotate(f"{values[-1]:.0%}", (ranks[-1], values[-1]), xytext=(0, -9 if below else 8),
+                      textcoords="offset points", ha="center", va="top" if below else "bottom", fontsize=12,
+                      fontweight="bold", color=colour, path_effects=_halo())  # fmt: skip
+    _over_ranks(left, ranks, "tokens/s of a rank, against one rank alone")
+    left.set_ylim(0, 1.1)
+    left.yaxis.set_major_formatter("{x:.0%}")
+    _over_ranks(right, ranks, "tokens/s of all ranks")
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter(lambda value, _: count(value).replace(".0", ""))
+    right.minorticks_off()
+    handles, labels = left.get_legend_handles_labels()
+    canvas.legend(handles, labels, frameon=False, fontsize=11, labelcolor=INK, loc="outside lower left", ncols=4)
+    canvas.savefig(path)
+
+
+def parts_png(points: Sequence[Point], path: str | Path, *, title: str) -> None:
+    """Draw where the time of a mean step goes, a bar for each number of ranks, and from p50 to p95 of a step.
+
+    Bars are shares of the step where steps differ so much that the shorter could not be seen.
+    """
+    canvas = _canvas(title)
+    axes = canvas.add_subplot()
+    whole_s = [_with_failures_s(point) for point in points]
+    is_share = max(whole_s) > 4 * min(whole_s)
+    unit = 1e3 if max(whole_s) < 1 else 1.0
+    factors = [100 / time_s if is_share else unit for time_s in whole_s]
+    tops = [0.0] * len(points)
+    for part, name, colour in _layers(points):
+        heights = [part(point) * factor for point, factor in zip(points, factors, strict=True)]
+        axes.bar(
+            range(len(points)), heights, 0.62, bottom=tops, color=colour, label=name, edgecolor="white", linewidth=0.6
+        )
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    for place, point in enumerate(points):
+        p50, p95 = point.step_p50_s * unit, point.step_p95_s * unit
+        if p95 > 1.005 * p50 and not is_share:
+            axes.errorbar([place], [p50], yerr=[[0.0], [p95 - p50]], color=INK, linewidth=1.4, capsize=4,
+                          label="_" if place else "a step: p50 to p95")  # fmt: skip
+            tops[place] = max(tops[place], p95)
+        axes.annotate(f"{point.goodput:.0%}" if point.goodput >= 0.1 else f"{point.goodput:.1%}", (place, tops[place]),
+                      xytext=(0, 6), textcoords="offset points", ha="center", fontsize=11.5, fontweight="bold",
+                      color=INK, path_effects=_halo())  # fmt: skip
+    axes.set_ylim(0, 1.1 * max(tops))
+    axes.set_xticks(range(len(points)), [str(point.ranks) for point in points])
+    what = "percent of a step" if is_share else f"{'milliseconds' if unit > 1 else 'seconds'} of a step"
+    _dress(axes, f"{what}; above a bar, tokens/s of a rank against one rank alone")
+    handles, labels = axes.get_legend_handles_labels()
+    canvas.legend(handles[::-1], labels[::-1], frameon=False, fontsize=11, labelcolor=INK, loc="outside right center")
+    canvas.savefig(path)
+
+
+def _canvas(title: str) -> Canvas:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    canvas = Figure(figsize=(12, 5.4), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04))
+    FigureCanvasAgg(canvas)
+    canvas.suptitle(title, x=0.012, ha="left", fontsize=14, color=INK)
+    return canvas
+
+
+def _halo() -> list[AbstractPathEffect]:
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=4, foreground="white")]
+
+
+def _over_ranks(axes: Axes, ranks: Sequence[int], title: str) -> None:
+    axes.set_xscale("log", base=2)
+    every = -(-len(ranks) // 8)  # eight labels fit
+    shown = [num for i, num in enumerate(ranks) if (len(ranks) - 1 - i) % every == 0]
+    axes.set_xticks(shown, [str(num) for num in shown])
+    axes.set_xlim(ranks[0] / 1.5, ranks[-1] * 1.5)
+    _dress(axes, title)
+
+
+def _dress(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, color=SOFT, pad=10)
+    axes.set_xlabel("ranks", fontsize=12, color=SOFT)
+    axes.tick_params(labelsize=11.5, length=0, labelcolor=SOFT)
+    axes.grid(axis="y", color=LINE)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(SOFT)
+
+
+def _curves(points: Sequence[Point]) -> list[tuple[str, list[float], str, str]]:
+    """(name, efficiency of each point, colour, marker)."""
+    curves = [("simulated", [point.efficiency for point in points], SERIES_COLOURS[0], "o")]
+    if any(point.mtbf_s is not None for point in points):
+        lasting = [point.goodput for point in points]
+        curves.append(("with failures and checkpoints", lasting, SERIES_COLOURS[1], "s"))
+    return curves
+
+
+def _layers(points: Sequence[Point]) -> list[tuple[Callable[[Point], float], str, str]]:
+    """(seconds of a point, name, colour) of each layer that is anywhere more than nothing."""
+    found: list[tuple[Callable[[Point], float], str, str]] = [
+        (lambda point, part=part: getattr(point.cost, part) or 0.0, PART_NAMES[part], PART_COLOURS[part])  # type: ignore[misc]
+        for part in PARTS
+    ]
+    found.append((lambda point: _with_failures_s(point) - point.step_s, LOST_NAME, LOST_COLOUR))
+    return [layer for layer in found if any(layer[0](point) > 0 for point in points)]
+
+
+def _with_failures_s(point: Point) -> float:
+    """A step's part of all the time that passes; of a run that never gets on, the step alone."""
+    return point.step_s / point.useful if point.useful else point.step_s
+
+
+def _narrow(value_s: float | None) -> str:
+    return seconds(value_s) if value_s else "–"
+
+
+def _every(value_s: float | None) -> str:
+    """An interval in its largest unit.
+
+    >>> _every(10 * 86400.0), _every(5400.0), _every(1380.0), _every(None)
+    ('10 d', '1.5 h', '23 min', '–')
+    """
+    if value_s is None:
+        return "–"
+    for unit_s, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if value_s >= unit_s:
+            return f"{value_s / unit_s:.{1 if value_s < 10 * unit_s and name != 'min' else 0}f} {name}".replace(
+                ".0 ", " "
+            )
+    return seconds(value_s)

@@ -1,0 +1,205 @@
+"""What a step costs: closed forms, limits, and the figures of the notes that the project grew from."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.prediction import Cluster, HostRates, Job, Wire
+from evener.core.shape import PRESETS, preset_shape
+from evener.core.step import PARTS
+from evener.plan.balance import equal_shares, fastest_shares
+from evener.plan.cluster import uniform, with_wire
+from evener.plan.cost import BACKWARD, price
+from evener.plan.sync import STRATEGIES, buckets, exchange, gradients, loss_penalty
+
+SHAPE = preset_shape("char", 512)
+JOB = Job(model="char", shape=SHAPE, batch=24, micro_batch=12, dtype="fp32")
+WIRE = Wire(latency_s=0.0, bandwidth_Bps=100e6)
+SYNCS = ("ddp", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30", "diloco:100:int4:streamed")
+
+
+def cluster(*rates: float, wire: Wire = WIRE, **more: object) -> Cluster:
+    names = ["abc"[i] for i in range(len(rates))]
+    found = uniform(names, rates, wire)
+    return msgspec.structs.replace(found, hosts=[msgspec.structs.replace(host, **more) for host in found.hosts])
+
+
+def test_one_rank_computes_and_updates_and_nothing_else():
+    option = price(JOB, cluster(1000.0, pass_s=0.1, update_s=0.5, data_s=0.25), "none")
+    assert option.step_s == pytest.approx(24 * 256 / 1000 + 2 * 0.1 + 0.5 + 0.25)  # two micro-batches
+    cost = option.ranks[0].cost
+    assert (cost.exposed_sync_s, cost.wait_s, cost.optimizer_s, cost.data_s) == (0.0, 0.0, 0.5, 0.25)
+    assert option.bytes_per_rank == 0
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("rates", [(1e3, 1e3), (1e3, 400.0), (1e3, 900.0, 800.0)])
+def test_the_parts_of_every_rank_sum_to_the_step(sync, rates):
+    option = price(JOB, cluster(*rates, update_s=0.1, sync_Bps=1e9, cpus=1.0, copy_Bps=1e10), sync)
+    for rank in option.ranks:
+        assert sum(getattr(rank.cost, part) for part in PARTS) == pytest.approx(option.step_s)
+        assert all(getattr(rank.cost, part) >= 0 for part in PARTS)
+    assert option.tokens_per_s == pytest.approx(24 * 256 / option.step_s)
+    assert min(rank.cost.wait_s for rank in option.ranks) == 0
+
+
+def test_over_an_endless_wire_ddp_is_the_slowest_rank_alone():
+    fast = Wire(latency_s=0.0, bandwidth_Bps=1e18)
+    option = price(JOB, cluster(1000.0, 250.0, wire=fast), "ddp")
+    assert option.step_s == pytest.approx(12 * 256 / 250.0)
+    assert [rank.cost.wait_s for rank in option.ranks] == pytest.approx([12 * 256 * (1 / 250 - 1 / 1000), 0.0])
+    assert option.slowest.host == "b"
+
+
+def test_over_a_slow_wire_ddp_is_all_its_bytes_from_the_first_bucket_on():
+    """start_0 = ready_0, and from then on the wire never rests."""
+    option = price(JOB, cluster(1e6, 1e6), "ddp")
+    compute_s = 12 * 256 / 1e6
+    first_s = compute_s * (1 - BACKWARD) + compute_s * BACKWARD * buckets(gradients(SHAPE))[0][1]
+    assert option.step_s == pytest.approx(first_s + 4 * SHAPE.num_params() / 100e6, rel=1e-6)
+    assert option.ranks[0].sync_s == pytest.approx(4 * SHAPE.num_params() / 100e6)
+
+
+def test_what_backward_can_hide_is_hidden():
+    """By hand: three buckets, each ready when its tensors are; the wire carries 1e8 bytes a second."""
+    rate = 2000.0
+    option = price(JOB, cluster(rate, rate), "ddp")
+    compute_s = 12 * 256 / rate
+    end_s = 0.0
+    for size, ready in buckets(gradients(SHAPE)):
+        end_s = max(end_s, compute_s * (1 - BACKWARD + BACKWARD * ready)) + size / 100e6
+    assert option.step_s == pytest.approx(end_s)
+    assert 0 < option.ranks[0].cost.exposed_sync_s < option.ranks[0].sync_s
+
+
+def test_only_the_last_micro_batch_synchronizes():
+    one = price(JOB, cluster(1000.0, 1000.0), "ddp")
+    four = price(msgspec.structs.replace(JOB, micro_batch=3), cluster(1000.0, 1000.0), "ddp")
+    assert four.bytes_per_rank == one.bytes_per_rank
+    assert four.ranks[0].cost.exposed_sync_s > one.ranks[0].cost.exposed_sync_s  # a shorter backward hides less
+
+
+def test_communication_beside_computing_takes_processor_time_from_it():
+    """What is in flight while a rank computes costs it bytes / (sync_Bps · cpus)."""
+    free = price(JOB, cluster(500.0, 500.0), "ddp")
+    taken = price(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=1.0), "ddp")
+    grown_s = taken.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s
+    hidden_bytes = (taken.ranks[0].sync_s - taken.ranks[0].cost.exposed_sync_s) * 100e6
+    assert grown_s == pytest.approx(hidden_bytes / 50e6, rel=0.01)
+    twice = price(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=2.0), "ddp")
+    assert twice.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s == pytest.approx(grown_s / 2, rel=0.05)
+
+
+def test_bytes_are_those_of_the_table():
+    """P = 4 · parameters, n = 3: 2(n-1)/n · P for ddp, and what the others make of it on Gloo."""
+    P, n = 4 * SHAPE.num_params(), 3
+    ring = 2 * (n - 1) / n * P
+    found = {sync: price(JOB, cluster(1.0, 1.0, 1.0), sync).bytes_per_rank for sync in SYNCS}
+    assert found["ddp"] == pytest.approx(ring)
+    assert [found[sync] / ring for sync in ("bf16", "int8", "int4")] == pytest.approx([1 / 2, 1 / 4, 1 / 8])
+    assert found["diloco:30"] == pytest.approx(ring / 30, abs=1)
+    assert found["diloco:100:int4:streamed"] == pytest.approx(ring / 8 / 100, abs=1)
+    # Gloo's reduce-scatter is an all-reduce: two gathers of (n-1)/n · P, and 2(n-1)/n · P.
+    assert found["fsdp"] == pytest.approx(2 * ring)
+    # ZeRO-1: all-reduce, and each rank's third of the weights from its owner, twice from the busiest (binomial).
+    assert found["zero1"] == pytest.approx(ring + 2 * P)
+    assert found["powersgd:4"] < 0.02 * ring
+
+
+def test_fsdp_gathers_for_every_micro_batch():
+    few = price(JOB, cluster(1.0, 1.0), "fsdp").bytes_per_rank
+    many = price(msgspec.structs.replace(JOB, micro_batch=3), cluster(1.0, 1.0), "fsdp").bytes_per_rank
+    P = 4 * SHAPE.num_params()
+    assert many - few == pytest.approx(3 * P)  # 4 passes instead of 1, two gathers of P/2 each
+
+
+def test_sparse_embeddings_send_rows_and_not_tables():
+    job = Job(model="d8", shape=preset_shape("d8", 32768, 256), batch=2, micro_batch=1, dtype="fp32")
+    dense, sparse = (sum(t.size_bytes for t in exchange(sync, job, 2, 1).transfers) for sync in ("ddp", "ddp+sparse"))
+    tables = 5 * 32768 * 512 * 4
+    assert dense - sparse == pytest.approx(tables - 5 * 2 * 256 * (512 * 4 + 8))
+
+
+@pytest.mark.parametrize("preset", ["tiny", "char", "gpt2", "gpt2-xl", "d4", "d20"])
+def test_gradients_come_once_each_and_in_order(preset):
+    shape = PRESETS[preset]
+    found = gradients(shape)
+    assert sum(tensor.num_params for tensor in found) == shape.num_params()
+    ready = [tensor.ready for tensor in found]
+    assert ready == sorted(ready)
+    assert ready[-1] == pytest.approx(1.0)
+    assert sum(size for size, _ in buckets(found)) == 4 * shape.num_params()
+
+
+@pytest.mark.parametrize("sync", ["dpp", "ddp:4", "powersgd", "powersgd:x", "diloco", "diloco:0", "diloco:10:int9", ""])
+def test_a_strategy_that_nobody_knows_is_named(sync):
+    with pytest.raises(UsageError, match="no such strategy"):
+        price(JOB, cluster(1.0, 1.0), sync)
+
+
+def test_penalties_have_a_source():
+    for strategy in STRATEGIES.values():
+        penalty, source = loss_penalty(strategy.example, 10**8, 2)
+        assert source
+        assert (penalty == 0.0) == strategy.is_exact
+    assert loss_penalty("diloco:30", 35_000_000, 4) == (0.020, "arXiv 2503.09799, H = 30")
+    assert loss_penalty("diloco:30", 10**8, 3)[0] is None  # nobody published three replicas
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 7, 16])
+@pytest.mark.parametrize("sequence_s", [(1.0, 2.0), (1.0, 1.0, 1.0), (3.0, 1.0, 0.5)])
+@pytest.mark.parametrize("pass_s", [0.0, 2.5])
+def test_no_other_division_is_faster(num, sequence_s, pass_s):
+    def slowest(shares: list[int]) -> float:
+        return max((pass_s + n * t if n else 0.0) for n, t in zip(shares, sequence_s, strict=True))
+
+    def divisions(left: int, ranks: int) -> list[list[int]]:
+        if ranks == 1:
+            return [[left]]
+        return [[n, *rest] for n in range(left + 1) for rest in divisions(left - n, ranks - 1)]
+
+    found = fastest_shares(num, [pass_s] * len(sequence_s), sequence_s)
+    assert sum(found) == num
+    assert slowest(found) == pytest.approx(min(slowest(shares) for shares in divisions(num, len(sequence_s))))
+
+
+def test_equal_speeds_get_equal_shares():
+    assert fastest_shares(16, [0.0] * 3, [1.0] * 3) == equal_shares(16, 3)
+
+
+# --- the notes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("link_Gbps", "seconds"), [(1, 14.3), (2.5, 5.72), (10, 1.43), (400, 0.0358)])
+def test_gpt2_760m_in_bf16_over_each_fabric(link_Gbps, seconds):
+    """A note on training at home: 1.52 GB at 85 % of the line rate, two ranks."""
+    job = Job(model="gpt2-760m", shape=PRESETS["gpt2-760m"], batch=16, micro_batch=8, dtype="bf16")
+    wire = Wire(latency_s=0.0, bandwidth_Bps=0.85 * link_Gbps * 1e9 / 8)
+    option = price(job, with_wire(uniform(["a", "b"], [500.0, 500.0], wire), wire), "bf16")
+    assert option.ranks[0].sync_s == pytest.approx(seconds, rel=0.01)
+
+
+def test_the_home_lab_that_blamed_its_network():
+    """126M parameters on an i9 and a laptop: 4.3 s of 71.5 s are the network's, the rest is the laptop's."""
+    shape = preset_shape("d8", 32768, 512)
+    job = Job(model="d8", shape=shape, batch=8, micro_batch=8, dtype="fp32")
+    wire = Wire(latency_s=1e-4, bandwidth_Bps=117e6)
+    hosts = [
+        HostRates(name="i9", device="cpu", tokens_per_s=60.0),
+        HostRates(name="laptop", device="cpu", tokens_per_s=30.0),
+    ]
+    both = Cluster(hosts=hosts, wires={"i9": {"laptop": wire}, "laptop": {"i9": wire}}, backend="gloo")
+    equal = price(job, both, "ddp")
+    assert equal.ranks[0].sync_s == pytest.approx(4.3, rel=0.01)
+    assert equal.slowest.host == "laptop"
+    assert equal.step_s == pytest.approx(71.5, rel=0.05)  # theirs hid nothing of the 4.3 s: 72.6 s
+    assert equal.step_s - equal.ranks[0].cost.exposed_sync_s + equal.ranks[0].sync_s == pytest.approx(71.5, rel=0.02)
+    assert equal.ranks[0].cost.wait_s == pytest.approx(34.1, rel=0.01)  # the i9 idles half of every step
+    shares = fastest_shares(8, [0.0, 0.0], [512 / 60, 512 / 30])
+    proportional = price(job, both, "ddp", shares=shares)
+    assert proportional.tokens_per_s > 1.3 * equal.tokens_per_s

@@ -1,0 +1,130 @@
+"""Memory of a rank in closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.shape import GPTShape, preset_shape
+from evener.plan.memory import BASE_BYTES, Memory, memory, saved
+
+CHAR = preset_shape("char", vocab_size=65)
+GPT2 = preset_shape("gpt2", vocab_size=50257)
+D8 = preset_shape("d8", vocab_size=32768)
+
+
+def need(shape: GPTShape, **change: Any) -> Memory:
+    asked: dict[str, Any] = {"sequences": 1, "dtype": "fp32", "recompute": False, "sync": "none", "num_ranks": 1}
+    return memory(shape, **(asked | change))
+
+
+def test_the_total_is_the_sum_of_the_causes() -> None:
+    one = need(CHAR, sequences=4)
+    parts = (one.weights, one.gradients, one.optimizer, one.activations, one.buckets, one.sync, one.heap, one.base)
+    assert one.total == sum(parts)
+    assert min(parts) >= 0
+
+
+def test_a_long_model_with_few_tokens_needs_16_bytes_a_parameter() -> None:
+    shape = preset_shape("d8", vocab_size=32768, block_size=8)
+    one = need(shape)
+    assert one.weights + one.gradients + one.optimizer == 16 * shape.num_params()
+    assert one.activations < 0.01 * one.weights
+
+
+def test_a_tied_head_waits_for_the_embedding_and_in_fp32_for_their_sum() -> None:
+    shape = preset_shape("gpt2", vocab_size=50257, block_size=8)
+    table = 4 * 50257 * 768
+    assert need(shape).activations == pytest.approx(2 * table, rel=0.01)
+    assert need(shape, accumulates=True).activations == pytest.approx(3 * table, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "dtype_bytes", "per_width"),
+    [
+        ("gpt2", 0, 4, 64),  # norms 8, into products 4 + 4 + 4 + 16, q k v 12, GELU 16; attention's output is into out
+        ("gpt2", 0, 2, 36),  # all but the norms' half
+        ("d8", 1, 4, 72),  # q and k before and after their norm; v with a value embedding
+        ("d8", 0, 4, 80),  # without one v keeps the memory of q, k and v
+        ("d8", 1, 2, 44),  # what enters the norms of q and k is fp32
+        (
+            "char",
+            0,
+            4,
+            72 + 3 * 4 * 6 * 192 / 384,
+        ),  # three masks of residuals; of 256 positions 192 are seen on average
+    ],
+)
+def test_bytes_that_a_block_saves_per_token_and_width(
+    name: str, layer: int, dtype_bytes: int, per_width: float
+) -> None:
+    shape = {"gpt2": GPT2, "d8": D8, "char": CHAR}[name]
+    statistics = 4 * 4 if shape.norm == "layernorm" else 2 * 4
+    statistics += 0 if shape.dropout else 4 * shape.num_heads
+    statistics += 2 * 4 * shape.num_heads if shape.qk_norm else 0
+    tokens = shape.block_size
+    assert sum(saved(shape, layer, tokens, dtype_bytes)) == tokens * (per_width * shape.width + statistics)
+
+
+def test_the_peak_of_a_large_vocabulary_is_its_logits() -> None:
+    one = need(preset_shape("gpt2", vocab_size=50257, num_layers=1), sequences=8)
+    logits = 4 * 50257 * 8 * 1024
+    assert 3 * logits < one.activations < 3.3 * logits  # log-softmax, its gradient, the logits' gradient
+    assert one.gradients == 0  # there are none yet
+    assert need(preset_shape("gpt2", vocab_size=50257, num_layers=1), sequences=8, accumulates=True).gradients > 0
+
+
+def test_activations_grow_with_the_micro_batch() -> None:
+    few, many = need(CHAR, sequences=8), need(CHAR, sequences=16)
+    assert many.activations == pytest.approx(2 * few.activations, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputing_keeps_one_block_and_what_enters_the_others(dtype: str) -> None:
+    shape = preset_shape("char", vocab_size=65, num_layers=24)
+    kept, again = (need(shape, sequences=16, dtype=dtype, recompute=recompute) for recompute in (False, True))
+    assert again.activations < 0.15 * kept.activations
+    assert again.total < kept.total
+
+
+def test_what_every_strategy_adds() -> None:
+    one = need(GPT2)
+    weights = one.weights
+    ddp = need(GPT2, sync="ddp", num_ranks=4)
+    assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, weights, 2 * weights)
+    assert ddp.buckets == ddp.sync == 0  # the buckets are the gradients
+    assert need(GPT2, sync="bf16", num_ranks=4).buckets == 50257 * 768 * 2
+    assert need(GPT2, sync="bf16", num_ranks=4).sync == 0
+    assert need(GPT2, sync="int8", num_ranks=4).sync == weights
+    assert need(GPT2, sync="zero1", num_ranks=4).optimizer == 2 * weights // 4
+    assert need(GPT2, sync="diloco:100", num_ranks=4).sync == 3 * weights
+    streamed = need(GPT2, sync="diloco:100:int4:streamed", num_ranks=4).sync
+    assert streamed == 3 * weights + weights // 12
+    low_rank = need(GPT2, sync="powersgd:4", num_ranks=4).sync - weights
+    matrices = [(50257, 768), (1024, 768), *[(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12]
+    assert low_rank == 4 * 4 * sum(rows + columns for rows, columns in matrices)
+    assert need(GPT2, sync="ddp+sparse", num_ranks=4).sync == 4 * 1024 * 768 * 4
+
+
+def test_fsdp_divides_what_lasts_and_gathers_what_is_used() -> None:
+    deep = preset_shape("d20", vocab_size=32768, block_size=8)
+    one, sharded = need(deep), need(deep, sync="fsdp", num_ranks=8)
+    assert sharded.weights == one.weights // 8
+    assert sharded.gradients == one.gradients // 8
+    assert sharded.optimizer == one.optimizer // 8
+    assert sharded.sync < one.weights
+    assert sharded.total < one.total / 2
+
+
+def test_only_the_processor_has_glibcs_holes() -> None:
+    assert need(CHAR).heap > 0
+    assert need(CHAR, device="cuda").heap == 0
+    assert need(CHAR, device="cuda").base == BASE_BYTES["cuda"]
+
+
+@pytest.mark.parametrize("sync", ["", "fsdpp", "powersgd", "powersgd:0", "diloco", "diloco:100:int3"])
+def test_a_sync_that_does_not_exist_is_an_error(sync: str) -> None:
+    with pytest.raises(UsageError, match="unknown sync"):
+        need(CHAR, sync=sync)

@@ -1,0 +1,305 @@
+"""Simulated scaling: closed forms, published figures, and what must hold whatever the scenario."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+
+import msgspec
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.prediction import Cluster, HostRates, Wire
+from evener.plan.collectives import backend_s, ring
+from evener.plan.goodput import checkpoint_interval_s, useful_share
+from evener.plan.scale import Scenario, Slowest, all_reduce_s, exposed, scale
+from evener.plan.sync import BUCKET_BYTES
+from evener.plan.thumb import RULE, nanogpt, needed_bandwidth_Bps, needed_jitter, read_rule, sentences
+from evener.report.scaling_sheet import HEAD, efficiency_png, parts_png, rows
+
+COUNTS = [2**i for i in range(13)]
+INSTANT = Wire(latency_s=0.0, bandwidth_Bps=math.inf)
+ETHERNET = Wire(latency_s=1e-4, bandwidth_Bps=125e6)
+PLAIN = Scenario(
+    compute_s=1.0,
+    sequences=16,
+    micro_batch=4,
+    sequence_tokens=1000,
+    update_s=0.1,
+    gradient_bytes=10**9,
+    inner=INSTANT,
+    outer=INSTANT,
+)
+REAL = msgspec.structs.replace(
+    nanogpt(), jitter=0.02, slow_share=0.002, slow_factor=1.15, mtbf_s=300 * 86400.0, checkpoint_s=20.0, restart_s=300.0
+)
+
+
+def changed(scenario=PLAIN, **fields):
+    return msgspec.structs.replace(scenario, **fields)
+
+
+# The maximum of n
+
+
+@pytest.mark.parametrize("num", [1, 2, 8, 64, 4096])
+def test_the_mean_of_the_longest_of_n_exponentials_is_a_harmonic_number(num):
+    slowest = Slowest(lambda x: num * math.log(-math.expm1(-x)))
+    assert slowest.mean() == pytest.approx(math.fsum(1 / i for i in range(1, num + 1)), rel=1e-9)
+    assert slowest.quantile(0.5) == pytest.approx(-math.log(-math.expm1(math.log(0.5) / num)), rel=1e-9)
+
+
+def test_the_mean_of_the_longer_of_two_lognormals():
+    """2·E[X]·Φ(σ/√2), from E[max(X, Y)] = 2·E[X; X > Y]."""
+    point = scale(changed(jitter=0.5), [2])[0]
+    spread = math.sqrt(math.log1p(0.5**2))
+    assert point.cost.compute_s + point.cost.wait_s == pytest.approx(1 + math.erf(spread / 2), rel=1e-9)
+
+
+def test_one_rank_waits_for_nobody_however_much_it_varies():
+    for jitter in (0.01, 0.1, 1.0, 3.0):
+        assert scale(changed(jitter=jitter), [1])[0].cost.wait_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_integral_agrees_with_drawn_steps():
+    scenario = changed(jitter=0.1, slow_share=0.05, slow_factor=1.5)
+    draw = random.Random(42)
+    variance = math.log1p(0.1**2)
+
+    def rank_s():
+        return draw.lognormvariate(-variance / 2, math.sqrt(variance)) * (1.5 if draw.random() < 0.05 else 1.0)
+
+    drawn = sorted(max(rank_s() for _ in range(16)) for _ in range(4000))
+    point = scale(scenario, [16])[0]
+    error = 4 * math.sqrt(sum((x - sum(drawn) / 4000) ** 2 for x in drawn)) / 4000
+    assert point.cost.compute_s + point.cost.wait_s == pytest.approx(sum(drawn) / 4000, abs=error)
+    assert point.step_p50_s - 0.1 == pytest.approx(drawn[2000], rel=0.03)
+    assert point.step_p95_s - 0.1 == pytest.approx(drawn[3800], rel=0.03)
+
+
+@pytest.mark.parametrize("num", [1, 3, 100])
+def test_fixed_times_with_slow_ranks(num):
+    """One of n is slow with probability 1 - (1-s)ⁿ, and then the step takes as long as it does."""
+    point = scale(changed(slow_share=0.01, slow_factor=2.0), [num])[0]
+    assert point.cost.compute_s == pytest.approx(1.01)
+    assert point.cost.compute_s + point.cost.wait_s == pytest.approx(2 - 0.99**num)
+    nearly = scale(changed(slow_share=0.01, slow_factor=2.0, jitter=1e-3), [num])[0]
+    assert nearly.step_s == pytest.approx(point.step_s, rel=4e-3)
+
+
+# Communication
+
+
+def test_nothing_is_lost_where_nothing_costs():
+    for point in scale(PLAIN, COUNTS):
+        assert point.efficiency == point.goodput == 1.0
+        assert (point.cost.exposed_sync_s, point.cost.wait_s) == (0.0, 0.0)
+        assert point.tokens_per_s == pytest.approx(point.ranks * 16_000 / 1.1)
+
+
+def test_exposed_is_the_last_bucket_or_what_backward_cannot_hold():
+    """Equal buckets, ready evenly: max(last bucket, all - backward·(1 - first part))."""
+    for num in (1, 3, 20):
+        for all_s in (0.1, 0.9, 1.0, 1.4, 5.0):
+            transfers = [((i + 1) / num, all_s / num, "ring") for i in range(num)]
+            assert exposed(transfers, 1.0) == pytest.approx(max(all_s / num, all_s - (1 - 1 / num)))
+
+
+def test_backward_of_the_last_micro_batch_hides_communication():
+    size = 8 * BUCKET_BYTES
+    wire = Wire(latency_s=0.0, bandwidth_Bps=size / 0.5)  # 0.5 s on two ranks
+    slow = changed(gradient_bytes=size, inner=wire)
+    blocking, hidden = (scale(changed(slow, overlap=overlap), [2])[0] for overlap in (False, True))
+    assert blocking.sync_s == hidden.sync_s == pytest.approx(0.5)
+    assert blocking.cost.exposed_sync_s == pytest.approx(0.5)
+    backward_s = 2 / 3 / 4  # one micro-batch of four
+    assert hidden.cost.exposed_sync_s == pytest.approx(0.5 - backward_s * 7 / 8)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 8])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 16])
+@pytest.mark.parametrize("size", [1e4, 25e6, 1e9])
+def test_an_all_reduce_costs_what_the_planner_says(per_node, num_nodes, size):
+    if per_node * num_nodes == 1:
+        return
+    inner, outer = Wire(latency_s=3e-6, bandwidth_Bps=230e9), Wire(latency_s=1e-5, bandwidth_Bps=50e9)
+    names = [f"host{i}" for i in range(num_nodes)]
+    hosts = [HostRates(name=n, device="cuda", num_ranks=per_node, tokens_per_s=1.0, sum_Bps=40e9, local=inner)
+             for n in names]  # fmt: skip
+    cluster = Cluster(hosts=hosts, wires={a: {b: outer for b in names if a != b} for a in names}, backend="nccl")
+    scenario = changed(inner=inner, outer=outer, per_node=per_node, sum_Bps=40e9)
+    found_s, _ = all_reduce_s(size, per_node * num_nodes, scenario)
+    assert found_s == pytest.approx(backend_s("all_reduce", size, ring(cluster), "nccl"), rel=1e-9)
+
+
+def test_small_messages_take_the_tree_and_large_ones_the_ring():
+    scenario = changed(inner=INSTANT, outer=Wire(latency_s=1e-5, bandwidth_Bps=50e9), per_node=1)
+    assert all_reduce_s(1, 512, scenario) == (pytest.approx(2 * 9 * 1e-5, rel=0.01), "tree")
+    assert all_reduce_s(1, 512, changed(scenario, has_trees=False)) == (pytest.approx(2 * 511 * 1e-5, rel=0.01), "ring")
+    assert all_reduce_s(1e11, 512, scenario)[1] == "ring"
+
+
+def test_published_bus_bandwidth_between_nodes():
+    """4 nodes of 8 B200, eight adapters of 400 Gbit/s each, 16 GiB: 381.8 GB/s.   [ml-engineering]"""
+    fabric = changed(
+        inner=Wire(latency_s=3.4e-6, bandwidth_Bps=900e9), outer=Wire(latency_s=9.6e-6, bandwidth_Bps=400e9)
+    )
+    time_s, _ = all_reduce_s(16 * 2**30, 32, fabric)
+    assert 2 * 31 / 32 * 16 * 2**30 / time_s == pytest.approx(381.8e9, rel=0.10)
+
+
+# Shares
+
+
+def test_a_fixed_batch_ends_at_one_sequence_a_rank():
+    points = scale(changed(kind="strong", update_s=0.0), [1, 2, 3, 16, 64])
+    assert [point.share for point in points] == [16, 8, 6, 1, 1]
+    assert [point.efficiency for point in points] == pytest.approx([1, 1, 16 / 18, 1, 0.25])
+    assert points[3].tokens_per_s == points[4].tokens_per_s
+    assert points[4].cost.wait_s == pytest.approx(3 / 4 / 16)
+
+
+def test_parts_sum_to_the_step_and_tokens_follow():
+    for kind in ("weak", "strong"):
+        for point in scale(changed(REAL, kind=kind), COUNTS):
+            tokens = 60 * 1024 * (point.ranks if kind == "weak" else 1)
+            assert point.tokens_per_s == pytest.approx(tokens / point.step_s)
+            assert 0 < point.goodput < point.efficiency <= 1
+            assert point.step_p50_s <= point.step_p95_s
+
+
+def test_more_ranks_never_make_a_rank_faster():
+    points = scale(REAL, COUNTS)
+    assert all(after.efficiency <= before.efficiency for before, after in itertools.pairwise(points))
+    assert [point.nodes for point in points] == [1, 1, 1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+def test_4096_ranks_take_less_than_a_tenth_of_a_second():
+    spent = []
+    for _ in range(5):
+        start = time.perf_counter()
+        scale(REAL, COUNTS)
+        spent.append(time.perf_counter() - start)
+    assert min(spent) < 0.1
+
+
+# Failures
+
+
+@pytest.mark.parametrize(("mtbf_min", "published_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
+def test_daly_s_published_intervals(mtbf_min, published_min):
+    """Checkpoints of 5 minutes, figures 3 to 5 of Daly 2006."""
+    assert checkpoint_interval_s(5 * 60, mtbf_min * 60) / 60 == pytest.approx(published_min, rel=0.01)
+
+
+@pytest.mark.parametrize("mtbf_s", [900.0, 21_600.0, 86_400.0])
+def test_no_other_interval_loses_less(mtbf_s):
+    best = max(useful_share(every_s, 300.0, 600.0, mtbf_s) for every_s in range(30, 20_000, 10))
+    assert useful_share(checkpoint_interval_s(300.0, mtbf_s), 300.0, 600.0, mtbf_s) == pytest.approx(best, rel=1e-3)
+
+
+def test_rare_failures_cost_what_young_says():
+    """Checkpoint and half an interval of lost work: √(2δ/M), to first order."""
+    lost = 1 - useful_share(checkpoint_interval_s(1.0, 1e8), 1.0, 0.0, 1e8)
+    assert lost == pytest.approx(math.sqrt(2 / 1e8), rel=0.01)
+
+
+def test_nodes_fail_independently():
+    for point in scale(REAL, COUNTS):
+        assert point.mtbf_s == pytest.approx(300 * 86400 / point.nodes)
+        assert point.checkpoint_every_s >= point.step_s
+    hopeless = scale(changed(mtbf_s=1.0, restart_s=1e6, checkpoint_s=1.0), [8])[0]
+    assert hopeless.goodput == 0
+
+
+# The rule of thumb
+
+
+def test_at_the_bandwidth_found_the_efficiency_is_as_asked():
+    for overlap in (False, True):
+        scenario = changed(nanogpt(), overlap=overlap)
+        for ranks, (low, _) in RULE.items():
+            found_Bps = needed_bandwidth_Bps(scenario, ranks, low)
+            wire = {"inner" if ranks == 8 else "outer": Wire(latency_s=3.4e-6, bandwidth_Bps=found_Bps)}
+            assert scale(changed(scenario, **wire), [ranks])[0].efficiency == pytest.approx(low, abs=2e-3)
+
+
+def test_blocking_at_8_is_one_line_of_arithmetic():
+    """Nothing hidden, no latency: 2·7/8·S/β = (1/e - 1)·step."""
+    scenario = changed(nanogpt(), overlap=False, inner=Wire(latency_s=0.0, bandwidth_Bps=1e9))
+    step_s = 60 * 1024 / 150_000 + scenario.update_s
+    for efficiency in (0.8, 0.9):
+        exact = 1.75 * 4 * 124_439_808 / ((1 / efficiency - 1) * step_s)
+        assert needed_bandwidth_Bps(scenario, 8, efficiency) == pytest.approx(exact, rel=1e-4)
+
+
+def test_jitter_found_gives_the_efficiency_asked_for():
+    found = needed_jitter(nanogpt(), 64, 0.65)
+    assert scale(changed(nanogpt(), jitter=found), [64])[0].efficiency == pytest.approx(0.65, abs=1e-4)
+
+
+def test_what_cannot_be_reached_is_none():
+    assert needed_bandwidth_Bps(changed(nanogpt(), jitter=0.5), 64, 0.7) is None
+    assert needed_jitter(changed(nanogpt(), inner=ETHERNET), 8, 0.8) is None
+
+
+def test_overlap_needs_less_bandwidth_and_the_rule_is_not_of_nvlink():
+    for reading in read_rule(nanogpt()):
+        for blocking, overlapped in zip(reading.blocking_Bps, reading.overlapped_Bps, strict=True):
+            assert overlapped < blocking < 20e9
+        assert reading.expected > 0.98
+
+
+def test_the_rule_is_told_with_its_assumptions():
+    told = " ".join(sentences(nanogpt()))
+    for part in ("5 micro-batches of 12 × 1024", "497.8 MB", "150k tokens/s", "80% to 90% at 8", "60% to 70% at 64"):
+        assert part in told
+    assert "no bandwidth" in " ".join(sentences(changed(nanogpt(), jitter=0.5)))
+
+
+# What a person sees
+
+
+def test_the_table_has_a_row_a_count():
+    table = rows(scale(REAL, COUNTS))
+    assert [row[0] for row in table] == [str(num) for num in COUNTS]
+    assert {len(row) for row in table} == {len(HEAD)}
+    assert rows(scale(PLAIN, [1]))[0][-3:] == ("–", "–", "–")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "counts"),
+    [(REAL, COUNTS), (changed(REAL, kind="strong"), COUNTS), (PLAIN, [1]), (REAL, [3, 100])],
+    ids=["weak", "strong", "alone", "two"],
+)
+def test_pictures_are_drawn(tmp_path, scenario, counts):
+    points = scale(scenario, counts)
+    for draw in (efficiency_png, parts_png):
+        draw(points, tmp_path / "scale.png", title="a < b")
+        assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("compute_s", 0.0),
+        ("compute_s", math.nan),
+        ("jitter", -0.1),
+        ("slow_share", 1.5),
+        ("mtbf_s", 0.0),
+        ("sequences", 0),
+        ("gradient_bytes", -1),
+        ("inner", Wire(latency_s=0.0, bandwidth_Bps=-1.0)),
+        ("outer", Wire(latency_s=-1.0, bandwidth_Bps=1.0)),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(field, value):
+    with pytest.raises(UsageError, match=field):
+        scale(changed(**{field: value}), [1])
+
+
+def test_no_ranks_cannot_train():
+    with pytest.raises(UsageError, match="0 ranks"):
+        scale(PLAIN, [1, 0])

@@ -1,0 +1,254 @@
+"""Which way is recommended, who is left out, and where it would pay: answers that are known beforehand."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
+from evener.core.link import NAMED, parse_link
+from evener.core.prediction import Cluster, Job, Wire
+from evener.core.shape import PRESETS, preset_shape
+from evener.plan.cluster import NotMeasuredError, cluster_of, dtype_of, scaled, uniform, without
+from evener.plan.cost import price
+from evener.plan.search import larger, plan, what_if
+
+SHAPE = preset_shape("char", 512)
+JOB = Job(model="char", shape=SHAPE, batch=24, micro_batch=12, dtype="fp32")
+FAST = Wire(latency_s=1e-5, bandwidth_Bps=1e10)
+SLOW = Wire(latency_s=1e-3, bandwidth_Bps=1e6)
+
+
+def cluster(*rates: float, wire: Wire = FAST, names: str = "abcdefgh", **more: object) -> Cluster:
+    found = uniform(names[: len(rates)], rates, wire)
+    return msgspec.structs.replace(found, hosts=[msgspec.structs.replace(host, **more) for host in found.hosts])
+
+
+def test_equal_hosts_and_a_fast_link_train_together():
+    found = plan(JOB, cluster(1000.0, 1000.0))
+    assert found.recommended == "ddp"
+    assert found.verdict.startswith("Train on both hosts with ddp: 2.0k tokens/s")
+    assert found.option("ddp").speedup_vs_best_host == pytest.approx(2.0, rel=0.02)
+    assert found.option("ddp").rejected_because == ""
+
+
+def test_a_slow_link_is_not_worth_it():
+    found = plan(JOB, cluster(1000.0, 1000.0, 1000.0, wire=SLOW))
+    assert found.recommended == "a alone"
+    assert found.verdict.startswith("Don't distribute this: a alone trains")
+    assert found.option("ddp").rejected_because.startswith("slower: a alone trains")
+
+
+def test_a_slow_host_is_left_out_with_both_figures():
+    found = plan(JOB, cluster(60.0, 28.0))
+    assert found.verdict == "Leave b out: with it 56 tokens/s, without 60 tokens/s."
+    assert "b is the straggler" in found.advice[0]
+    assert any("No network would make all hosts together pay" in line for line in found.advice)
+    assert any(line.startswith("ddp, shares") for line in found.advice)  # what would pay is said
+
+
+def test_the_slowest_of_three_is_left_out_and_two_go_on():
+    found = plan(JOB, cluster(100.0, 100.0, 20.0))
+    assert found.recommended == "ddp without c"
+    assert found.option(found.recommended).hosts == ["a", "b"]
+    assert found.verdict.startswith("Leave c out: with it 60 tokens/s, without 200 tokens/s")
+
+
+def test_what_is_faster_but_cannot_run_yet_is_not_recommended():
+    found = plan(JOB, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
+    faster = [option for option in found.options if option.tokens_per_s > found.option(found.recommended).tokens_per_s]
+    assert {"int8", "int4", "powersgd:4"} <= {option.name for option in faster}
+    assert all(option.rejected_because for option in faster)
+    assert found.option("int8").rejected_because == "train cannot run it yet"
+
+
+def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
+    monkeypatch.setattr("evener.plan.cost.BUILT", ("none", "ddp", "diloco", "diloco:30", "int8"))
+    slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
+    assert plan(JOB, slow, loss_budget=0.05).recommended == "diloco:30"
+    strict = plan(JOB, slow, loss_budget=0.01)
+    assert strict.recommended == "a alone"
+    assert strict.option("diloco:30").rejected_because == "costs 2.0% of loss, more than 1.0%"
+    assert strict.option("int8").rejected_because == "nobody measured what it costs in loss"
+
+
+def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
+    found = plan(JOB, cluster(1000.0, 1000.0, memory_bytes=500_000_000))
+    assert found.recommended == ""
+    assert found.verdict.startswith("This cannot be trained here: does not fit: a has 500.0 MB of memory, it needs ")
+    roomy = cluster(1000.0, 1000.0, memory_bytes=8_000_000_000)
+    tight = msgspec.structs.replace(roomy.hosts[1], memory_bytes=500_000_000)
+    found = plan(JOB, msgspec.structs.replace(roomy, hosts=[roomy.hosts[0], tight]))
+    assert found.recommended == "a alone"
+    assert found.verdict.startswith("Leave out b: does not fit: b has 500.0 MB")
+
+
+def test_at_the_break_even_bandwidth_all_are_as_fast_as_one():
+    start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
+    found = plan(JOB, start)
+    (line,) = [line for line in found.advice if "it would pay from" in line]
+    told = float(line.split("pay from ")[1].split(" Mbit/s")[0]) * 1e6 / 8
+    at = price(JOB, scaled(start, told / 3e6), "ddp")
+    assert at.tokens_per_s == pytest.approx(1000.0, rel=0.02)
+
+
+def test_at_the_break_even_batch_all_are_as_fast_as_one():
+    start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
+    (line,) = [line for line in plan(JOB, start).advice if line.startswith("Or with --batch")]
+    factor = int(line.split("--batch ")[1].split(",")[0]) // JOB.batch
+    assert price(larger(JOB, factor), start, "ddp").tokens_per_s > 1000.0
+    assert price(larger(JOB, factor - 1), start, "ddp").tokens_per_s <= 1000.0
+
+
+def test_one_host_has_nothing_to_distribute():
+    found = plan(JOB, cluster(1000.0))
+    assert found.verdict == "a with 1 rank trains 1.0k tokens/s."
+    assert [option.name for option in found.options] == ["a alone"]
+
+
+def test_more_ranks_than_sequences_is_a_mistake():
+    with pytest.raises(UsageError, match="3 ranks, more than the 2 sequences"):
+        plan(msgspec.structs.replace(JOB, batch=2), cluster(1.0, 1.0, 1.0))
+
+
+def test_the_ring_avoids_the_slow_link():
+    """Gloo sends to the rank before: a → c → b → a has no slow link, a → b → c → a has one."""
+    found = cluster(1000.0, 1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=1e8))
+    slow = Wire(latency_s=0.0, bandwidth_Bps=1e7)
+    wires = {a: dict(row) for a, row in found.wires.items()}
+    wires["b"]["a"] = slow
+    planned = plan(JOB, msgspec.structs.replace(found, wires=wires))
+    assert [host.name for host in planned.cluster.hosts] == ["a", "c", "b"]
+    assert any("10.0 times that of the file's order" in line for line in planned.advice)
+    assert [rank.host for rank in planned.option("ddp").ranks] == ["a", "c", "b"]
+
+
+def test_what_if_changes_one_thing_at_a_time():
+    found = what_if(plan(JOB, cluster(1000.0, 500.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=5e7))))
+    names = [option.name for option in found]
+    assert names[:3] == ["2.5GbE between all hosts", "10GbE between all hosts", "ddp without b"]
+    assert {"batch and accumulation × 4", "int8", "fsdp"} <= set(names)
+    assert len(names) == len(set(names))
+    assert len({option.step_s for option in found[:2]}) == 2
+
+
+def test_thirty_two_hosts_take_a_moment():
+    began = time.process_time()
+    plan(msgspec.structs.replace(JOB, batch=512), uniform([f"n{i}" for i in range(32)], [100.0] * 32, FAST))
+    assert time.process_time() - began < 1.0
+
+
+def test_without_leaves_the_rest_as_it_is():
+    left = without(cluster(1.0, 2.0, 3.0), "b")
+    assert [host.name for host in left.hosts] == ["a", "c"]
+    assert left.wires == {"a": {"c": FAST}, "c": {"a": FAST}}
+
+
+# --- what a fleet file says -------------------------------------------------------------------------------------------
+
+RATE = ModelRate(tokens_per_s=1000.0, pass_s=0.01, update_s=0.02, dtype="bf16", cpus=2.0)
+PROBED = Rates(matmul_flops={"fp32": 1e11, "bf16": 2e11}, copy_Bps=1e10, sync_Bps=2e9, loopback_Bps=1e9,
+               memory_bytes=10**10, models={"char": RATE})  # fmt: skip
+
+
+def fleet(**changes: Rates) -> Fleet:
+    link = Link(goodput_Bps=1.2e8, duplex_Bps=1.1e8, rtt_s=4e-4)
+    return Fleet(
+        hosts={"a": Host(address="1.1.1.1"), "b": Host(address="1.1.1.2")},
+        links={"a": {"b": link}, "b": {"a": link}},
+        rates={"a": {"cpu": PROBED}, "b": {"cpu": changes.get("b", PROBED)}},
+    )
+
+
+def job(model: str = "char", dtype: str = "bf16", **shape: int) -> Job:
+    preset = PRESETS[model]
+    return Job(model=model, shape=msgspec.structs.replace(preset, **shape), batch=24, micro_batch=12, dtype=dtype)
+
+
+def test_what_was_probed_is_used_as_it_is():
+    found = cluster_of(fleet(), job())
+    assert found.assumed == []
+    host = found.hosts[0]
+    assert (host.tokens_per_s, host.pass_s, host.update_s, host.cpus) == (1000.0, 0.01, 0.02, 2.0)
+    assert found.wires["a"]["b"] == Wire(latency_s=2e-4, bandwidth_Bps=1.1e8)
+    assert host.bound_by == "arithmetic"
+    slow_memory = fleet(b=msgspec.structs.replace(PROBED, copy_Bps=1e9))
+    assert cluster_of(slow_memory, job()).hosts[1].bound_by == "memory"
+
+
+def test_another_vocabulary_changes_the_rate_by_its_flops():
+    bigger = job(vocab_size=5000)
+    found = cluster_of(fleet(), bigger)
+    ratio = PRESETS["char"].flops_per_token() / bigger.shape.flops_per_token()
+    assert found.hosts[0].tokens_per_s == pytest.approx(1000.0 * ratio)
+    assert found.assumed == []
+
+
+def test_another_model_is_derived_and_marked():
+    found = cluster_of(fleet(), job("gpt2"))
+    assert len([line for line in found.assumed if "evener probe host --model gpt2" in line]) == 2
+
+
+def test_another_arithmetic_is_derived_and_marked():
+    assert dtype_of(fleet(), "char") == "bf16"
+    mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
+    assert dtype_of(mixed, "char") == "fp32"
+    found = cluster_of(mixed, job(dtype="fp32"))
+    assert [host.tokens_per_s for host in found.hosts] == [500.0, 1000.0]  # its products are half as fast in fp32
+    assert "a: was measured in bf16" in found.assumed[0]
+
+
+def test_a_declared_rate_is_enough():
+    declared = fleet(b=Rates(models={"char": ModelRate(tokens_per_s=30.0)}))
+    found = cluster_of(declared, job())
+    assert found.hosts[1].tokens_per_s == 30.0
+    assert any("b: the update of the weights is taken to be part" in line for line in found.assumed)
+
+
+def test_what_nobody_measured_is_asked_for():
+    with pytest.raises(NotMeasuredError, match="b: nobody measured how fast it trains") as told:
+        cluster_of(fleet(b=Rates()), job())
+    assert "evener probe host --model char" in told.value.hint
+    with pytest.raises(NotMeasuredError, match="b: nobody measured its processor"):
+        cluster_of(msgspec.structs.replace(fleet(), rates={"a": {"cpu": PROBED}}), job())
+    with pytest.raises(NotMeasuredError, match="a → b: nobody measured this link") as told:
+        cluster_of(msgspec.structs.replace(fleet(), links={}), job())
+    assert "evener probe wire" in told.value.hint
+
+
+def test_one_direction_stands_for_the_other_and_says_so():
+    whole = fleet()
+    found = cluster_of(msgspec.structs.replace(whole, links={"a": whole.links["a"]}), job())
+    assert found.wires["b"]["a"] == found.wires["a"]["b"]
+    assert found.assumed == ["b → a is taken to be as fast as the way back"]
+
+
+def test_ranks_of_one_processor_divide_it():
+    found = cluster_of(fleet(), job(), ranks=2)
+    assert found.num_ranks == 4
+    assert found.hosts[0].tokens_per_s == 500.0
+    assert found.hosts[0].local == Wire(latency_s=20e-6, bandwidth_Bps=1e9)
+    assert len(price(job(), found, "ddp").ranks) == 4
+
+
+# --- links by name ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1GbE", "0G", "1", "1e9", "GbE", "1GbE!", "1 lightyear/s", "nan", "--x"])
+def test_a_link_that_nobody_knows_is_one_line(text):
+    with pytest.raises(UsageError) as told:
+        parse_link(text)
+    assert "\n" not in str(told.value)
+    assert told.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "Bps"),
+    [("100Mbit", 0.85 * 12.5e6), ("1gbe", 0.85 * 125e6), ("2.5 Gbit/s", 0.85 * 312.5e6), ("117MB/s", 117e6),
+     ("3.19GB/s", 3.19e9), ("wi-fi", NAMED["wifi"].wire.bandwidth_Bps)],
+)  # fmt: skip
+def test_a_link_by_its_name(text, Bps):
+    assert parse_link(text).wire.bandwidth_Bps == pytest.approx(Bps)
