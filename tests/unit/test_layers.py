@@ -82,6 +82,7 @@ def test_verbs_import_their_layer_when_called(path):
     [
         [],
         ["train"],
+        ["plan"],
         ["bench"],
         ["report"],
         ["verify"],

@@ -19,17 +19,23 @@ from evener.bench import lab01 as lab
 from evener.bench import scaling as bench
 from evener.bench.table import rows
 from evener.cli import follow
+from evener.cli.planned import of_training
 from evener.core.errors import UsageError
-from evener.core.machine import usable_cores
+from evener.core.fleet import Fleet, Host, Rates
+from evener.core.hostprobe import DeviceProbe, HostProbeSpec, HostTold
+from evener.core.machine import this_machine, usable_cores
+from evener.core.prediction import Prediction
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.launch.probe import lines_here
 from evener.report.explain import explain_scaling, largest_loss_gap
 from evener.report.page import write_page
 from evener.report.picture import scaling_png
 from evener.report.summary import as_result
 
 CORPORA = ("data/verbs", "data/python")
+PROBE_S = 8.0  # of training, before the runs
 STEPS = 10_000  # more than any budget of seconds allows: the clock ends a run
 
 
@@ -56,13 +62,19 @@ def scaling(
     )
     corpora = data or [_prepared(corpus, console) for corpus in CORPORA]
     series = bench.specs(base, folder, corpora, counts)
-    for runs in series.values():
-        for spec in runs:
-            resolve(msgspec.structs.replace(spec, out=None))  # a mistake is found before anything is replaced
+    # A mistake is found before anything is replaced.
+    resolved = {spec.out: resolve(msgspec.structs.replace(spec, out=None)) for runs in series.values() for spec in runs}
     if force and folder.exists():
         _remove_bench(folder)
+    rates = _probed(base, console)
+
+    def predict(spec: RunSpec) -> Prediction:
+        name = this_machine().host
+        here = Host(address="local", ranks=spec.machine.ranks)
+        return of_training(Fleet(hosts={name: here}, rates={name: rates}), resolved[spec.out])
+
     with follow.series(series, console) as observer:
-        found = bench.run(folder, series, observer)
+        found = bench.run(folder, series, observer, predict)
     scaling_png(found, folder / "scaling.png")
     for runs in found.values():
         for summary in runs:
@@ -124,6 +136,23 @@ def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -
     console.print(textwrap.fill(found["lesson_notes"], width=min(console.width, 100)), markup=False)
     print(folder / "manifest.json")
     return 0
+
+
+def _probed(spec: RunSpec, console: Console) -> dict[str, Rates]:
+    """What this machine does with the model, measured before the runs that are predicted from it."""
+    console.print("measuring this machine, so that each run can be predicted")
+    model = spec.model
+    asked = HostProbeSpec(
+        host="here",
+        model=model.model,
+        seconds=PROBE_S,
+        dtype=model.dtype,
+        dropout=model.dropout,
+        device=spec.machine.device,
+    )
+    decode = msgspec.json.Decoder(HostTold).decode
+    told = map(decode, lines_here(1, "evener.worker.host_probe", msgspec.json.encode(asked).decode()))
+    return {probe.device: probe.rates for probe in told if isinstance(probe, DeviceProbe)}
 
 
 def _prepared(corpus: str, console: Console) -> str:

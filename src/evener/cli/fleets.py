@@ -40,6 +40,43 @@ def tell_warnings(prepared: Any) -> None:
         say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
 
 
+def predicted(fleet: Any, resolved: Any) -> Any:
+    """What the planner says of a run on these hosts, told in a line; None where too little was measured."""
+    from evener.cli.planned import of_training
+    from evener.plan.cluster import NotMeasuredError
+    from evener.plan.search import in_a_line
+
+    try:
+        prediction = of_training(fleet, resolved)
+    except NotMeasuredError as unknown:
+        say(f"no prediction: {unknown}; {unknown.hint}")
+        return None
+    say(f"predicted: {in_a_line(prediction)}")
+    if prediction.recommended != prediction.chosen:
+        say(f"warning: {prediction.verdict}")
+        if fewer := prediction.recommended and prediction.option(prediction.recommended).hosts:
+            say(f"hint:  --hosts {','.join(fewer)}")
+    return prediction
+
+
+def predicted_here(resolved: Any) -> Any:
+    """The same of this machine alone, where fleet.toml has figures of it."""
+    from evener.core.errors import EvenerError
+    from evener.core.fleet import DEFAULT_FLEET, load_fleet, only
+
+    try:
+        fleet = load_fleet(DEFAULT_FLEET)
+    except EvenerError:  # a file that this run does not need
+        return None
+    here = [name for name, host in fleet.hosts.items() if host.is_local and name in fleet.rates]
+    return predicted(only(fleet, here[0]), resolved) if here else None
+
+
+def ring_order(prediction: Any) -> list[str]:
+    """The order of hosts in which the planner found the ring fastest."""
+    return [host.name for host in prediction.cluster.hosts] if prediction else []
+
+
 def tell_plan(plan: Any) -> None:
     """Which rank is where."""
     say(f"rendezvous on {plan.hosts[0].name}, {plan.address} port {plan.port}")
@@ -118,11 +155,11 @@ class Lines:
 
 
 @contextlib.contextmanager
-def connected(path: str) -> Iterator[tuple[Any, Any, Any]]:
-    """(fleet, sessions, errors) of a fleet file."""
-    from evener.core.fleet import load_fleet
+def connected(path: str, names: str | None = None) -> Iterator[tuple[Any, Any, Any]]:
+    """(fleet, sessions, errors) of a fleet file, or of some of its hosts."""
+    from evener.core.fleet import load_fleet, only
     from evener.hosts.session import connect
 
-    fleet = load_fleet(path)
+    fleet = only(load_fleet(path), names)
     with connect(fleet) as (sessions, errors):
         yield fleet, sessions, errors

@@ -7,7 +7,23 @@ import sys
 import typer
 
 from evener import __version__
-from evener.cli import bench, data, doctor, lab, launch, logs, probe, report, runs, sample, setup, stop, train, verify
+from evener.cli import (
+    bench,
+    data,
+    doctor,
+    lab,
+    launch,
+    logs,
+    plan,
+    probe,
+    report,
+    runs,
+    sample,
+    setup,
+    stop,
+    train,
+    verify,
+)
 from evener.core.errors import EvenerError
 
 app = typer.Typer(
@@ -31,6 +47,7 @@ def _root(
 
 
 train.add_to(app)
+plan.add_to(app)
 app.command("doctor")(doctor.doctor)
 app.command("setup")(setup.setup)
 app.command("launch")(launch.launch)

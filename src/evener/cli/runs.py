@@ -49,11 +49,11 @@ def runs(
 def _row(rundir: Any) -> dict[str, Any]:
     """One run as the table shows it."""
     from evener.core.errors import HostError
-    from evener.core.plan import plan_path, read_plan
+    from evener.core.plan import is_on_fleet, read_plan
     from evener.launch import fleet as launcher
 
     row: dict[str, Any] = {"run": str(rundir), "state": "started", "hosts": {}, "steps": None, "loss": None}
-    if plan_path(rundir).exists():
+    if is_on_fleet(rundir):
         plan = read_plan(rundir)
         told = launcher.known_states(rundir, plan)
         if any(state.get("state") != "ended" for state in told.values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import typer
@@ -14,13 +13,14 @@ RESUME = typer.Option(None, "--resume", metavar="RUN", help="Go on with this run
 FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="Hosts to train on; local: this machine [fleet.toml if here]"
 )
+HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="Of the fleet, these hosts alone [all].")
 DETACH = typer.Option(False, "--detach", help="On a fleet: start it, and return.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Print the exact command and environment, and start nothing.")
 AS_JSON = typer.Option(False, "--json", help="Print one JSON object at the end.")
 
 
-def train(spec_file: str | None, resume: str | None, fleet: str | None, detach: bool, dry_run: bool, as_json: bool,
-          **flags: str | bool | None) -> int:  # fmt: skip
+def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: str | None, detach: bool, dry_run: bool,
+          as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
     On this machine Ctrl-C finishes the step, saves and leaves. On a fleet it stops watching and leaves the run alone;
@@ -38,7 +38,7 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, detach: 
     check_token_ids(resolved.corpus)
     spec, resumes = resolved.spec, resume is not None
     if path is not None:
-        status = _on_fleet(path, resolved, resumes, detach, dry_run, as_json)
+        status = _on_fleet(path, hosts, resolved, resumes, detach, dry_run, as_json)
         if status is not None:
             return status
     else:
@@ -49,8 +49,9 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, detach: 
             env, argv = worker_env(spec), worker_argv(spec, resume=resumes)
             print(json.dumps({"env": env, "argv": argv}) if as_json else follow.shell_line(env, argv))
             return 0
+        prediction = fleets.predicted_here(resolved)
         with follow.screen(resolved, quiet=as_json) as observe:
-            local.run(spec, observe, resume=resumes)
+            local.run(spec, observe, resume=resumes, prediction=prediction)
     summary = summarize(RunDir(spec.out or ""))
     if as_json:
         print(json.dumps(as_result(summary)))
@@ -59,27 +60,33 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, detach: 
     return follow.exit_status(summary.manifest)
 
 
-def _on_fleet(path: str, resolved: Any, resumes: bool, detach: bool, dry_run: bool, as_json: bool) -> int | None:
+def _on_fleet(path: str, names: str | None, resolved: Any, resumes: bool, detach: bool, dry_run: bool,
+              as_json: bool) -> int | None:  # fmt: skip
     """Train on a fleet; the exit status where there is nothing to tell of an end."""
     import contextlib
 
+    import msgspec
+
     from evener.cli import fleets, follow
     from evener.core.errors import EvenerError, UsageError
-    from evener.core.plan import plan_path, read_plan
+    from evener.core.plan import is_on_fleet, read_plan
     from evener.core.rundir import RunDir
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
     rundir = RunDir(resolved.spec.out)
-    if plan_path(rundir).exists() and not resumes:
+    if is_on_fleet(rundir) and not resumes:
         raise UsageError(
             f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
         )
-    run_id = read_plan(rundir).id if plan_path(rundir).exists() else None
-    with fleets.connected(path) as (hosts, sessions, errors):
-        prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, run_id)
+    before = read_plan(rundir) if is_on_fleet(rundir) else None
+    with fleets.connected(path, names) as (hosts, sessions, errors):
+        prediction = fleets.predicted(hosts, resolved)
+        prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, before.id if before else None)
         fleets.tell_warnings(prepared)
-        plan, trees = launcher.plan_training(prepared, resolved, resume=resumes)
+        order = [host.name for host in before.hosts] if before else fleets.ring_order(prediction)
+        plan, trees = launcher.plan_training(launcher.in_order(prepared, order), resolved, resume=resumes)
+        plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:
             fleets.print_plan(plan, as_json)
             return 0
@@ -87,6 +94,7 @@ def _on_fleet(path: str, resolved: Any, resumes: bool, detach: bool, dry_run: bo
         if resumes:
             carry.restore(rundir, plan, sessions, resolved.resume.step)
         launcher.start(rundir, plan, sessions)
+        launcher.note_findings(rundir, prepared)
     if not as_json:
         fleets.tell_plan(plan)
     if detach:
@@ -116,12 +124,12 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
 
     import msgspec
 
+    from evener.cli.flags import given
     from evener.core.errors import UsageError
     from evener.core.resolve import new_run_path, resolve
     from evener.core.spec import make_spec
 
-    texts = {name: str(value).lower() if isinstance(value, bool) else value
-             for name, value in flags.items() if value is not None}  # fmt: skip
+    texts = given(flags)
     base = None
     if resume is not None:
         if spec_file is not None or "out" in texts:
@@ -136,11 +144,11 @@ def _spec_of(resume: str) -> Any:
     """The spec of a run that is resumed; from a fleet its records and newest checkpoint are brought home first."""
     from evener.cli import fleets
     from evener.core.errors import HostError, UsageError
-    from evener.core.plan import plan_path, read_plan
+    from evener.core.plan import is_on_fleet, read_plan
     from evener.core.rundir import RunDir
 
     rundir = RunDir(resume)
-    if not plan_path(rundir).exists():
+    if not is_on_fleet(rundir):
         return rundir.manifest().spec
     from evener.launch import carry
     from evener.launch import fleet as launcher
@@ -162,34 +170,22 @@ def _spec_of(resume: str) -> Any:
 
 def add_to(app: typer.Typer) -> None:
     """Add `train`, with one option for every leaf of RunSpec."""
-    from evener.core.spec import FLAGS
+    from evener.cli.flags import signature, spec_options
 
     options: list[tuple[str, Any, Any]] = [
         ("spec_file", SPEC_FILE, str | None),
         ("resume", RESUME, str | None),
         ("fleet", FLEET, str | None),
+        ("hosts", HOSTS, str | None),
         ("detach", DETACH, bool),
         ("dry_run", DRY_RUN, bool),
         ("as_json", AS_JSON, bool),
     ]
-    for flag in FLAGS.values():
-        switch = flag.kind == "yes or no"
-        option = typer.Option(
-            None,
-            f"{flag.name}/--no-{flag.name[2:]}" if switch else flag.name,
-            metavar=None if switch else flag.kind.replace(" ", "-").upper(),
-            help=flag.help if switch or flag.default is None else f"{flag.help} [{flag.default}]",
-            show_default=False,
-            rich_help_panel=f"[{flag.section}]" if flag.section else "Options",
-        )
-        options.append((flag.field, option, bool | None if switch else str | None))
+    options += spec_options()
 
     def command(**values: Any) -> int:
         return train(**values)
 
     command.__doc__ = train.__doc__
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-         for name, default, annotation in options]
-    )  # fmt: skip
+    command.__signature__ = signature(options)  # type: ignore[attr-defined]
     app.command("train", epilog=EPILOG)(command)

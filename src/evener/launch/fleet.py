@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,14 @@ def _examined(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError],
     return found
 
 
+def in_order(prepared: Prepared, names: Sequence[str]) -> Prepared:
+    """The hosts in this order, as far as it names them; the first stays first: the port was looked for there."""
+    places = prepared.places
+    known = {name: i for i, name in enumerate(names)}
+    rest = sorted(places[1:], key=lambda place: known.get(place.name, len(known)))
+    return msgspec.structs.replace(prepared, places=[*places[:1], *rest])
+
+
 def plan_training(prepared: Prepared, resolved: Resolved, *, resume: bool) -> tuple[Plan, list[Tree]]:
     """evener's own worker on all hosts, and what they must have for it: corpus and weights."""
     spec = resolved.spec
@@ -171,6 +179,12 @@ def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
         name, error = next(iter(failed.items()))
         raise RunError(f"the run did not start on {name}: {error}", hint="evener doctor looks closer")
     tell(rundir, "launched", hosts=[host.name for host in plan.hosts], world_size=plan.world_size)
+
+
+def note_findings(rundir: RunDir, prepared: Prepared) -> None:
+    """The preflight's warnings as events: whoever explains the run later must know that a host was swapping."""
+    for finding in prepared.findings:
+        tell(rundir, finding.check, host=finding.host, peer=finding.peer, evidence=finding.evidence, fix=finding.fix)
 
 
 def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[HostMirror], None],

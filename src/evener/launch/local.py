@@ -25,6 +25,8 @@ import psutil
 
 from evener.core import errors
 from evener.core.errors import EvenerError, RunError
+from evener.core.plan import Plan, write_plan
+from evener.core.prediction import Prediction
 from evener.core.rundir import Manifest, RunDir, follow_lines
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
@@ -36,7 +38,7 @@ LAST_LINES = 15
 Observer = Callable[[StepRecord | dict[str, Any]], None]
 
 
-def run(spec: RunSpec, observe: Observer, *, resume: bool = False) -> Manifest:
+def run(spec: RunSpec, observe: Observer, *, resume: bool = False, prediction: Prediction | None = None) -> Manifest:
     """Run to the end and return the manifest. `observe` gets rank 0's records and all events as they come.
 
     Raises RunError (or the worker's own EvenerError) when the run failed; a run that never began leaves no directory.
@@ -47,6 +49,7 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False) -> Manifest:
     (rundir.path / "logs").mkdir(parents=True, exist_ok=True)
     log_path = rundir.path / "logs" / "launcher.log"
     before = len(rundir.events())
+    write_plan(rundir, Plan(kind="train", backend=spec.machine.backend, spec=spec, prediction=prediction))
     with session(worker_argv(spec, resume=resume), worker_env(spec), log_path) as process:
         status = _follow(process, rundir, before, observe)
     shutil.rmtree(rundir.path / "logs" / "torchrun", ignore_errors=True)  # empty folders: the ranks keep their own logs

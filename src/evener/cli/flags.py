@@ -1,0 +1,45 @@
+"""How do the leaves of RunSpec become options of a verb? `train` and `plan` have the same ones."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+
+def spec_options() -> list[tuple[str, Any, Any]]:
+    """Name, typer's option and type of every leaf."""
+    from evener.core.spec import FLAGS
+
+    options: list[tuple[str, Any, Any]] = []
+    for flag in FLAGS.values():
+        switch = flag.kind == "yes or no"
+        option = typer.Option(
+            None,
+            f"{flag.name}/--no-{flag.name[2:]}" if switch else flag.name,
+            metavar=None if switch else flag.kind.replace(" ", "-").upper(),
+            help=flag.help if switch or flag.default is None else f"{flag.help} [{flag.default}]",
+            show_default=False,
+            rich_help_panel=f"[{flag.section}]" if flag.section else "Options",
+        )
+        options.append((flag.field, option, bool | None if switch else str | None))
+    return options
+
+
+def signature(options: Sequence[tuple[str, Any, Any]]) -> inspect.Signature:
+    """What typer reads to build a command."""
+    return inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+         for name, default, annotation in options]
+    )  # fmt: skip
+
+
+def given(flags: Mapping[str, str | bool | None]) -> dict[str, str]:
+    """The leaves that the user named, as text."""
+    return {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in flags.items()
+        if value is not None
+    }
