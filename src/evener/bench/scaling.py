@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import UsageError
+from evener.core.prediction import Prediction
 from evener.core.rundir import RunDir, write_atomic
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
@@ -24,6 +25,7 @@ from evener.launch import local
 from evener.report.summary import Summary, summarize
 
 FORMAT = 1
+Predict = Callable[[RunSpec], Prediction | None]
 Observer = Callable[[RunSpec], Callable[[StepRecord | dict[str, Any]], None]]
 
 
@@ -62,15 +64,18 @@ def specs(base: RunSpec, out: Path, corpora: Sequence[str], counts: Sequence[int
     }
 
 
-def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer) -> dict[str, list[Summary]]:
-    """Train them all, one after the other, and leave bench.json; `observer(spec)` is told of each as it begins."""
+def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer, predict: Predict) -> dict[str, list[Summary]]:
+    """Train them all, one after the other, and leave bench.json; `observer(spec)` is told of each as it begins.
+
+    `predict(spec)` is what the planner says of a run before it starts.
+    """
     if (out / "bench.json").exists():
         raise UsageError(f"{out}: holds a bench already", hint="another --out, or --force")
     found: dict[str, list[Summary]] = {}
     for corpus, runs in series.items():
         for spec in runs:
             assert spec.out is not None
-            local.run(spec, observer(spec))
+            local.run(spec, observer(spec), prediction=predict(spec))
             found.setdefault(corpus, []).append(summarize(RunDir(spec.out)))
     names = {corpus: [Path(summary.run_dir).name for summary in runs] for corpus, runs in found.items()}
     write_atomic(out / "bench.json", msgspec.json.format(msgspec.json.encode(Bench(series=names)), indent=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from evener.core.units import count, seconds
+from evener.report.predicted import against
 from evener.report.summary import Summary
 
 
@@ -29,6 +30,8 @@ def rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
         ("speed-up", lambda summary: "not measured" if (ratio := speedup(summary)) is None else f"{ratio:.2f}"),
         ("efficiency", efficiency),
         ("step", lambda summary: seconds(summary.step_p50_s)),
+        ("predicted step", lambda summary: against(summary)[0]),
+        ("  difference", lambda summary: against(summary)[1]),
         ("  compute", lambda summary: seconds(summary.mean_part("compute_s"))),
         ("  exposed communication", of_several(lambda summary: summary.mean_part("exposed_sync_s"))),
         ("  wait for another rank", of_several(lambda summary: summary.mean_part("wait_s"))),

@@ -14,6 +14,7 @@ from evener.core.units import count, seconds
 from evener.report import figures
 from evener.report.explain import scaling_story, speedup, worth_it
 from evener.report.markup import Html, document, facts, joined, legend, panel, plot, section, table, tag
+from evener.report.predicted import NO_PREDICTION, against
 from evener.report.ranks import first_done, plural
 from evener.report.summary import Summary, summarize
 
@@ -30,6 +31,8 @@ COLUMNS = (
     "exposed",
     "wait",
     "update",
+    "step predicted",
+    "difference",
 )
 
 
@@ -77,6 +80,7 @@ def page(folder: Path) -> str:
                 corpus,
                 _story(runs),
                 table(COLUMNS, _rows(runs), numbers=range(1, len(COLUMNS))),
+                "" if any(run.predicted for run in runs) else tag("p", NO_PREDICTION, class_="soft small"),
                 tag("p", "The median step and its parts, on the rank that waits most.", class_="soft small"),
                 panel(legend(drawn[f"parts-{index}"]), plot(f"parts-{index}")),
             )
@@ -142,4 +146,5 @@ def _row(run: Summary, base: Summary | None) -> list[object]:
         "–" if alone else seconds(cost.exposed_sync_s),
         "–" if alone else seconds(cost.wait_s),
         seconds(cost.optimizer_s),
+        *against(run),
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from evener.core.units import count, seconds, size
 from evener.report.causes import CAUSES, Cause, Comparison
+from evener.report.predicted import explain_prediction
 from evener.report.ranks import (
     cpus_at_work,
     first_done,
@@ -42,6 +43,12 @@ PARTS = {
 
 
 def explain_run(summary: Summary) -> list[str]:
+    """Paragraphs about one run: what was measured, and where something was predicted, what differs and why."""
+    predicted = [" ".join(explain_prediction(summary, summary.prediction))] if summary.prediction else []
+    return explain_measured(summary) + predicted
+
+
+def explain_measured(summary: Summary) -> list[str]:
     """Paragraphs about one run: its pace, where a step goes, who waits for whom, communication, cores."""
     if not summary.step_p50_s:
         return ["No step was recorded, so there is nothing to explain."]

@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from evener.core.prediction import Option
 from evener.core.rundir import Manifest, RunDir, write_atomic
 from evener.core.step import StepRecord
 from evener.core.units import count, seconds, size
+from evener.plan.search import what_if
 from evener.report import benchpage, figures
-from evener.report.explain import explain_run, limit
+from evener.report.explain import explain_measured, limit
 from evener.report.markup import (
     Html,
     document,
@@ -31,14 +33,25 @@ from evener.report.markup import (
     table,
     tag,
 )
-from evener.report.ranks import plural
+from evener.report.predicted import (
+    NO_PREDICTION,
+    Row,
+    cells,
+    explain_prediction,
+    percent,
+    rank_rows,
+    step_rows,
+)
+from evener.report.ranks import last_done, plural
 from evener.report.summary import Summary, summarize
+from evener.report.whatif import correction, what_if_table
 
 SILENT_S = 60.0  # a running job that wrote nothing for so long (or for 20 steps) is not running any more
 SILENT_STEPS = 20
 FAILURES = ("failure", "run.nonfinite", "run.diverged")
 CONSEQUENCES = ("run.peer-exit",)  # a rank that lost its peer is loud, and not the one that failed
 NOTE = "soft small"
+BESIDE = "Predicted beside measured"
 MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "bad", "no word": "bad"}
 
 
@@ -74,8 +87,13 @@ def run_page(rundir: RunDir, now: float) -> str:
     if summary.sync_p50_s is not None:
         drawn["sync"] = figures.all_reduce(records, summary)
         body.append(_all_reduces(summary, drawn["sync"]))
-    story = tag("div", *(tag("p", paragraph) for paragraph in explain_run(summary)), class_="story")
-    body += [section("What happened, and why", story), _events(summary.manifest, events), _manifest(summary.manifest)]
+    story = tag("div", *(tag("p", paragraph) for paragraph in explain_measured(summary)), class_="story")
+    body += [
+        section("What happened, and why", story),
+        _predicted(summary),
+        _events(summary.manifest, events),
+        _manifest(summary.manifest),
+    ]
     body.append(tag("footer", f"Written {_moment(now)}. All rates are medians over steps after the warm-up."))
     return document(f"{name}: evener", joined(body), drawn)
 
@@ -100,7 +118,7 @@ def _verdict(
         val_step, val_loss = result.steps, result.val_loss
     shown = {
         "tokens/s": (count(summary.tokens_per_s), f"{summary.tokens_per_step:,} a step"),
-        "step": (seconds(summary.step_p50_s), f"p50; p95 {seconds(summary.step_p95_s)}"),
+        "step": (seconds(summary.step_p50_s), _step_remark(summary)),
         "loss": (None if loss is None else f"{loss:.4f}", f"after {_steps(summary)}" if losses else ""),
         "validation loss": (
             None if val_loss is None else f"{val_loss:.4f}",
@@ -171,6 +189,13 @@ def _agreement(summary: Summary, events: list[dict[str, Any]]) -> tuple[str | No
     if result and result.replicas_agree:
         return "agree", "to the bit"
     return ("agreed", f"to the bit, after step {checks[-1].get('step')}") if checks else (None, "")
+
+
+def _step_remark(summary: Summary) -> str:
+    remark, option = f"p50; p95 {seconds(summary.step_p95_s)}", summary.predicted
+    if option is None or not summary.step_p50_s:
+        return remark
+    return f"{remark}; predicted {seconds(option.step_s)}, {percent(summary.step_p50_s / option.step_s - 1)}"
 
 
 def _memory(summary: Summary) -> tuple[str | None, str]:
@@ -244,6 +269,57 @@ def _all_reduces(summary: Summary, figure: figures.Figure) -> Html:
         "ranks stood still."
     )
     return section("All-reduce", tag("p", told, class_=NOTE), panel(legend(figure), plot("sync")))
+
+
+# --- predicted beside measured ----------------------------------------------------------------------------------------
+
+
+def _predicted(summary: Summary) -> Html:
+    prediction, option = summary.prediction, summary.predicted
+    if prediction is None:
+        return section(BESIDE, tag("p", NO_PREDICTION, class_="soft"))
+    told, *causes = explain_prediction(summary, prediction)
+    listed = tag("ul", *(tag("li", cause) for cause in causes)) if causes else ""
+    children: list[object] = [tag("div", tag("p", told), listed, class_="story")]
+    if option is not None:
+        slow = last_done(summary).rank
+        rest = [rank for rank in range(len(option.ranks)) if rank != slow]
+        more = [joined([tag("h3", _rank(option, rank)), _beside(rank_rows(summary, option, rank))]) for rank in rest]
+        last = f"{_rank(option, slow)}, for which the others wait" if rest else _rank(option, slow)
+        children += [
+            tag("h3", "The step"),
+            _beside(step_rows(summary, option)),
+            tag("h3", f"Its parts on {last}"),
+            _beside(rank_rows(summary, option, slow)),
+            tag("details", tag("summary", "the other ranks"), *more) if more else "",
+        ]
+    if prediction.cluster.assumed:
+        assumed = tag("ul", *(tag("li", sentence) for sentence in prediction.cluster.assumed), class_=NOTE)
+        children += [tag("p", "What nobody had measured, and what stood in for it:", class_=NOTE), assumed]
+    if option is not None and (others := what_if(prediction)):
+        children += _what_if(summary, option, others)
+    return section(BESIDE, *children)
+
+
+def _what_if(summary: Summary, option: Option, others: Sequence[Option]) -> list[Html]:
+    measured = summary.step_p50_s is not None
+    head, rows = what_if_table(others, option, correction(summary, option) if measured else None)
+    note = "These are predictions, not measurements. "
+    if measured:
+        note += (
+            "Corrected means: computing and update of each host, and communication, as much slower or faster than "
+            "predicted as they were in this run, and waiting for input as it was here. A host that took no part keeps "
+            f"its prediction. This run itself comes out at {rows[0][4]} so; it took {seconds(summary.step_p50_s)}."
+        )
+    return [tag("h3", "What if"), tag("p", note, class_=NOTE), table(head, rows, numbers=range(1, len(head)))]
+
+
+def _rank(option: Option, rank: int) -> str:
+    return f"rank {rank} ({option.ranks[rank].host})"
+
+
+def _beside(rows: Sequence[Row]) -> Html:
+    return table(["", "predicted", "measured", "difference", ""], map(cells, rows), numbers=range(1, 5))
 
 
 # --- events and manifest ----------------------------------------------------------------------------------------------

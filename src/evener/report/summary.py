@@ -6,11 +6,22 @@ from typing import Any
 
 import msgspec
 
+from evener.core.finding import Finding
+from evener.core.plan import read_prediction
+from evener.core.prediction import Option, Prediction
 from evener.core.rundir import Manifest, RunDir
 from evener.core.step import PARTS, StepCost, StepRecord
 from evener.core.units import median, percentile
 
 WARMUP_STEPS = 3  # steps that are left out of rates, where the run is long enough
+THIRD_STEPS = 5  # fewer steps in a third of a run do not tell whether it slowed down
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of a run, on one rank: medians over its steps."""
+
+    compute_s: float | None
+    cpu_s: float | None  # processor seconds a step
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +35,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None  # a step, sent
     sync_s: float | None
     cpus: float | None  # cores that the process really ran on: CPU seconds a second
+    cpu_s: float | None = None  # processor seconds of the typical step
+    thirds: tuple[Pace, Pace] | None = None  # the first third of the run and the last; None: too few steps
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +53,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sync_p95_s: float | None
     ranks: list[RankSummary]
     losses: list[float | None]  # of every step
+    prediction: Prediction | None = None  # None: nothing was predicted
+    findings: list[Finding] = []  # what was found wrong with hosts, as far as the events tell
+
+    @property
+    def predicted(self) -> Option | None:
+        """What was predicted of this run; None where nothing was, or of another number of ranks."""
+        if self.prediction is None:
+            return None
+        chosen = next((each for each in self.prediction.options if each.name == self.prediction.chosen), None)
+        return chosen if chosen and len(chosen.ranks) == self.manifest.world_size else None
 
     @property
     def cores(self) -> int:
@@ -83,11 +106,27 @@ def summarize(rundir: RunDir) -> Summary:
         sync_p50_s=median(syncs),
         sync_p95_s=percentile(syncs, 0.95) if syncs else None,
         ranks=[
-            _rank_summary(rank, of_rank, _typical([of_rank[i] for i in middle], step_p50_s))
-            for rank, of_rank in enumerate(warm)
+            _rank_summary(rank, of_rank, [of_rank[i] for i in middle], step_p50_s) for rank, of_rank in enumerate(warm)
         ],
         losses=[record.loss for record in records[0]],
+        prediction=read_prediction(rundir),
+        findings=_findings(rundir.events()),
     )
+
+
+def _findings(events: list[dict[str, Any]]) -> list[Finding]:
+    """Events that are findings about a host: named by their check, with its host and the evidence."""
+    return [
+        Finding(
+            check=str(event["event"]),
+            severity="warning",
+            host=event["host"],
+            evidence=event["evidence"],
+            fix=str(event.get("fix", "")),
+        )
+        for event in events
+        if isinstance(event.get("host"), str) and isinstance(event.get("evidence"), str)
+    ]
 
 
 def _typical(records: list[StepRecord], step_s: float | None) -> StepCost:
@@ -95,30 +134,41 @@ def _typical(records: list[StepRecord], step_s: float | None) -> StepCost:
 
     Waiting comes and goes: where two ranks are late in turns, each one's median wait is small and its mean is not.
     """
-
-    def part_s(part: str) -> float | None:
-        measured: list[float] = [value for each in records if (value := getattr(each.cost, part)) is not None]
-        if not measured or not step_s:
-            return None
-        mean_wall_s = sum(record.wall_s for record in records) / len(records)
-        return sum(measured) / len(measured) * step_s / mean_wall_s
-
-    return StepCost(**{part: part_s(part) for part in PARTS})
+    parts = {part: [getattr(record.cost, part) for record in records] for part in PARTS}
+    return StepCost(**{part: _scaled(values, records, step_s) for part, values in parts.items()})
 
 
-def _rank_summary(rank: int, records: list[StepRecord], typical: StepCost) -> RankSummary:
+def _scaled(values: list[float | None], records: list[StepRecord], step_s: float | None) -> float | None:
+    measured = [value for value in values if value is not None]
+    if not measured or not step_s:
+        return None
+    mean_wall_s = sum(record.wall_s for record in records) / len(records)
+    return sum(measured) / len(measured) * step_s / mean_wall_s
+
+
+def _rank_summary(
+    rank: int, records: list[StepRecord], middle_half: list[StepRecord], step_s: float | None
+) -> RankSummary:
     def middle(values: list[float | None]) -> float | None:
         return median([value for value in values if value is not None])
 
+    def pace(of: list[StepRecord]) -> Pace:
+        return Pace(
+            compute_s=middle([record.cost.compute_s for record in of]), cpu_s=middle([record.cpu_s for record in of])
+        )
+
+    third = len(records) // 3
     return RankSummary(
         rank=rank,
         tokens=median([record.tokens for record in records]),
         wall_s=median([record.wall_s for record in records]),
         cost=StepCost(**{part: middle([getattr(record.cost, part) for record in records]) for part in PARTS}),
-        typical=typical,
+        typical=_typical(middle_half, step_s),
         bytes=records[-1].bytes if records else None,
         sync_s=middle([record.sync_s for record in records]),
         cpus=middle([record.cpu_s / record.wall_s if record.cpu_s is not None else None for record in records]),
+        cpu_s=_scaled([record.cpu_s for record in middle_half], middle_half, step_s),
+        thirds=(pace(records[:third]), pace(records[-third:])) if third >= THIRD_STEPS else None,
     )
 
 
@@ -140,4 +190,22 @@ def as_result(summary: Summary) -> dict[str, Any]:
         "ranks": [
             {"rank": rank.rank, "wall_s": rank.wall_s, "cost": msgspec.to_builtins(rank.cost)} for rank in summary.ranks
         ],
+        "predicted": _predicted(summary),
     }
+
+
+def _predicted(summary: Summary) -> dict[str, Any] | None:
+    option = summary.predicted
+    if option is None:
+        return None
+    return {
+        "option": option.name,
+        "step_s": option.step_s,
+        "tokens_per_s": option.tokens_per_s,
+        "step_difference": summary.step_p50_s / option.step_s - 1 if summary.step_p50_s else None,
+        "ranks": [
+            {"rank": rank, "host": cost.host, "cost": msgspec.to_builtins(cost.cost), "sync_s": cost.sync_s,
+             "bytes": cost.bytes, "memory_bytes": cost.memory_bytes}
+            for rank, cost in enumerate(option.ranks)
+        ],
+    }  # fmt: skip

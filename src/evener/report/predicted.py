@@ -1,0 +1,498 @@
+"""How near was the prediction, and what explains the difference?
+
+Everything here subtracts a Prediction from a Summary. The step is explained on one rank: on the one that the others
+waited for where the step took longer than predicted, on the one that they were predicted to wait for where it took
+less. There the differences of the parts sum to the difference of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from evener.core.prediction import HostRates, Option, Prediction
+from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.step import PARTS
+from evener.core.units import count, seconds, size
+from evener.report.figures import PART_NAMES
+from evener.report.ranks import CLEAR, WORK, last_done, plural, probe, straggles
+from evener.report.summary import RankSummary, Summary
+
+NEAR = 0.10  # of the step: a prediction that is not farther off is right
+NAMED = 0.05  # of the step: smaller differences are not worth a sentence
+MOST_NAMED = 4
+SAME_BYTES = 0.03  # relative: what predicted and sent bytes may differ by
+FULL = 0.9  # of a host's memory
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as planned: as the manifest names it
+NO_PREDICTION = (
+    "Nothing was predicted here. evener probe host measures how fast machines are, evener probe wire how fast the "
+    "links between them; what is started then is predicted first."
+)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure, predicted beside measured."""
+
+    name: str
+    unit: str  # s, tokens/s, bytes
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """Measured less predicted."""
+        return None if self.predicted is None or self.measured is None else self.measured - self.predicted
+
+    @property
+    def relative(self) -> float | None:
+        """The difference as a share of what was predicted.
+
+        >>> Row(name="step", unit="s", predicted=2.0, measured=3.0).relative
+        0.5
+        """
+        return self.difference / self.predicted if self.difference is not None and self.predicted else None
+
+
+def against(summary: Summary) -> tuple[str, str]:
+    """The step that was predicted of a run, and by how much the measured one differs."""
+    option = summary.predicted
+    if option is None:
+        return "not predicted", "–"
+    row = step_rows(summary, option)[0]
+    return cells(row)[1], percent(row.relative)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def step_rows(summary: Summary, option: Option) -> list[Row]:
+    """The step as a whole."""
+    result = summary.manifest.result
+    peaks = result.peak_memory_bytes if result else []
+    needs = [rank.memory_bytes for rank in option.ranks if rank.memory_bytes is not None]
+    sent = [rank.bytes for rank in summary.ranks if rank.bytes is not None]
+    return [
+        Row(name="step", unit="s", predicted=option.step_s, measured=summary.step_p50_s),
+        Row(name="tokens/s", unit="tokens/s", predicted=option.tokens_per_s, measured=summary.tokens_per_s),
+        Row(name="bytes that a rank sends", unit="bytes", predicted=option.bytes_per_rank,
+            measured=max(sent, default=None)),
+        Row(name="peak memory of a rank", unit="bytes", predicted=max(needs, default=None),
+            measured=max(peaks, default=0) or None),
+    ]  # fmt: skip
+
+
+def rank_rows(summary: Summary, option: Option, rank: int) -> list[Row]:
+    """One rank's step part by part."""
+    planned, took = option.ranks[rank], summary.ranks[rank]
+    peaks = summary.manifest.result.peak_memory_bytes if summary.manifest.result else []
+    parts = [
+        Row(name=name, unit="s", predicted=getattr(planned.cost, part), measured=getattr(took.typical, part))
+        for part, name in PART_NAMES.items()
+    ]
+    measured_s = took.typical.total_s if summary.step_p50_s else None
+    return [
+        *parts,
+        Row(name="sum", unit="s", predicted=planned.cost.total_s, measured=measured_s),
+        Row(name="communication in flight", unit="s", predicted=planned.sync_s, measured=took.sync_s),
+        Row(name="bytes sent", unit="bytes", predicted=planned.bytes, measured=took.bytes),
+        Row(name="peak memory", unit="bytes", predicted=planned.memory_bytes,
+            measured=peaks[rank] or None if rank < len(peaks) else None),
+    ]  # fmt: skip
+
+
+def cells(row: Row) -> list[str]:
+    """A row as a person reads it: name, predicted, measured, difference, difference in per cent."""
+    difference = "–" if row.difference is None else _told(abs(row.difference), row.unit)
+    if row.difference is not None:
+        nothing = difference == _told(0.0, row.unit)
+        difference = "0" if nothing else ("+" if row.difference > 0 else "−") + difference
+    return [
+        row.name,
+        "not predicted" if row.predicted is None else _told(row.predicted, row.unit),
+        "not measured" if row.measured is None else _told(row.measured, row.unit),
+        difference,
+        percent(row.relative),
+    ]
+
+
+def percent(relative: float | None) -> str:
+    """A relative difference with its sign.
+
+    >>> percent(0.981), percent(-0.2), percent(0.001), percent(None)
+    ('+98%', '−20%', '0%', '–')
+    """
+    if relative is None:
+        return "–"
+    rounded = round(100 * relative)
+    return f"{'+' if rounded > 0 else '−' if rounded < 0 else ''}{abs(rounded)}%"
+
+
+def _told(value: float, unit: str) -> str:
+    return seconds(value) if unit == "s" else size(value) if unit == "bytes" else count(value)
+
+
+# --- the explanation --------------------------------------------------------------------------------------------------
+
+
+def explain_prediction(summary: Summary, prediction: Prediction | None) -> list[str]:
+    """Sentences: was the prediction right, and if not, what is the cause of each difference that matters?"""
+    if prediction is None:
+        return [NO_PREDICTION]
+    option = prediction.option(prediction.chosen)
+    if len(option.ranks) != summary.manifest.world_size:
+        there = plural(summary.manifest.world_size, "rank")
+        return [f"The prediction is of {plural(len(option.ranks), 'rank')} and the run had {there}: not compared."]
+    if not summary.step_p50_s:
+        return [f"A step was predicted to take {seconds(option.step_s)}; none was recorded."]
+    c = _Compared(summary, prediction, option)
+    told = f"A step was predicted to take {seconds(option.step_s)} and took {seconds(c.step_s)}"
+    near = abs(c.gap_s) <= NEAR * option.step_s
+    if near and all(abs(diff_s) <= NEAR * c.scale_s for diff_s in c.diffs_s(c.focus).values()):
+        return [f"{told}: as predicted within {NEAR:.0%}.", *_hidden(c)]
+    told += "." if near else f", {abs(c.gap_s) / option.step_s:.0%} {'longer' if c.gap_s > 0 else 'less'}."
+    causes = [cause for cause in _causes(c, c.focus) if abs(cause.cost_s) >= NAMED * c.scale_s]
+    causes.sort(key=lambda cause: -abs(cause.cost_s))
+    named = causes[:MOST_NAMED]
+    return [told, *_as_predicted(c), *(cause.told for cause in named), *_rest(c, named), *_unknown(c)]
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """One reason why a step differs, and by how much."""
+
+    cost_s: float  # > 0: the step is longer for it
+    because: str
+
+    @property
+    def told(self) -> str:
+        return f"{seconds(abs(self.cost_s))} {'more' if self.cost_s > 0 else 'less'}: {self.because}."
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A run beside what was predicted of it."""
+
+    summary: Summary
+    prediction: Prediction
+    option: Option
+
+    @property
+    def step_s(self) -> float:
+        assert self.summary.step_p50_s
+        return self.summary.step_p50_s
+
+    @property
+    def gap_s(self) -> float:
+        return self.step_s - self.option.step_s
+
+    @property
+    def scale_s(self) -> float:
+        """What differences are compared with."""
+        return max(self.step_s, self.option.step_s)
+
+    @property
+    def planned_last(self) -> int:
+        """The rank that was predicted to wait least."""
+        waits = [rank.cost.wait_s or 0.0 for rank in self.option.ranks]
+        return waits.index(min(waits))
+
+    @property
+    def focus(self) -> int:
+        """The rank on which the step is explained: see the module's docstring."""
+        return last_done(self.summary).rank if self.gap_s >= 0 else self.planned_last
+
+    def host(self, rank: int) -> HostRates:
+        name = self.option.ranks[rank].host
+        return next(host for host in self.prediction.cluster.hosts if host.name == name)
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} ({self.option.ranks[rank].host})"
+
+    def diffs_s(self, rank: int) -> dict[str, float]:
+        """Measured less predicted of every part that is known on both sides."""
+        planned, took = self.option.ranks[rank].cost, self.summary.ranks[rank].typical
+        pairs = {part: (getattr(planned, part), getattr(took, part)) for part in PARTS}
+        return {part: b - a for part, (a, b) in pairs.items() if a is not None and b is not None}
+
+    def finding(self, rank: int, check: str) -> str | None:
+        """The evidence of a finding about a rank's host."""
+        host = self.option.ranks[rank].host
+        return next((each.evidence for each in self.summary.findings if (each.check, each.host) == (check, host)), None)
+
+
+def _causes(c: _Compared, rank: int) -> list[_Cause]:
+    """What explains one rank's differences. The costs of what is known sum to them."""
+    diffs_s = c.diffs_s(rank)
+    planned, took = c.option.ranks[rank], c.summary.ranks[rank]
+    found = _computing(c, rank) if "compute_s" in diffs_s else []
+    if "exposed_sync_s" in diffs_s:
+        found += _communication(c, rank, diffs_s["exposed_sync_s"])
+    if "wait_s" in diffs_s:
+        found.append(_Cause(diffs_s["wait_s"], _waiting(c, rank, diffs_s["wait_s"])))
+    if "optimizer_s" in diffs_s:
+        update = (
+            f"the update takes {c.name(rank)} {seconds(took.typical.optimizer_s)}, predicted were "
+            f"{seconds(planned.cost.optimizer_s)}"
+        )
+        found.append(_Cause(diffs_s["optimizer_s"], update))
+    if "data_s" in diffs_s:
+        data = (
+            f"{c.name(rank)} waits {seconds(took.typical.data_s)} for input, predicted were "
+            f"{seconds(planned.cost.data_s)}"
+        )
+        found.append(_Cause(diffs_s["data_s"], data))
+    return found
+
+
+# --- forward and backward ---------------------------------------------------------------------------------------------
+
+
+def _computing(c: _Compared, rank: int) -> list[_Cause]:
+    """Another share, other processors, and another time of a processor for the same work.
+
+    planned · share      what the work it really had would take     s₁
+    took · had / probed  the same with as many processors as probed s₂
+    took                                                            s₃
+
+    s₁ - planned is the share's, s₂ - s₁ is the processors' own speed, s₃ - s₂ is that they were taken.
+    """
+    planned, took, host = c.option.ranks[rank], c.summary.ranks[rank], c.host(rank)
+    planned_s, took_s = planned.cost.compute_s, took.typical.compute_s
+    assert planned_s is not None
+    assert took_s is not None
+    planned_tokens = planned.share * c.prediction.job.shape.block_size
+    share = took.tokens / planned_tokens if took.tokens and planned_tokens else 1.0
+    if abs(share - 1) < NAMED:
+        share = 1.0
+    shared_s = planned_s * share
+    found = []
+    if share != 1.0:
+        work = f"{c.name(rank)} computes {count(took.tokens)} tokens a step, predicted were {count(planned_tokens)}"
+        found.append(_Cause(shared_s - planned_s, work))
+    if not shared_s:
+        return [*found, _Cause(took_s, f"{c.name(rank)} computes, which was not predicted")] if took_s else found
+    swapping = c.finding(rank, "mem.swap")
+    if swapping is not None and took_s > shared_s:
+        return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, took_s / shared_s)}: it was swapping ({swapping})")]
+    had, whole = cpus_computing(c.summary, took, host), took_s / shared_s
+    if had is None or host.cpus is None or 1 / CLEAR < host.cpus / had < CLEAR:
+        return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}{_own_speed(c, rank, had, whole)}")]
+    all_there_s, taken = took_s * had / host.cpus, _taken(c, rank, had, host.cpus)
+    ratio = all_there_s / shared_s
+    if abs(all_there_s - shared_s) < NAMED * c.scale_s:  # too little for a sentence of its own
+        return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}: {taken}")]
+    each = f"each processor that {c.name(rank)} had works {_times(ratio)} than probed{_own_speed(c, rank, None, ratio)}"
+    return [
+        *found,
+        _Cause(took_s - all_there_s, f"{_pace(c, rank, host.cpus / had)}: {taken}"),
+        _Cause(all_there_s - shared_s, each),
+    ]
+
+
+def cpus_computing(summary: Summary, rank: RankSummary, host: HostRates) -> float | None:
+    """Processors at work while a rank computes, at most its threads; None on a GPU.
+
+    Without the time in which they carry its communication, where the probe measured what that takes.
+    """
+    work_s = sum(getattr(rank.typical, part) or 0.0 for part in WORK)
+    if rank.cpu_s is None or host.device != "cpu" or not work_s:
+        return None
+    carrying_s = (rank.bytes or 0) / host.sync_Bps if host.sync_Bps else 0.0
+    computing_s = max(0.0, rank.cpu_s - carrying_s)
+    return min(computing_s / work_s, float(summary.manifest.ranks[rank.rank].threads)) or None
+
+
+def _pace(c: _Compared, rank: int, ratio: float) -> str:
+    took_s = c.summary.ranks[rank].typical.compute_s
+    return f"{c.name(rank)} computes {_times(ratio)} than probed, {seconds(took_s)} a step"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2g} times slower" if ratio >= 1 else f"{1 / ratio:.2g} times faster"
+
+
+def _taken(c: _Compared, rank: int, had: float, probed: float) -> str:
+    """How many processors a rank had, and who may have had the others."""
+    if had > probed:
+        return f"while it had work it ran on {had:.1f} processors, and on {probed:.1f} when it was probed"
+    text = f"while it had work it ran on {had:.1f} of {probed:.1f} processors, the rest taken by others or by a limit"
+    thirds = c.summary.ranks[rank].thirds
+    if thirds and thirds[0].compute_s and (thirds[1].compute_s or 0.0) > CLEAR * thirds[0].compute_s:
+        text += (
+            f", more of them as time went on (its forward and backward took {seconds(thirds[0].compute_s)} in the "
+            f"first third of the run, {seconds(thirds[1].compute_s)} in the last)"
+        )
+    result, memory = c.summary.manifest.result, c.host(rank).memory_bytes
+    if result and memory:
+        ours = [peak for peak, planned in zip(result.peak_memory_bytes, c.option.ranks, strict=False)
+                if planned.host == c.option.ranks[rank].host]  # fmt: skip
+        if sum(ours) > FULL * memory:
+            text += (
+                f"; its ranks filled {size(sum(ours))} of its {size(memory)} of memory, so it may have been swapping"
+            )
+    return text
+
+
+def _own_speed(c: _Compared, rank: int, had: float | None, ratio: float) -> str:
+    """Why the same work takes a processor, or a GPU, another time than probed: `ratio` times as long."""
+    host, manifest, job = c.host(rank), c.summary.manifest, c.prediction.job
+    if manifest.dtype != DTYPES[job.dtype]:
+        return f", in {manifest.dtype}; predicted was {DTYPES[job.dtype]}"
+    if ratio < 1:
+        return ": something slowed the host down when it was probed; evener probe host measures again"
+    working = ""
+    if had is not None and host.cpus is not None:
+        working = f", although it ran on {had:.1f} processors ({host.cpus:.1f} when probed)"
+    slowed = _slowed(c, rank)
+    if slowed is not None:
+        first_s, last_s = slowed
+        why = c.finding(rank, "cpu.throttled") or "heat or its power supply: evener probe host --seconds 60 tells"
+        return (
+            f"{working}. It slowed down during the run, from {seconds(first_s)} in its first third to "
+            f"{seconds(last_s)} in its last: throttled ({why})"
+        )
+    if (throttled := c.finding(rank, "cpu.throttled")) is not None:
+        return f"{working}: throttled ({throttled})"
+    contention = probe(c.summary)
+    if contention is not None and contention.together_s[rank] > CLEAR * contention.alone_s[rank]:
+        beside = contention.together_s[rank] / contention.alone_s[rank]
+        return (
+            f"{working}: beside the other ranks of its host the same work takes it {beside:.2g} times as long as alone"
+        )
+    cut = manifest.spec.train.micro_batch or max(1, MICRO_BATCH_TOKENS // job.shape.block_size)
+    if cut != job.micro_batch:
+        return f"{working}: in micro-batches of {plural(cut, 'sequence')}, predicted were {job.micro_batch}"
+    if host.device != "cpu":
+        return ": a lower clock (heat, power limit), or other programs on it"
+    if not _knows_cpus(c, rank):
+        return "; whether its processors were taken or slow is not known: on how many it ran was not measured"
+    return f"{working}: a lower clock (heat, battery), or memory and caches that other programs use too"
+
+
+def _knows_cpus(c: _Compared, rank: int) -> bool:
+    host = c.host(rank)
+    return host.cpus is not None and cpus_computing(c.summary, c.summary.ranks[rank], host) is not None
+
+
+def _slowed(c: _Compared, rank: int) -> tuple[float, float] | None:
+    """Forward and backward in the first and the last third, if the same work took the processor itself longer."""
+    thirds = c.summary.ranks[rank].thirds
+    if thirds is None:
+        return None
+    (first, last), device = thirds, c.host(rank).device
+    if first.compute_s is None or last.compute_s is None or last.compute_s < CLEAR * first.compute_s:
+        return None
+    if device == "cpu" and first.cpu_s and last.cpu_s and last.cpu_s < CLEAR * first.cpu_s:
+        return None  # as much work of the processors, in more time: they were not there
+    return first.compute_s, last.compute_s
+
+
+# --- communication and waiting ----------------------------------------------------------------------------------------
+
+
+def _communication(c: _Compared, rank: int, diff_s: float) -> list[_Cause]:
+    """Exposed = in flight - hidden, in flight = bytes / rate: other bytes, another rate, another overlap."""
+    planned, took = c.option.ranks[rank], c.summary.ranks[rank]
+    planned_s, took_s = planned.cost.exposed_sync_s, took.typical.exposed_sync_s
+    assert planned_s is not None
+    assert took_s is not None
+    if not took.sync_s or not planned.sync_s or not took.bytes or not planned.bytes:
+        told = f"communication that backward did not hide takes {seconds(took_s)}, predicted were {seconds(planned_s)}"
+        return [_Cause(diff_s, told)]
+    more_bytes_s = planned.sync_s * (took.bytes / planned.bytes - 1)
+    if abs(took.bytes / planned.bytes - 1) < SAME_BYTES:
+        more_bytes_s = 0.0
+    rate_s = took.sync_s - planned.sync_s - more_bytes_s
+    hidden_less_s = diff_s - more_bytes_s - rate_s
+    if diff_s * rate_s > 0 and diff_s * hidden_less_s < 0:  # what is longer in flight can be hidden longer
+        rate_s, hidden_less_s = rate_s + hidden_less_s, 0.0
+    elif diff_s * hidden_less_s > 0 and diff_s * rate_s < 0:
+        rate_s, hidden_less_s = 0.0, rate_s + hidden_less_s
+    slower = "slower" if rate_s > 0 else "faster"
+    rate = (
+        f"the network is {slower} than measured: {size(took.bytes)} were {seconds(took.sync_s)} in flight, "
+        f"{size(took.bytes / took.sync_s)}/s; predicted were {seconds(planned.sync_s)}, "
+        f"{size(planned.bytes / planned.sync_s)}/s{_carried(c) if rate_s > 0 else ''}"
+    )
+    hidden = (
+        f"backward hid {'less' if hidden_less_s > 0 else 'more'} of the communication than predicted, "
+        f"{_share(took.sync_s - took_s, took.sync_s)} of {seconds(took.sync_s)} in flight instead of "
+        f"{_share(planned.sync_s - planned_s, planned.sync_s)}"
+    )
+    sent = f"a rank sends {size(took.bytes)} a step, predicted were {size(planned.bytes)}"
+    return [_Cause(more_bytes_s, sent), _Cause(rate_s, rate), _Cause(hidden_less_s, hidden)]
+
+
+def _carried(c: _Compared) -> str:
+    """On a CPU the processors that compute also send, receive and add."""
+    for rank, took in enumerate(c.summary.ranks):
+        host = c.host(rank)
+        had = cpus_computing(c.summary, took, host)
+        if had is not None and host.cpus is not None and host.cpus > CLEAR * had:
+            return f"; or it lacks the processors that were taken from {c.name(rank)}, which also send and add"
+    return ""
+
+
+def _share(part_s: float, whole_s: float) -> str:
+    return f"{max(0.0, part_s / whole_s):.0%}"
+
+
+def _waiting(c: _Compared, rank: int, diff_s: float) -> str:
+    last = last_done(c.summary).rank
+    if diff_s < 0:
+        if rank == c.planned_last:
+            return f"{c.name(rank)} waits less for the others than predicted"
+        return (
+            f"{c.name(rank)} was predicted to wait that long for {c.name(c.planned_last)}; now it is the one that the "
+            "others wait for"
+        )
+    if rank != last and straggles(c.summary):
+        return f"{c.name(rank)} was predicted to be done last; now it waits for {c.name(last)}"
+    waits = [took.typical.wait_s or 0.0 for took in c.summary.ranks]
+    return f"now one rank is late, now another, and each of them waits {seconds(min(waits))} or more"
+
+
+# --- around the causes ------------------------------------------------------------------------------------------------
+
+
+def _as_predicted(c: _Compared) -> list[str]:
+    """Large parts that came out right: they need no cause, and the reader looks no further there."""
+    planned, took = c.option.ranks[c.focus].cost, c.summary.ranks[c.focus].typical
+    right = [
+        f"{PART_NAMES[part]} {seconds(getattr(took, part))}"
+        for part, diff_s in c.diffs_s(c.focus).items()
+        if getattr(took, part) >= NAMED * c.scale_s and abs(diff_s) <= NEAR * getattr(planned, part)
+    ]
+    return [f"As predicted: {', '.join(right)}."] if right else []
+
+
+def _hidden(c: _Compared) -> list[str]:
+    """Where the step is right, what other ranks did otherwise while they would have waited."""
+    found = [
+        cause
+        for rank in range(len(c.summary.ranks))
+        if rank != c.focus
+        for cause in (_computing(c, rank) if "compute_s" in c.diffs_s(rank) else [])
+        if abs(cause.cost_s) > NEAR * c.scale_s
+    ]
+    return [f"The step does not show it: {cause.because}." for cause in found[:MOST_NAMED]]
+
+
+def _rest(c: _Compared, named: Sequence[_Cause]) -> list[str]:
+    rest_s = c.gap_s - sum(cause.cost_s for cause in named)
+    if abs(rest_s) < NAMED * c.scale_s:
+        return []
+    why = "are not explained" if _unknown(c) else "in all come from smaller differences"
+    return [f"{seconds(abs(rest_s))} {'more' if rest_s > 0 else 'less'} {why}."]
+
+
+def _unknown(c: _Compared) -> list[str]:
+    planned, took = c.option.ranks[c.focus].cost, c.summary.ranks[c.focus].typical
+    found = []
+    for verb, cost in (("predicted", planned), ("measured", took)):
+        names = [PART_NAMES[part] for part in PARTS if getattr(cost, part) is None]
+        if names:
+            found.append(f"Not {verb}, so not compared: {', '.join(names)}.")
+    return found

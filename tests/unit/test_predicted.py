@@ -1,0 +1,475 @@
+"""Each cause of a wrong prediction is planted alone; the sentences must name it, where, by how much, and no other."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from evener.bench.table import rows as bench_rows
+from evener.core.plan import Plan, write_plan
+from evener.core.prediction import Cluster, HostRates, Job, Option, Prediction, RankCost, Wire
+from evener.core.rundir import RunDir, write_atomic
+from evener.core.shape import preset_shape
+from evener.core.step import PARTS, StepCost, StepRecord
+from evener.report.explain import explain_run
+from evener.report.page import run_page
+from evener.report.predicted import (
+    against,
+    cells,
+    explain_prediction,
+    rank_rows,
+    step_rows,
+)
+from evener.report.summary import as_result, summarize
+from evener.report.whatif import Correction, corrected_step_s, correction, what_if_table
+
+MARKS = {  # words by which a sentence names a cause
+    "taken": "the rest taken by others",
+    "full memory": "may have been swapping",
+    "own speed": "a lower clock (heat, battery), or memory and caches",
+    "gpu": "a lower clock (heat, power limit), or other programs on it",
+    "slowed": "It slowed down during the run",
+    "throttled": "throttled (cpu: 2.1 GHz)",
+    "swap": "it was swapping",
+    "neighbours": "beside the other ranks of its host",
+    "micro-batch": "in micro-batches of",
+    "dtype": "; predicted was",
+    "not known": "is not known",
+    "probe": "when it was probed",
+    "share": "tokens a step, predicted were",
+    "wire": "the network is",
+    "bytes": "a rank sends",
+    "overlap": "backward hid",
+    "last": "was predicted to wait that long for",
+    "not last": "was predicted to be done last",
+    "turns": "now one rank is late",
+    "input": "for input",
+    "update": "the update takes",
+    "right": "as predicted within",
+    "hidden": "The step does not show it",
+}
+BYTES = 503_316_480
+SYNC_S = 6.0  # in flight, of which 4.3 s are not hidden: 36.1 s a step
+ATTIC = {"data_s": 0.0, "compute_s": 20.0, "exposed_sync_s": 4.3, "wait_s": 10.0, "optimizer_s": 1.8}
+LAPTOP = ATTIC | {"compute_s": 30.0, "wait_s": 0.0}
+LINK = Wire(latency_s=1e-4, bandwidth_Bps=117e6)
+
+
+def named(text: list[str]) -> set[str]:
+    return {cause for cause, mark in MARKS.items() if mark in " ".join(text)}
+
+
+def option(*costs: dict[str, float | None], name: str = "ddp", hosts: tuple[str, ...] = ("attic", "laptop"),
+           **other: object) -> Option:  # fmt: skip
+    ranks = [
+        RankCost(rank=rank, host=host, share=16 // len(costs), cost=StepCost(**cost), sync_s=SYNC_S,
+                 bytes=BYTES, memory_bytes=390_000_000)
+        for rank, (host, cost) in enumerate(zip(hosts, costs, strict=True))
+    ]  # fmt: skip
+    step_s = max(rank.cost.total_s for rank in ranks)
+    given = {"sync": "ddp", "hosts": list(hosts), "ranks": ranks, "step_s": step_s, "tokens_per_s": 1024 / step_s,
+             "speedup_vs_best_host": 1.2, "bytes_per_rank": BYTES, "loss_penalty": 0.0}  # fmt: skip
+    return Option(name=name, **(given | other))
+
+
+def predict(chosen: Option | None = None, *options: Option, dtype: str = "fp32", micro_batch: int = 256,
+            **laptop: object) -> Prediction:  # fmt: skip
+    chosen = chosen or option(ATTIC, LAPTOP)
+    rates = {"device": "cpu", "tokens_per_s": 20.0, "cpus": 4.0, "sync_Bps": 500e6, "memory_bytes": 16 << 30}
+    return Prediction(
+        job=Job(model="tiny", shape=preset_shape("tiny", 256, 64), batch=16, micro_batch=micro_batch, dtype=dtype),
+        cluster=Cluster(
+            hosts=[HostRates(name="attic", **rates), HostRates(name="laptop", **(rates | laptop))],
+            wires={"attic": {"laptop": LINK}, "laptop": {"attic": LINK}},
+            backend="gloo",
+            assumed=["a GPU's power limit <b>stays</b>"],
+        ),
+        verdict="Use both.",
+        recommended=chosen.name,
+        chosen=chosen.name,
+        options=[chosen, *options],
+    )
+
+
+@pytest.fixture
+def run(tmp_path, write_run):
+    """A run that goes as predicted, but for what it is told. Whoever is done first waits for the other."""
+
+    def make(attic=None, laptop=None, *, had=(4.0, 4.0), sync_s=SYNC_S, sent=BYTES, prediction=None, slowdown=1.0,
+             work=None, tokens=(512, 512), predicted=True, late_s=0.0, **other):  # fmt: skip
+        """`slowdown`: of the laptop, last step beside first. `work`: processor seconds of its step, whatever it takes.
+        `late_s`: by how much either rank is late in turns."""
+        costs = [ATTIC | (attic or {}), LAPTOP | (laptop or {})]
+        rundir = write_run(tmp_path / "run", costs, threads=4, cores=4, steps=24, sync_s=sync_s, **other)
+        lines: list[list[StepRecord]] = [[], []]
+        for step in range(24):
+            now = [dict(cost, wait_s=0.0) for cost in costs]
+            if costs[1]["compute_s"] is not None:
+                now[1]["compute_s"] = costs[1]["compute_s"] * (1 + (slowdown - 1) * step / 23)
+            now[step % 2]["compute_s"] = (now[step % 2]["compute_s"] or 0.0) + late_s * (1 + step // 2 * 0.001)
+            total_s = [StepCost(**cost).total_s for cost in now]
+            for rank, cost in enumerate(now):
+                cost["wait_s"] = max(total_s) - total_s[rank]
+                work_s = sum(cost[part] or 0.0 for part in ("data_s", "compute_s", "optimizer_s"))
+                cpu_s = None if had[rank] is None else had[rank] * work_s + sent / 500e6
+                record = rundir.records(rank)[0]
+                lines[rank].append(
+                    msgspec.structs.replace(
+                        record,
+                        step=step,
+                        cost=StepCost(**cost),
+                        wall_s=StepCost(**cost).total_s,
+                        bytes=sent,
+                        tokens=tokens[rank],
+                        cpu_s=work if work and rank == 1 else cpu_s,
+                    )
+                )
+        for rank, records in enumerate(lines):
+            write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(each) + b"\n" for each in records))
+        if predicted:
+            write_plan(rundir, Plan(kind="train", backend="gloo", spec=None, prediction=prediction or predict()))
+        return summarize(rundir)
+
+    return make
+
+
+def told(summary) -> list[str]:
+    return explain_prediction(summary, summary.prediction)
+
+
+# --- causes -----------------------------------------------------------------------------------------------------------
+
+
+def test_as_predicted(run):
+    text = told(run())
+    assert text == ["A step was predicted to take 36.10 s and took 36.10 s: as predicted within 10%."]
+
+
+def test_processors_taken(run):
+    text = told(run(laptop={"compute_s": 64.0}, had=(4.0, 1.875)))
+    assert named(text) == {"taken"}
+    assert text[0] == "A step was predicted to take 36.10 s and took 1 min 10 s, 94% longer."
+    assert text[1].startswith("As predicted: ")
+    assert "exposed communication 4.30 s" in text[1]
+    assert text[2].startswith(
+        "34.00 s more: rank 1 (laptop) computes 2.1 times slower than probed, 1 min 04 s a step: "
+    )
+    assert "it ran on 1.9 of 4.0 processors" in text[2]
+    assert len(text) == 3
+
+
+def test_processors_taken_and_slower_besides(run):
+    text = told(run(laptop={"compute_s": 90.0}, had=(4.0, 2.0)))
+    assert named(text) == {"taken", "own speed"}
+    assert "45.00 s more: rank 1 (laptop) computes 2 times slower than probed" in text[1]
+    assert "15.00 s more: each processor that rank 1 (laptop) had works 1.5 times slower than probed: " in text[2]
+
+
+def test_processors_taken_in_the_course_of_the_run(run):
+    text = told(run(laptop={"compute_s": 30.0}, slowdown=3.0, work=130.0))
+    assert named(text) == {"taken"}
+    assert "more of them as time went on" in text[2]
+
+
+def test_processors_taken_and_memory_full(run):
+    text = told(run(laptop={"compute_s": 60.0}, had=(4.0, 2.0), prediction=predict(memory_bytes=410_000_000)))
+    assert named(text) == {"taken", "full memory"}
+    assert "filled 400.0 MB of its 410.0 MB of memory" in " ".join(text)
+
+
+def test_slower_with_its_processors_at_work(run):
+    text = told(run(laptop={"compute_s": 57.0}))
+    assert named(text) == {"own speed"}
+    assert text[2].startswith("27.00 s more: rank 1 (laptop) computes 1.9 times slower than probed, 57.00 s a step, ")
+    assert "although it ran on 4.0 processors" in text[2]
+
+
+def test_slowing_down(run):
+    text = told(run(laptop={"compute_s": 30.0}, slowdown=3.0))
+    assert named(text) == {"slowed"}
+    assert re.search(r"from 4\d\.\d\d s in its first third to 1 min 2\d s in its last: throttled", text[2])
+
+
+def test_throttled_by_its_finding(tmp_path, run):
+    run(laptop={"compute_s": 60.0})
+    rundir = RunDir(tmp_path / "run")
+    rundir.add_event("cpu.throttled", host="attic", evidence="another host")
+    assert named(told(summarize(rundir))) == {"own speed"}
+    rundir.add_event("cpu.throttled", host="laptop", evidence="cpu: 2.1 GHz", fix="cool it")
+    assert named(told(summarize(rundir))) == {"throttled"}
+
+
+def test_swapping(tmp_path, run):
+    run(laptop={"compute_s": 60.0}, had=(4.0, 1.0))
+    RunDir(tmp_path / "run").add_event("mem.swap", host="laptop", evidence="12.0 MB a second; 40 MB of memory are free")
+    text = told(summarize(RunDir(tmp_path / "run")))
+    assert named(text) == {"swap"}
+    assert "2 times slower than probed, 60.00 s a step: it was swapping (12.0 MB a second" in text[2]
+
+
+def test_ranks_that_share_a_memory(run, contention):
+    text = told(run(laptop={"compute_s": 54.0}, probe=contention(2, together_s=0.09)))
+    assert named(text) == {"neighbours"}
+    assert "takes it 1.8 times as long as alone" in text[2]
+
+
+def test_other_micro_batches(run):
+    text = told(run(laptop={"compute_s": 54.0}, prediction=predict(micro_batch=8)))
+    assert named(text) == {"micro-batch"}
+    assert "in micro-batches of 256 sequences, predicted were 8" in text[2]
+
+
+def test_other_arithmetic(run):
+    text = told(run(laptop={"compute_s": 54.0}, prediction=predict(dtype="bf16")))
+    assert named(text) == {"dtype"}
+    assert "in float32; predicted was bfloat16" in text[2]
+
+
+def test_processors_not_measured(run):
+    assert named(told(run(laptop={"compute_s": 54.0}, had=(4.0, None)))) == {"not known"}
+    assert named(told(run(laptop={"compute_s": 54.0}, prediction=predict(cpus=None)))) == {"not known"}
+
+
+def test_a_slow_gpu(run):
+    text = told(run(laptop={"compute_s": 54.0}, had=(None, None), prediction=predict(device="cuda", cpus=None)))
+    assert named(text) == {"gpu"}
+
+
+def test_another_share(run):
+    text = told(run(laptop={"compute_s": 45.0}, tokens=(256, 768)))
+    assert named(text) == {"share"}
+    assert "15.00 s more: rank 1 (laptop) computes 768 tokens a step, predicted were 512" in text[2]
+
+
+def test_slow_network(run):
+    text = told(run({"exposed_sync_s": 14.3}, {"exposed_sync_s": 14.3}, sync_s=16.0))
+    assert named(text) == {"wire"}
+    assert text[2].startswith("10.00 s more: the network is slower than measured: ")
+    assert "503.3 MB were 16.00 s in flight, 31.5 MB/s; predicted were 6.00 s, 83.9 MB/s" in text[2]
+    assert "lacks the processors" not in text[2]
+
+
+def test_communication_without_its_processors(run):
+    slow = {"exposed_sync_s": 14.3}
+    text = told(run(slow, slow | {"compute_s": 60.0}, sync_s=16.0, had=(4.0, 2.0)))
+    assert named(text) == {"wire", "taken"}
+    assert "or it lacks the processors that were taken from rank 1 (laptop)" in " ".join(text)
+
+
+def test_more_bytes(run):
+    text = told(run({"exposed_sync_s": 10.3}, {"exposed_sync_s": 10.3}, sync_s=12.0, sent=2 * BYTES))
+    assert named(text) == {"bytes"}
+    assert "6.00 s more: a rank sends 1.0 GB a step, predicted were 503.3 MB" in text[2]
+
+
+def test_less_overlap(run):
+    prediction = predict(option(ATTIC | {"exposed_sync_s": 1.0}, LAPTOP | {"exposed_sync_s": 1.0}))
+    text = told(run({"exposed_sync_s": 6.0}, {"exposed_sync_s": 6.0}, prediction=prediction))
+    assert named(text) == {"overlap"}
+    assert (
+        "5.00 s more: backward hid less of the communication than predicted, 0% of 6.00 s in flight instead of 83%"
+        in (text[2])
+    )
+
+
+def test_another_straggler(run):
+    text = told(run({"compute_s": 50.0}))
+    assert named(text) == {"own speed", "last"}
+    assert "30.00 s more: rank 0 (attic) computes 2.5 times slower" in text[2]
+    assert "10.00 s less: rank 0 (attic) was predicted to wait that long for rank 1 (laptop)" in text[3]
+
+
+def test_the_straggler_is_faster(run):
+    text = told(run(laptop={"compute_s": 10.0}))
+    assert named(text) == {"probe", "not last"}
+    assert text[0].endswith("took 26.10 s, 28% less.")
+    assert "20.00 s less: rank 1 (laptop) computes 3 times faster than probed" in text[2]
+    assert "10.00 s more: rank 1 (laptop) was predicted to be done last; now it waits for rank 0 (attic)" in text[3]
+
+
+def test_more_processors_than_probed(run):
+    text = told(run(laptop={"compute_s": 20.0}, prediction=predict(cpus=2.6)))
+    assert named(text) == {"probe"}
+    assert "it ran on 4.0 processors, and on 2.6 when it was probed" in " ".join(text)
+
+
+def test_late_in_turns(run):
+    same = option(LAPTOP, LAPTOP)
+    text = told(run({"compute_s": 24.0}, {"compute_s": 24.0}, late_s=12.0, prediction=predict(same)))
+    assert named(text) == {"turns"}
+    assert re.search(r"(\d\.\d\d) s more: .* each of them waits \1 s or more", text[2])
+
+
+def test_input(run):
+    text = told(run(laptop={"data_s": 9.0}))
+    assert named(text) == {"input"}
+    assert "9.00 s more: rank 1 (laptop) waits 9.00 s for input, predicted were 0 µs" in text[2]
+
+
+def test_update(run):
+    text = told(run(laptop={"optimizer_s": 11.8}))
+    assert named(text) == {"update"}
+    assert "10.00 s more: the update takes rank 1 (laptop) 11.80 s, predicted were 1.80 s" in text[2]
+
+
+def test_what_the_step_does_not_show(run):
+    text = told(run({"compute_s": 29.0}))
+    assert named(text) == {"right", "own speed", "hidden"}
+    assert "The step does not show it: rank 0 (attic) computes 1.4 times slower" in text[1]
+
+
+def test_many_small_differences_are_told_as_such(run):
+    text = told(
+        run({"exposed_sync_s": 5.8}, {"compute_s": 31.6, "exposed_sync_s": 5.8, "optimizer_s": 3.4}, sync_s=7.5)
+    )
+    assert named(text) == set()
+    assert text[-1] == "4.70 s more in all come from smaller differences."
+
+
+# --- what is not known ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_predicted(run):
+    summary = run(predicted=False)
+    text = told(summary)
+    assert len(text) == 1
+    assert "evener probe host" in text[0]
+    assert "evener probe wire" in text[0]
+    assert as_result(summary)["predicted"] is None
+    assert against(summary) == ("not predicted", "–")
+    assert not any("predicted" in paragraph for paragraph in explain_run(summary))
+
+
+def test_another_number_of_ranks(run):
+    summary = run(prediction=predict(option(LAPTOP, name="laptop alone", hosts=("laptop",))))
+    assert told(summary) == ["The prediction is of 1 rank and the run had 2 ranks: not compared."]
+    assert summary.predicted is None
+    assert "not compared" in run_page(RunDir(summary.run_dir), now=0.0)
+
+
+def test_no_step(tmp_path, write_run):
+    rundir = write_run(tmp_path / "run", [{}, {}], steps=0, verdict="failed")
+    write_plan(rundir, Plan(kind="train", backend="gloo", spec=None, prediction=predict()))
+    assert told(summarize(rundir)) == ["A step was predicted to take 36.10 s; none was recorded."]
+    assert "Predicted beside measured" in run_page(rundir, now=0.0)
+
+
+def test_parts_that_are_not_known(run):
+    prediction = predict(option(ATTIC | {"optimizer_s": None}, LAPTOP | {"optimizer_s": None}))
+    text = told(run({"data_s": None}, {"data_s": None, "optimizer_s": 12.0}, prediction=prediction))
+    assert named(text) == set()
+    assert "12.00 s more are not explained." in text
+    assert "Not predicted, so not compared: update." in text
+    assert "Not measured, so not compared: input." in text
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows(run):
+    summary = run(laptop={"compute_s": 60.0})
+    chosen = summary.predicted
+    assert [cells(row) for row in step_rows(summary, chosen)] == [
+        ["step", "36.10 s", "1 min 06 s", "+30.00 s", "+83%"],
+        ["tokens/s", "28.4", "15.5", "−12.9", "−45%"],
+        ["bytes that a rank sends", "503.3 MB", "503.3 MB", "0", "0%"],
+        ["peak memory of a rank", "390.0 MB", "400.0 MB", "+10.0 MB", "+3%"],
+    ]
+    found = {row.name: row for row in rank_rows(summary, chosen, 0)}
+    assert found["waiting for others"].difference == pytest.approx(30.0)
+    assert found["sum"].measured == pytest.approx(66.1)
+    assert sum(row.difference for row in list(found.values())[: len(PARTS)]) == pytest.approx(found["sum"].difference)
+    assert cells(found["input"]) == ["input", "0 µs", "0 µs", "0", "–"]
+    assert found["communication in flight"].predicted == SYNC_S
+
+
+def test_unknown_figures_are_said_to_be_so(run):
+    prediction = predict(option(ATTIC | {"data_s": None}, LAPTOP))
+    summary = run({"optimizer_s": None}, verdict="stopped", prediction=prediction)
+    found = {row.name: cells(row) for row in rank_rows(summary, summary.predicted, 0)}
+    assert found["input"][1:] == ["not predicted", "0 µs", "–", "–"]
+    assert found["update"][1:] == ["1.80 s", "not measured", "–", "–"]
+    assert found["peak memory"][1:] == ["390.0 MB", "not measured", "–", "–"]
+
+
+def test_as_json_and_in_a_bench(run):
+    summary = run(laptop={"compute_s": 60.0})
+    predicted = as_result(summary)["predicted"]
+    assert predicted["option"] == "ddp"
+    assert predicted["step_s"] == pytest.approx(36.1)
+    assert predicted["step_difference"] == pytest.approx(30 / 36.1)
+    assert predicted["ranks"][1] == {"rank": 1, "host": "laptop", "cost": LAPTOP, "sync_s": SYNC_S, "bytes": BYTES,
+                                     "memory_bytes": 390_000_000}  # fmt: skip
+    table = {name.strip(): value for name, value in bench_rows([summary])}
+    assert (table["predicted step"], table["difference"]) == ("36.10 s", "+83%")
+    assert "rank 1 (laptop) computes 2 times slower than probed" in explain_run(summary)[-1]
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+FAST = option(ATTIC | {"exposed_sync_s": 1.7}, LAPTOP | {"exposed_sync_s": 1.7}, name="2.5 Gbit/s everywhere")
+ALONE = option(
+    ATTIC | {"compute_s": 40.0, "exposed_sync_s": 0.0, "wait_s": 0.0}, name="without laptop", hosts=("attic",)
+)
+INT4 = option(ATTIC, LAPTOP, name="int4", loss_penalty=0.004, is_built=False)
+
+
+def test_what_if_beside_this_runs_prediction():
+    current = option(ATTIC, LAPTOP)
+    head, rows = what_if_table([current, FAST, ALONE, INT4], current)
+    assert head == ["what if", "step", "tokens/s", "times this run", "loss beside ddp"]
+    assert rows == [
+        ["this run: ddp", "36.10 s", "28.4", "1.00", "the same"],
+        ["2.5 Gbit/s everywhere", "33.50 s", "30.6", "1.08", "the same"],
+        ["without laptop", "41.80 s", "24.5", "0.86", "the same"],
+        ["int4, not built yet", "36.10 s", "28.4", "1.00", "+0.4%"],
+    ]
+    assert what_if_table([option(ATTIC, LAPTOP, name="?", loss_penalty=None)], current)[1][1][4] == "not measured"
+
+
+def test_a_correction_turns_the_verdict(run):
+    """As predicted, laptop was worth it; as it was, twice as slow, attic alone is faster."""
+    summary = run({"exposed_sync_s": 8.6}, {"compute_s": 60.0, "exposed_sync_s": 8.6}, sync_s=2 * SYNC_S)
+    current = summary.predicted
+    by = correction(summary, current)
+    assert by.compute == pytest.approx({"attic": 1.0, "laptop": 2.0})
+    assert by.sync == pytest.approx(2.0)
+    assert corrected_step_s(current, by) == pytest.approx(summary.step_p50_s)
+    head, rows = what_if_table([FAST, ALONE], current, by)
+    assert head[4:6] == ["step, corrected", "times this run"]
+    assert [row[3] for row in rows] == ["1.00", "1.08", "0.86"]
+    assert [row[4] for row in rows] == ["1 min 10 s", "1 min 05 s", "41.80 s"]
+    assert [row[5] for row in rows] == ["1.00", "1.08", "1.68"]
+
+
+def test_input_is_added_and_what_is_not_known_is_left_alone():
+    by = Correction(compute={}, update={"attic": 2.0}, data_s={"attic": 3.0}, sync=1.0)
+    assert corrected_step_s(ALONE, by) == pytest.approx(40.0 + 3.6 + 3.0)
+    assert corrected_step_s(option(LAPTOP, hosts=("laptop",)), by) == pytest.approx(36.1)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_it_all(run):
+    summary = run(
+        laptop={"compute_s": 60.0}, prediction=predict(None, ALONE, msgspec.structs.replace(INT4, sync="int4"))
+    )
+    text = run_page(RunDir(summary.run_dir), now=0.0).partition("<script")[0]
+    order = ["predicted 36.10 s, +83%", "What happened, and why", "Predicted beside measured",
+             "computes 2 times slower than probed", "The step", "Its parts on rank 1 (laptop), for which the others",
+             "the other ranks", "rank 0 (attic)</h3>", "What nobody had measured", "&lt;b&gt;stays", "What if",
+             "This run itself comes out at 1 min 06 s so; it took 1 min 06 s", "this run: ddp", "int4, not built yet",
+             "Events"]  # fmt: skip
+    places = [text.index(words) for words in order[:3]]
+    for words in order[3:]:
+        places.append(text.index(words, places[-1]))
+    assert places == sorted(places)
+
+
+def test_a_page_without_prediction_says_how_to_get_one(run):
+    text = run_page(RunDir(run(predicted=False).run_dir), now=0.0).partition("<script")[0]
+    assert "Nothing was predicted here. evener probe host" in text
+    assert "What if" not in text

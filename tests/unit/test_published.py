@@ -1,0 +1,67 @@
+"""What others measured comes out of the cost model, and the page that says so is up to date."""
+
+from __future__ import annotations
+
+import math
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+MODULE = runpy.run_path(str(DOCS / "published.py"))
+ROWS = MODULE["rows"]()
+STATED = [row for found in ROWS.values() for row in found if row.is_stated]
+
+
+def test_the_page_is_up_to_date():
+    assert (DOCS / "published.md").read_text() == MODULE["page"](), "make docs writes it anew"
+
+
+def test_every_published_figure_is_on_the_page():
+    for name, section in (("training", "Training"), ("collectives", "Collectives")):
+        assert len(ROWS[section]) >= len(MODULE["read"](name))
+
+
+@pytest.mark.parametrize("row", STATED, ids=[row.name for row in STATED])
+def test_a_figure_whose_interconnect_is_stated_comes_out_within_a_tenth(row):
+    assert row.error == pytest.approx(0.0, abs=0.10)
+
+
+def test_which_interconnects_are_stated():
+    """An empty list would pass every test above."""
+    assert len(STATED) == 11
+
+
+def test_a_throttled_gpu_sets_the_step():
+    (row,) = [row for row in ROWS["Training"] if row.name == "straggler7b"]
+    assert row.error == pytest.approx(0.0, abs=0.03)
+
+
+@pytest.mark.parametrize("row", ROWS["Collectives"], ids=[row.name for row in ROWS["Collectives"]])
+def test_the_curve_of_nccl_passes_near_published_figures(row):
+    """But for 32 KiB on 4 nodes: one digit, and slower than a message 32 times as large."""
+    if row.name == "4 nodes of 8xB200, 32,768 B":
+        assert row.error > 10
+    else:
+        assert row.error == pytest.approx(0.0, abs=0.06)
+
+
+@pytest.mark.parametrize("terms", [(1e-5, 1e-8, 1e-11), (0.0, 1e-8, 1e-11), (1e-5, 0.0, 1e-11), (0.0, 0.0, 1e-11)])
+def test_a_fit_finds_the_terms_it_was_made_of(terms):
+    a, b, c = terms
+    points = [(1 << i, a + b * math.sqrt(1 << i) + c * (1 << i)) for i in range(10, 34, 2)]
+    curve = MODULE["fit_nccl"](points, 4)
+    assert curve.fixed_s == pytest.approx(a, rel=1e-6, abs=1e-12)
+    assert curve.root_s == pytest.approx(b, rel=1e-6, abs=1e-15)
+    assert curve.bandwidth_Bps == pytest.approx(1 / c, rel=1e-6)
+
+
+def test_a_fit_of_noise_has_no_negative_term():
+    rng = random.Random(3)
+    for num in (1, 2, 3, 5, 9):
+        points = [(1 << rng.randrange(10, 30), rng.random()) for _ in range(num)]
+        curve = MODULE["fit_nccl"](points, 4)
+        assert min(curve.fixed_s, curve.root_s, curve.bandwidth_Bps) >= 0
+        assert all(curve.seconds(size) >= 0 for size, _ in points)
