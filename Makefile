@@ -32,6 +32,7 @@ bench: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/published.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
