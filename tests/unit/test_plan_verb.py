@@ -20,6 +20,7 @@ from evener.core.spec import RunSpec
 from .conftest import write_run
 
 WORDS = ("--model", "gpt2-760m", "--nodes", "2", "--link", "1GbE", "--compute-tokens-per-s", "500")
+ONE = ("--link", "1GbE", "--compute-tokens-per-s", "500")
 FLEET = """# my machines
 [hosts.attic]
 address = "10.0.0.1"
@@ -51,8 +52,8 @@ def evener(*args: object, cwd: Path | None = None) -> subprocess.CompletedProces
 def test_two_machines_that_nobody_has():
     done = evener(*WORDS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Leave node2 out: with it 466 tokens/s, without 500 tokens/s.")
-    for part in ("14.3 s", "28.6 s", "wifi", "400GbE", "With equal shares it would pay from", "assumed, not measured"):
+    assert done.stdout.startswith("Don't distribute this: node1 alone trains 500 tokens/s, both hosts 466 tokens/s.")
+    for part in ("14.3 s", "28.6 s", "wifi", "400GbE", "It would pay from 9", "assumed, not measured"):
         assert part in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "─" in line) <= 80
 
@@ -113,10 +114,15 @@ def test_a_fleet_file_is_enough(tmp_path):
         ([*WORDS, "--width", "100", "--num-heads", "7"], "cannot be divided among 7 heads"),
         ([*WORDS, "--batch", "1"], "2 ranks, more than the 1 sequence"),
         ([*WORDS, "--sync", "dpp"], "sync dpp: no such strategy"),
-        ([*WORDS, "--fleet", "x.toml"], "describe machines"),
-        ([*WORDS, "--scale", "4,2"], "--scale 4,2"),
-        ([*WORDS, "--scale", "0"], "--scale 0"),
-        ([*WORDS, "--scale", "1,…,8"], "--scale 1,…,8"),
+        ([*WORDS, "--sync", "none"], "never exchange"),
+        ([*WORDS, "--fleet", "x.toml"], "--nodes describes machines"),
+        ([*WORDS, "--scale", "1,2"], "--nodes has no place beside it"),
+        ([*ONE, "--scale", "4,2"], "--scale 4,2"),
+        ([*ONE, "--scale", "0"], "--scale 0"),
+        ([*ONE, "--scale", "1,…,8"], "--scale 1,…,8"),
+        ([*ONE, "--scale", "1,2", "--compute-tokens-per-s", "5,6"], "all its ranks are alike"),
+        ([*WORDS, "--jitter", "5"], "--jitter: only --scale has a use for it"),
+        (["--per-node", "8"], "how fast is one rank alone"),
         (["--fleet", "no-such.toml"], "no-such.toml: no such file"),
         (["--from", "no-such-run"], "not a run directory"),
         (["--hosts", "x"], "no fleet.toml here"),

@@ -64,7 +64,8 @@ def named(text: list[str]) -> set[str]:
 def option(*costs: dict[str, float | None], name: str = "ddp", hosts: tuple[str, ...] = ("attic", "laptop"),
            **other: object) -> Option:  # fmt: skip
     ranks = [
-        RankCost(rank=rank, host=host, share=16 // len(costs), cost=StepCost(**cost), sync_s=SYNC_S,
+        RankCost(rank=rank, host=host, share=16 // len(costs), cost=StepCost(**cost),
+                 sync_s=SYNC_S if len(costs) > 1 else 0.0,
                  bytes=BYTES, memory_bytes=390_000_000)
         for rank, (host, cost) in enumerate(zip(hosts, costs, strict=True))
     ]  # fmt: skip
@@ -206,7 +207,24 @@ def test_swapping(tmp_path, run):
     RunDir(tmp_path / "run").add_event("mem.swap", host="laptop", evidence="12.0 MB a second; 40 MB of memory are free")
     text = told(summarize(RunDir(tmp_path / "run")))
     assert named(text) == {"swap"}
-    assert "2 times slower than probed, 60.00 s a step: it was swapping (12.0 MB a second" in text[2]
+    assert "2 times slower than probed, 60.00 s a step: it was swapping when the run began (12.0 MB a second" in text[2]
+
+
+def test_a_rate_that_was_derived(run):
+    known = predict()
+    told_so = "laptop: its rate of tiny follows from that of char, by FLOPs; evener probe host --model tiny measures it"
+    cluster = msgspec.structs.replace(known.cluster, assumed=[told_so])
+    text = told(run(laptop={"compute_s": 60.0}, prediction=msgspec.structs.replace(known, cluster=cluster)))
+    assert (
+        "2 times slower than predicted, 60.00 s a step; that rate was not measured: laptop: its rate of tiny" in text[2]
+    )
+    assert named(text) == set()
+
+
+def test_fewer_threads_than_probed(run):
+    text = told(run(laptop={"compute_s": 60.0}, had=(4.0, 4.0), prediction=predict(cpus=8.0)))
+    assert "it was given 4 threads, and ran on 8.0 processors when it was probed" in text[2]
+    assert "taken" not in named(text)
 
 
 def test_ranks_that_share_a_memory(run, contention):
@@ -438,10 +456,16 @@ def test_a_correction_turns_the_verdict(run):
     assert by.sync == pytest.approx(2.0)
     assert corrected_step_s(current, by) == pytest.approx(summary.step_p50_s)
     head, rows = what_if_table([FAST, ALONE], current, by)
-    assert head[4:6] == ["step, corrected", "times this run"]
+    assert head[4:6] == ["step, corrected", "corrected, times this run"]
     assert [row[3] for row in rows] == ["1.00", "1.08", "0.86"]
     assert [row[4] for row in rows] == ["1 min 10 s", "1 min 05 s", "41.80 s"]
     assert [row[5] for row in rows] == ["1.00", "1.08", "1.68"]
+
+
+def test_a_network_that_is_slower_shows_what_was_hidden_before():
+    """6 s in flight of which 4.3 s showed; at half the rate 12 s, and computing hides no more than its 1.7 s."""
+    by = Correction(compute={}, update={}, data_s={}, sync=2.0)
+    assert corrected_step_s(option(ATTIC, LAPTOP), by) == pytest.approx(31.8 + 10.3)
 
 
 def test_input_is_added_and_what_is_not_known_is_left_alone():

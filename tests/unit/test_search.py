@@ -12,6 +12,7 @@ from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import NAMED, parse_link
 from evener.core.prediction import Cluster, Job, Wire
 from evener.core.shape import PRESETS, preset_shape
+from evener.core.spec import MachineSpec
 from evener.plan.cluster import NotMeasuredError, cluster_of, dtype_of, scaled, uniform, without
 from evener.plan.cost import price
 from evener.plan.search import larger, plan, what_if
@@ -46,7 +47,7 @@ def test_a_slow_host_is_left_out_with_both_figures():
     found = plan(JOB, cluster(60.0, 28.0))
     assert found.verdict == "Leave b out: with it 56 tokens/s, without 60 tokens/s."
     assert "b is the straggler" in found.advice[0]
-    assert any("No network would make all hosts together pay" in line for line in found.advice)
+    assert any("no network would make all hosts together pay" in line for line in found.advice)
     assert any(line.startswith("ddp, shares") for line in found.advice)  # what would pay is said
 
 
@@ -78,29 +79,36 @@ def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
 def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
     found = plan(JOB, cluster(1000.0, 1000.0, memory_bytes=500_000_000))
     assert found.recommended == ""
-    assert found.verdict.startswith("This cannot be trained here: does not fit: a has 500.0 MB of memory, it needs ")
+    assert found.verdict.startswith(
+        "This cannot be trained here: does not fit: a has 500.0 MB, a run may fill 450.0 MB"
+    )
+    assert not any("pay" in line for line in found.advice)
     roomy = cluster(1000.0, 1000.0, memory_bytes=8_000_000_000)
     tight = msgspec.structs.replace(roomy.hosts[1], memory_bytes=500_000_000)
     found = plan(JOB, msgspec.structs.replace(roomy, hosts=[roomy.hosts[0], tight]))
     assert found.recommended == "a alone"
-    assert found.verdict.startswith("Leave out b: does not fit: b has 500.0 MB")
+    assert found.verdict.startswith("Use a only. With both hosts it does not fit: b has 500.0 MB")
+    three = cluster(1000.0, 900.0, 800.0, memory_bytes=8_000_000_000)
+    small = msgspec.structs.replace(three.hosts[0], memory_bytes=500_000_000)
+    found = plan(JOB, msgspec.structs.replace(three, hosts=[small, *three.hosts[1:]]))
+    assert found.recommended == "ddp without a"  # and not without the slowest, which has room
 
 
-def test_at_the_break_even_bandwidth_all_are_as_fast_as_one():
+def test_at_the_break_even_bandwidth_all_are_clearly_faster_than_one():
     start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
     found = plan(JOB, start)
-    (line,) = [line for line in found.advice if "it would pay from" in line]
+    (line,) = [line for line in found.advice if "t would pay from" in line]
     told = float(line.split("pay from ")[1].split(" Mbit/s")[0]) * 1e6 / 8
     at = price(JOB, scaled(start, told / 3e6), "ddp")
-    assert at.tokens_per_s == pytest.approx(1000.0, rel=0.02)
+    assert at.tokens_per_s == pytest.approx(1020.0, rel=0.01)
 
 
-def test_at_the_break_even_batch_all_are_as_fast_as_one():
+def test_at_the_break_even_batch_all_are_clearly_faster_than_one():
     start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
     (line,) = [line for line in plan(JOB, start).advice if line.startswith("Or with --batch")]
     factor = int(line.split("--batch ")[1].split(",")[0]) // JOB.batch
-    assert price(larger(JOB, factor), start, "ddp").tokens_per_s > 1000.0
-    assert price(larger(JOB, factor - 1), start, "ddp").tokens_per_s <= 1000.0
+    assert price(larger(JOB, factor), start, "ddp").tokens_per_s > 1020.0
+    assert price(larger(JOB, factor - 1), start, "ddp").tokens_per_s <= 1020.0
 
 
 def test_one_host_has_nothing_to_distribute():
@@ -124,6 +132,39 @@ def test_the_ring_avoids_the_slow_link():
     assert [host.name for host in planned.cluster.hosts] == ["a", "c", "b"]
     assert any("10.0 times that of the file's order" in line for line in planned.advice)
     assert [rank.host for rank in planned.option("ddp").ranks] == ["a", "c", "b"]
+
+
+def test_replicas_that_never_exchange_are_not_one_model():
+    with pytest.raises(UsageError, match="never exchange"):
+        plan(JOB, cluster(1.0, 1.0), also=["none"])
+
+
+def test_another_strategy_is_priced_beside_ddp_and_never_instead():
+    found = plan(JOB, cluster(1000.0, 1000.0, wire=SLOW), also=["int8", "powersgd:8"])
+    assert found.chosen == "ddp"
+    assert len({option.name for option in found.options}) == len(found.options)
+    assert found.option("powersgd:8").rejected_because == "train cannot run it yet"
+
+
+def test_a_small_gain_is_none_and_says_so():
+    found = plan(JOB, cluster(1000.0, 10.2, wire=FAST))
+    assert found.recommended == "a alone"
+    at_par = plan(JOB, cluster(1000.0, 507.0))
+    assert at_par.verdict == "a will do: both hosts together train 1.0k tokens/s, it alone 1.0k tokens/s."
+
+
+def test_latency_is_blamed_where_it_is_to_blame():
+    far = Wire(latency_s=1.0, bandwidth_Bps=1e9)
+    found = plan(JOB, cluster(1000.0, 1000.0, wire=far))
+    assert any(
+        "Bandwidth alone would not make it pay: every message takes 1.00 s one way" in line for line in found.advice
+    )
+    assert any("--batch" in line for line in found.advice)
+
+
+def test_equal_hosts_are_no_stragglers_where_a_batch_does_not_divide():
+    found = plan(msgspec.structs.replace(JOB, batch=25), cluster(1000.0, 1000.0))
+    assert "25 sequences are not divided equally by 2: others wait for a" in found.advice[0]
 
 
 def test_what_if_changes_one_thing_at_a_time():
@@ -201,6 +242,35 @@ def test_another_arithmetic_is_derived_and_marked():
     assert "a: was measured in bf16" in found.assumed[0]
 
 
+def test_a_host_alone_computes_in_the_type_that_suits_it():
+    mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
+    found = plan(job(dtype="fp32"), cluster_of(mixed, job(dtype="fp32"), any_dtype=True))
+    assert (
+        found.option("a alone").tokens_per_s
+        > 1.8 * price(job(dtype="fp32"), without(found.cluster, "b"), "none").tokens_per_s
+    )
+
+
+def test_gpus_and_processors_compute_in_fp32_together():
+    """As the launcher has it."""
+    gpu = msgspec.structs.replace(PROBED, name="H200")
+    both = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cpu": PROBED}, "b": {"cpu": PROBED}})
+    assert dtype_of(both, "char") == "fp32"
+    assert dtype_of(both, "char", device="cpu") == "bf16"
+    assert cluster_of(both, job()).backend == "gloo"
+    gpus = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cuda:1": gpu}, "b": {"cuda:0": gpu}})
+    assert dtype_of(gpus, "char") == "bf16"
+    found = cluster_of(gpus, job())
+    assert ([host.num_ranks for host in found.hosts], found.backend) == ([2, 1], "nccl")
+    two_on_one = msgspec.structs.replace(gpus, hosts=gpus.hosts | {"b": Host(address="1.1.1.2", ranks=2)})
+    assert cluster_of(two_on_one, job()).hosts[1].tokens_per_s == 500.0
+
+
+def test_a_narrower_model_is_derived_and_marked():
+    found = cluster_of(fleet(), job(width=192, num_heads=6))
+    assert any("follows from that of the preset, by FLOPs" in line for line in found.assumed)
+
+
 def test_a_declared_rate_is_enough():
     declared = fleet(b=Rates(models={"char": ModelRate(tokens_per_s=30.0)}))
     found = cluster_of(declared, job())
@@ -227,9 +297,10 @@ def test_one_direction_stands_for_the_other_and_says_so():
 
 
 def test_ranks_of_one_processor_divide_it():
-    found = cluster_of(fleet(), job(), ranks=2)
+    found = cluster_of(fleet(), job(), machine=MachineSpec(ranks=2))
     assert found.num_ranks == 4
     assert found.hosts[0].tokens_per_s == 500.0
+    assert (found.hosts[0].update_s, found.hosts[0].pass_s) == (0.04, 0.02)
     assert found.hosts[0].local == Wire(latency_s=20e-6, bandwidth_Bps=1e9)
     assert len(price(job(), found, "ddp").ranks) == 4
 
@@ -248,7 +319,7 @@ def test_a_link_that_nobody_knows_is_one_line(text):
 @pytest.mark.parametrize(
     ("text", "Bps"),
     [("100Mbit", 0.85 * 12.5e6), ("1gbe", 0.85 * 125e6), ("2.5 Gbit/s", 0.85 * 312.5e6), ("117MB/s", 117e6),
-     ("3.19GB/s", 3.19e9), ("wi-fi", NAMED["wifi"].wire.bandwidth_Bps)],
+     ("3.19GB/s", 3.19e9), ("10GBps", 1e10), ("10Gbps", 0.85 * 1.25e9), ("wi-fi", NAMED["wifi"].wire.bandwidth_Bps)],
 )  # fmt: skip
 def test_a_link_by_its_name(text, Bps):
     assert parse_link(text).wire.bandwidth_Bps == pytest.approx(Bps)

@@ -8,6 +8,15 @@ from typing import Any
 
 import typer
 
+PANELS = {
+    "data": "What is read",
+    "model": "What is trained",
+    "train": "How it is trained",
+    "eval": "How it is judged",
+    "checkpoint": "What is kept",
+    "machine": "On what it runs",
+}
+
 
 def spec_options() -> list[tuple[str, Any, Any]]:
     """Name, typer's option and type of every leaf."""
@@ -22,7 +31,7 @@ def spec_options() -> list[tuple[str, Any, Any]]:
             metavar=None if switch else flag.kind.replace(" ", "-").upper(),
             help=flag.help if switch or flag.default is None else f"{flag.help} [{flag.default}]",
             show_default=False,
-            rich_help_panel=f"[{flag.section}]" if flag.section else "Options",
+            rich_help_panel=PANELS.get(flag.section, "Options"),
         )
         options.append((flag.field, option, bool | None if switch else str | None))
     return options

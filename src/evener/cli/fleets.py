@@ -40,16 +40,16 @@ def tell_warnings(prepared: Any) -> None:
         say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
 
 
-def predicted(fleet: Any, resolved: Any) -> Any:
-    """What the planner says of a run on these hosts, told in a line; None where too little was measured."""
+def predicted(fleet: Any, resolved: Any, *, keep_order: bool = False) -> Any:
+    """What the planner says of a run on these hosts, told in a line; None where it knows too little to say anything."""
     from evener.cli.planned import of_training
-    from evener.plan.cluster import NotMeasuredError
+    from evener.core.errors import UsageError
     from evener.plan.search import in_a_line
 
     try:
-        prediction = of_training(fleet, resolved)
-    except NotMeasuredError as unknown:
-        say(f"no prediction: {unknown}; {unknown.hint}")
+        prediction = of_training(fleet, resolved, keep_order=keep_order)
+    except UsageError as unknown:  # what stands in the run's own way is told by those who start it
+        say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         return None
     say(f"predicted: {in_a_line(prediction)}")
     if prediction.recommended != prediction.chosen:
@@ -60,16 +60,32 @@ def predicted(fleet: Any, resolved: Any) -> Any:
 
 
 def predicted_here(resolved: Any) -> Any:
-    """The same of this machine alone, where fleet.toml has figures of it."""
+    """The same of this machine alone, where fleet.toml has figures of it: the spec's ranks, as they will be started."""
+    import msgspec
+
     from evener.core.errors import EvenerError
-    from evener.core.fleet import DEFAULT_FLEET, load_fleet, only
+    from evener.core.fleet import DEFAULT_FLEET, load_fleet
+    from evener.core.machine import this_machine
 
     try:
         fleet = load_fleet(DEFAULT_FLEET)
     except EvenerError:  # a file that this run does not need
         return None
-    here = [name for name, host in fleet.hosts.items() if host.is_local and name in fleet.rates]
-    return predicted(only(fleet, here[0]), resolved) if here else None
+    for name, host in fleet.hosts.items():
+        if host.is_local and name in fleet.rates:
+            here = msgspec.structs.replace(host, ranks=resolved.spec.machine.ranks)
+            own = this_machine().host  # as the run's manifest will call it
+            alone = msgspec.structs.replace(fleet, hosts={own: here}, links={}, rates={own: fleet.rates[name]})
+            return predicted(alone, resolved)
+    return None
+
+
+def in_order(fleet: Any, names: list[str]) -> Any:
+    """The fleet with its hosts in this order, those that it does not name behind."""
+    import msgspec
+
+    ordered = [name for name in names if name in fleet.hosts] + [name for name in fleet.hosts if name not in names]
+    return msgspec.structs.replace(fleet, hosts={name: fleet.hosts[name] for name in ordered})
 
 
 def ring_order(prediction: Any) -> list[str]:

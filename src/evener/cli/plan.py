@@ -7,40 +7,44 @@ from typing import Any
 import typer
 
 EPILOG = (
-    "Examples: `evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500` needs no machine; "
-    "`evener plan --fleet fleet.toml --model char` uses what `evener probe` measured."
+    "Example without a machine: `evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500`\n\n"
+    "Example with what `evener probe` measured: `evener plan --fleet fleet.toml --model char`"
 )
 
 SPEC_FILE = typer.Argument(None, metavar="[SPEC.toml]", help="A run as TOML, as for train. Flags win over it.")
 FLEET = typer.Option(None, "--fleet", metavar="FILE", help="hosts, and what probe measured [fleet.toml if here]")
 HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="of the fleet, these hosts alone [all]")
-NODES = typer.Option(None, "--nodes", min=1, max=65536, help="no fleet: so many machines")
-RATE = typer.Option(None, "--compute-tokens-per-s", metavar="RATE[,RATE…]",
-                    help="no fleet: what one rank trains alone; a list: of each machine")  # fmt: skip
+NODES = typer.Option(None, "--nodes", min=1, max=256, help="no fleet: so many machines; --scale goes further")
+RATE = typer.Option(None, "--compute-tokens-per-s", metavar="RATE,…",
+                    help="no fleet: what one rank (GPU or processor) trains alone; or a list")  # fmt: skip
 LINK = typer.Option(None, "--link", metavar="LINK", help="between machines: 1GbE, 2.5Gbit, 400G, 117MB/s, wifi, wan")
-PER_NODE = typer.Option(1, "--per-node", min=1, max=1024, help="no fleet: ranks on each machine")
-NODE_LINK = typer.Option(None, "--node-link", metavar="LINK", help="no fleet: between them: nvlink, pcie, 50GB/s")
+PER_NODE = typer.Option(None, "--per-node", min=1, max=1024,
+                        help="no fleet: ranks on each machine [1]; more are GPUs: NCCL, bf16")  # fmt: skip
+NODE_LINK = typer.Option(
+    None, "--node-link", metavar="LINK", help="no fleet: between them: nvlink, pcie, 50GB/s [nvlink]"
+)
 SCALE = typer.Option(None, "--scale", metavar="RANKS,…",
                      help="no fleet: simulate so many ranks: 1,2,4,…,4096; --batch is then of one rank")  # fmt: skip
 STRONG = typer.Option(False, "--strong", help="--scale: --batch is shared by all ranks instead")
-JITTER = typer.Option(2.0, "--jitter", min=0.0, max=300.0,
-                      help="--scale: percent by which a rank's compute time varies from step to step")  # fmt: skip
-MTBF = typer.Option(300.0, "--mtbf-days", min=0.001, max=1e6, help="--scale: days between two failures of a node")
+JITTER = typer.Option(None, "--jitter", min=0.0, max=300.0,
+                      help="--scale: percent by which a rank's compute time varies from step to step [2]")  # fmt: skip
+MTBF = typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days between two failures of a node [300]")
 DRAW = typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it")
-FROM = typer.Option(None, "--from", metavar="RUN", help="rates of a finished run; --fleet has them written there")
-SYNC = typer.Option("ddp", "--sync", help="how replicas agree: ddp, int8, powersgd:4, fsdp, diloco:30, …")
+FROM = typer.Option(None, "--from", metavar="RUN",
+                    help="what a run measured instead of probes; with --fleet it is written there")  # fmt: skip
+SYNC = typer.Option(None, "--sync", help="one way more: powersgd:8, diloco:100:int8:streamed, … [some of each kind]")
 BUDGET = typer.Option(1.0, "--loss-budget", min=0.0, max=100.0, help="percent of loss that speed may cost")
 AS_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
 
 def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int | None, rate: str | None,
-         link: str | None, per_node: int, node_link: str | None, scale: str | None, strong: bool, jitter: float,
-         mtbf_days: float, draw: str | None, source_run: str | None, sync: str, loss_budget: float, as_json: bool,
-         **flags: str | bool | None) -> int:  # fmt: skip
+         link: str | None, per_node: int | None, node_link: str | None, scale: str | None, strong: bool,
+         jitter: float | None, mtbf_days: float | None, draw: str | None, source_run: str | None, sync: str | None,
+         loss_budget: float, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Say before a run what a step will cost, which way is best, and whether each machine earns its place.
 
     From what `evener probe` measured, or from a few words (--nodes, --link, --compute-tokens-per-s). Nothing is
-    started and nobody is asked: it answers at once.
+    started and nobody is asked: it answers at once. The flags below are those of `train`: the same ones say the same.
     """
     import json
     from pathlib import Path
@@ -51,31 +55,37 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
     from evener.core.spec import make_spec
 
     texts = given(flags)
-    without_fleet = nodes is not None or rate is not None or scale is not None
-    if without_fleet and (fleet is not None or source_run is not None):  # both would say which machines
+    words = {"--nodes": nodes, "--compute-tokens-per-s": rate, "--per-node": per_node, "--node-link": node_link}
+    said = [name for name, value in (*words.items(), ("--scale", scale)) if value is not None]
+    if said and (fleet or hosts or source_run):
+        raise UsageError(f"{said[0]} describes machines; so does --fleet, --hosts or --from", hint="one of them")
+    of_scale = {"--strong": strong or None, "--jitter": jitter, "--mtbf-days": mtbf_days, "--draw": draw}
+    stray = [name for name, value in of_scale.items() if value is not None]
+    if scale is None and stray:
+        raise UsageError(f"{stray[0]}: only --scale has a use for it", hint="--scale 1,2,4,…,4096")
+    if scale is not None and (nodes is not None or sync is not None):
         raise UsageError(
-            "--nodes and --compute-tokens-per-s describe machines; so does --fleet or --from", hint="one of them"
+            f"--scale counts ranks of plain ddp: {'--nodes' if nodes is not None else '--sync'} has no place beside it",
+            hint="--per-node says how many ranks a machine has",
         )
-    if scale is not None:
-        from evener.cli import scaled
-
-        spec = make_spec(Path(spec_file) if spec_file else None, texts)
-        asked = planned.from_words(spec, "data" in texts, 2, rate, link, per_node, node_link)
-        return scaled.tell(asked, scale, per_node, strong, jitter / 100, mtbf_days, draw, as_json)
     if source_run is not None:
         asked = planned.from_run(source_run, texts, link, fleet)
+    elif said:
+        spec = make_spec(Path(spec_file) if spec_file else None, texts)
+        asked = planned.from_words(spec, "data" in texts, 2 if scale else nodes, rate, link, per_node or 1, node_link)
+        if scale is not None:
+            from evener.cli import scaled
+
+            return scaled.tell(asked, scale, strong, jitter, mtbf_days, draw, as_json)
     else:
         spec = make_spec(Path(spec_file) if spec_file else None, texts)
-        if without_fleet:
-            asked = planned.from_words(spec, "data" in texts, nodes, rate, link, per_node, node_link)
-        else:
-            path = fleets.fleet_path(fleet)
-            if path is None:
-                raise UsageError(
-                    "no fleet.toml here, and no --fleet",
-                    hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
-                )
-            asked = planned.from_fleet(path, hosts, spec, link)
+        path = fleets.fleet_path(fleet)
+        if path is None:
+            raise UsageError(
+                "no fleet.toml here, and no --fleet",
+                hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
+            )
+        asked = planned.from_fleet(path, hosts, spec, "data" in texts, link)
     found = planned.answer(asked, sync, loss_budget / 100)
     if as_json:
         print(json.dumps(planned.as_json(found, asked)))
@@ -95,15 +105,15 @@ def add_to(app: typer.Typer) -> None:
         ("nodes", NODES, int | None),
         ("rate", RATE, str | None),
         ("link", LINK, str | None),
-        ("per_node", PER_NODE, int),
+        ("per_node", PER_NODE, int | None),
         ("node_link", NODE_LINK, str | None),
         ("scale", SCALE, str | None),
         ("strong", STRONG, bool),
-        ("jitter", JITTER, float),
-        ("mtbf_days", MTBF, float),
+        ("jitter", JITTER, float | None),
+        ("mtbf_days", MTBF, float | None),
         ("draw", DRAW, str | None),
         ("source_run", FROM, str | None),
-        ("sync", SYNC, str),
+        ("sync", SYNC, str | None),
         ("loss_budget", BUDGET, float),
         ("as_json", AS_JSON, bool),
         *spec_options(),

@@ -20,6 +20,10 @@ from evener.plan.cluster import cluster_of, dtype_of, uniform, with_wire
 from evener.plan.job import job_of
 from evener.plan.search import plan, rate
 
+LEGEND = (
+    "exposed: communication that computing does not hide. ×: tokens/s beside the fastest host alone. sends: by one "
+    "rank, of a step. loss: beside ddp; ?: nobody measured it."
+)
 MOST_HOSTS = 16  # that are listed one by one
 
 
@@ -36,28 +40,29 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 # --- where the figures come from --------------------------------------------------------------------------------------
 
 
-def from_fleet(path: str, hosts: str | None, spec: RunSpec, link: str | None) -> Asked:
+def from_fleet(path: str, hosts: str | None, spec: RunSpec, names_data: bool, link: str | None) -> Asked:
     """What was measured, in the fleet's file."""
     fleet = only(load_fleet(path), hosts)
     assumed: list[str] = []
     vocab_size = _vocab_size(spec)
-    if vocab_size is None:
+    if vocab_size is None and names_data:
         assumed.append(f"{spec.data.data} is not here: the vocabulary is {spec.model.model}'s own")
-    job = job_of(spec, shape_of(spec, vocab_size), dtype_of(fleet, spec.model.model))
+    job = job_of(spec, shape_of(spec, vocab_size), dtype_of(fleet, spec.model.model, spec.machine.device))
     wire = None
     if link is not None:
         known = parse_link(link)
         wire = known.wire
         assumed.append(known.assumed)
-    cluster = cluster_of(fleet, job, wire, spec.machine.ranks)
+    cluster = cluster_of(fleet, job, wire, spec.machine, any_dtype=spec.model.dtype == "auto")
     return Asked(job=job, cluster=_assuming(cluster, assumed), source=path)
 
 
-def of_training(fleet: Fleet, resolved: Resolved) -> Prediction:
+def of_training(fleet: Fleet, resolved: Resolved, *, keep_order: bool = False) -> Prediction:
     """What `train` is about to do on these hosts; NotMeasuredError where too little was measured."""
     spec = resolved.spec
-    job = job_of(spec, resolved.shape, dtype_of(fleet, spec.model.model))
-    return plan(job, cluster_of(fleet, job, ranks=spec.machine.ranks))
+    job = job_of(spec, resolved.shape, dtype_of(fleet, spec.model.model, spec.machine.device))
+    cluster = cluster_of(fleet, job, machine=spec.machine, any_dtype=spec.model.dtype == "auto")
+    return plan(job, cluster, keep_order=keep_order)
 
 
 def from_words(spec: RunSpec, names_data: bool, nodes: int | None, rates: str | None, link: str | None, per_node: int,
@@ -94,6 +99,8 @@ def from_words(spec: RunSpec, names_data: bool, nodes: int | None, rates: str | 
         backend=backend,
     )
     assumed = [one.assumed for one in links]
+    if per_node > 1:
+        assumed.append("several ranks on a node are GPUs, with NCCL and bf16")
     return Asked(job=job, cluster=_assuming(cluster, assumed), source="what you said", fabrics=nodes > 1)
 
 
@@ -124,6 +131,8 @@ def from_run(run: str, texts: dict[str, str], link: str | None, fleet: str | Non
         vocab_size = manifest.shape.vocab_size if "model" not in texts else None
         new = job_of(spec, shape_of(spec, vocab_size), manifest.dtype)
         cluster = _for_job(cluster, job, new)
+        if new.dtype != job.dtype:
+            cluster = _assuming(cluster, [f"the run's rates are of {job.dtype}; {new.dtype} is taken to be as fast"])
         job = new
     if link is not None:
         known = parse_link(link)
@@ -147,13 +156,14 @@ def _write_into(path: str, job: Job, cluster: Cluster) -> None:
         of_host = host.num_ranks if host.device == "cpu" else 1
         model = ModelRate(
             tokens_per_s=host.tokens_per_s * of_host * work,
-            pass_s=host.pass_s * params,
-            update_s=host.update_s * params,
+            pass_s=host.pass_s * params / of_host,
+            update_s=host.update_s * params / of_host,
             dtype=job.dtype,
             cpus=host.cpus and host.cpus * of_host,
         )
-        device = "cpu" if host.device == "cpu" else "cuda:0"
-        rates[host.name] = {device: Rates(models={job.model: model}, measured=now)}
+        gpus = [device for device in fleet.rates.get(host.name, {}) if device.startswith("cuda")]
+        devices = ["cpu"] if host.device == "cpu" else gpus or ["cuda:0"]
+        rates[host.name] = {device: Rates(models={job.model: model}) for device in devices}
         known = fleet.links.get(host.name, {})
         links[host.name] = {
             target: msgspec.structs.replace(known[target], duplex_Bps=wire.bandwidth_Bps, measured=now)
@@ -215,9 +225,9 @@ def _rates(text: str) -> list[float]:
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
-def answer(asked: Asked, sync: str, loss_budget: float) -> Prediction:
+def answer(asked: Asked, sync: str | None, loss_budget: float) -> Prediction:
     """The planner's answer."""
-    return plan(asked.job, asked.cluster, loss_budget=loss_budget, sync=sync)
+    return plan(asked.job, asked.cluster, loss_budget=loss_budget, also=[sync] if sync else [])
 
 
 def fabrics(asked: Asked) -> list[tuple[str, float, Option, Option]]:
@@ -271,13 +281,16 @@ def tell(found: Prediction, asked: Asked) -> None:
     )  # fmt: skip
     console.print()
     console.print(_speeds(found))
+    console.print(LEGEND, style="dim", soft_wrap=True)
     console.print(_prices(found))
     if 1 < len(found.cluster.hosts) <= MOST_HOSTS:
         console.print(_hosts(found))
     if asked.fabrics:
+        console.print("ddp over other links; 16 bit: its all-reduce of bf16, not in train yet", style="dim")
         console.print(_fabric_table(asked, found))
+    console.print()
     for line in found.advice:
-        console.print(f"\n{line}", soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for line in asked.changes:
         console.print(f"refitted: {line}", soft_wrap=True)
     if found.cluster.assumed:
@@ -303,16 +316,33 @@ def _short(value: float | None) -> str:
 
     >>> _short(0.0), _short(0.0125), _short(18.79), _short(86.4), _short(None)
     ('–', '12.5 ms', '18.8 s', '86.4 s', '?')
+    >>> _short(18.0), _short(252.4)
+    ('18.0 s', '252 s')
     """
     if value is None:
         return "?"
     if value < 5e-7:
         return "–"
-    return seconds(value) if value < 0.9995 or value >= 600 else f"{value:.3g} s"
+    return seconds(value) if value < 0.9995 or value >= 600 else f"{value:#.3g} s".replace(". ", " ")
+
+
+def _rate(tokens_per_s: float) -> str:
+    """With three digits, so that near ones can be told apart.
+
+    >>> _rate(57.04), _rate(466.2), _rate(1617.0), _rate(566_900_000.0)
+    ('57.0', '466', '1.62k', '567M')
+    """
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens_per_s >= 0.9995 * factor:
+            return f"{tokens_per_s / factor:#.3g}".rstrip(".") + prefix
+    return f"{tokens_per_s:#.3g}".rstrip(".")
 
 
 def _in_order(found: Prediction) -> list[Option]:
-    return sorted(found.options, key=lambda option: (option.name != found.recommended, option.step_s))
+    """The recommended one, what train can run, the rest; the fastest first."""
+    return sorted(
+        found.options, key=lambda option: (option.name != found.recommended, not option.is_built, -option.tokens_per_s)
+    )
 
 
 def _speeds(found: Prediction) -> Any:
@@ -323,7 +353,7 @@ def _speeds(found: Prediction) -> Any:
         table.add_row(
             option.name,
             *map(_short, (option.step_s, cost.compute_s, cost.exposed_sync_s, cost.optimizer_s)),
-            count(option.tokens_per_s),
+            _rate(option.tokens_per_s),
             f"{option.speedup_vs_best_host:.2f}" if option.speedup_vs_best_host else "–",
             style="bold" if option.name == found.recommended else None,
         )
@@ -333,12 +363,23 @@ def _speeds(found: Prediction) -> Any:
 def _hosts(found: Prediction) -> Any:
     """The chosen option host by host: the last rank of each, which are equal."""
     option = found.option(found.chosen)
-    table = _table(f"{option.name}: host", "sequences", "compute", "exposed", "wait", "update", "memory", "bound by")
-    bounds = {host.name: host.bound_by or "?" for host in found.cluster.hosts}
+    known = {host.name: host.bound_by for host in found.cluster.hosts if host.bound_by}
+    table = _table(
+        f"{option.name}: host",
+        "sequences",
+        "compute",
+        "exposed",
+        "wait",
+        "update",
+        "memory",
+        *(["bound by"] if known else []),
+    )
+
     for rank in {rank.host: rank for rank in option.ranks}.values():
         cost = rank.cost
         parts = (cost.compute_s, cost.exposed_sync_s, cost.wait_s, cost.optimizer_s)
-        table.add_row(rank.host, str(rank.share), *map(_short, parts), size(rank.memory_bytes or 0), bounds[rank.host])
+        bound = [known.get(rank.host, "?")] if known else []
+        table.add_row(rank.host, str(rank.share), *map(_short, parts), size(rank.memory_bytes or 0), *bound)
     return table
 
 
@@ -360,7 +401,7 @@ def _prices(found: Prediction) -> Any:
 
 def _fabric_table(asked: Asked, found: Prediction) -> Any:
     """What the network takes beside what computing takes, over faster and slower links."""
-    table = _table("between them", "all-reduce", "in bf16", "÷ compute", "step", "tokens/s", "×")
+    table = _table("link", "all-reduce", "16 bit", "÷ computing", "step", "tokens/s", "×")
     alone = next((option.tokens_per_s for option in found.options if len(option.hosts) == 1), None)
     for name, _, ddp, bf16 in fabrics(asked):
         sync_s, compute_s = ddp.ranks[0].sync_s, ddp.slowest.cost.compute_s or 0.0
@@ -370,7 +411,7 @@ def _fabric_table(asked: Asked, found: Prediction) -> Any:
             _short(bf16.ranks[0].sync_s),
             f"{sync_s / compute_s:.2g}" if compute_s else "–",
             _short(ddp.step_s),
-            count(ddp.tokens_per_s),
+            _rate(ddp.tokens_per_s),
             f"{ddp.tokens_per_s / alone:.2f}" if alone else "–",
         )
     return table

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from evener.cli.planned import Asked
 
 MOST_RANKS = 1 << 20
+JITTER, MTBF_DAYS = 0.02, 300.0  # *assumptions*
 CHECKPOINT_S, RESTART_S = 20.0, 300.0  # *assumptions*: to write all weights, and from a failure to the next step
 
 
-def tell(asked: Asked, counts: str, per_node: int, strong: bool, jitter: float, mtbf_days: float, draw: str | None,
+def tell(asked: Asked, counts: str, strong: bool, jitter: float | None, mtbf_days: float | None, draw: str | None,
          as_json: bool) -> int:  # fmt: skip
-    """Simulate, draw and print."""
-    scenario = _scenario(asked, per_node, strong, jitter, mtbf_days)
+    """Simulate, draw and print; jitter in percent."""
+    scenario = _scenario(
+        asked, strong, JITTER if jitter is None else jitter / 100, MTBF_DAYS if mtbf_days is None else mtbf_days
+    )
     points = scale(scenario, parse_counts(counts))
-    told = [*scenario.assumed, *asked.cluster.assumed[: -2 if per_node == 1 else -1]]
+    told = [*scenario.assumed, *asked.cluster.assumed]
     pictures = _draw(points, draw, asked.job.model) if draw is not None else []
     rule = sentences(nanogpt())
     if as_json:
@@ -61,7 +64,9 @@ def parse_counts(text: str) -> list[int]:
     return found
 
 
-def _scenario(asked: Asked, per_node: int, strong: bool, jitter: float, mtbf_days: float) -> Scenario:
+def _scenario(asked: Asked, strong: bool, jitter: float, mtbf_days: float) -> Scenario:
+    if len({host.tokens_per_s for host in asked.cluster.hosts}) > 1:
+        raise UsageError("--scale: all its ranks are alike", hint="one rate: --compute-tokens-per-s 500")
     job, host = asked.job, asked.cluster.hosts[0]
     outer = asked.cluster.wires["node1"]["node2"]
     return Scenario(
@@ -71,7 +76,7 @@ def _scenario(asked: Asked, per_node: int, strong: bool, jitter: float, mtbf_day
         sequence_tokens=job.shape.block_size,
         gradient_bytes=4 * job.shape.num_params(),
         buckets=buckets(gradients(job.shape)),
-        per_node=per_node,
+        per_node=host.num_ranks,
         inner=host.local or outer,
         outer=outer,
         has_trees=asked.cluster.backend == "nccl",
@@ -81,6 +86,7 @@ def _scenario(asked: Asked, per_node: int, strong: bool, jitter: float, mtbf_day
         checkpoint_s=CHECKPOINT_S,
         restart_s=RESTART_S,
         assumed=[
+            "sums hide behind the transfer",
             f"a rank's compute time varies by {jitter:.0%} from step to step (lognormal; --jitter)",
             f"a node fails every {mtbf_days:g} days (--mtbf-days); a checkpoint takes {CHECKPOINT_S:.0f} s, a restart "
             f"{RESTART_S:.0f} s",
@@ -134,9 +140,10 @@ def _print(asked: Asked, scenario: Scenario, points: list[Point], told: list[str
         "often a node does, and how often saving loses least. with both: efficiency with failures and checkpoints.\n",
         style="dim", soft_wrap=True,
     )  # fmt: skip
+    console.print("beside it, a rule of thumb (80-90 % at 8 ranks, 60-70 % at 64):", style="dim")
     for line in rule:
-        console.print(f"{line}\n", soft_wrap=True)
-    console.print("assumed, not measured:", style="dim")
+        console.print(f"  {line}", soft_wrap=True, style="dim")
+    console.print("\nassumed, not measured:", style="dim")
     for line in told:
         console.print(f"  {line}", style="dim", soft_wrap=True)
     for path in pictures:

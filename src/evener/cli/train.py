@@ -29,6 +29,7 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     import json
 
     from evener.cli import fleets, follow
+    from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
     from evener.corpus.check import check_token_ids
     from evener.report.summary import as_result, summarize
@@ -42,6 +43,8 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
         if status is not None:
             return status
     else:
+        if hosts is not None:
+            raise UsageError("--hosts names hosts of a fleet, and there is none", hint="--fleet FILE")
         from evener.launch import local
         from evener.launch.torchrun import worker_argv, worker_env
 
@@ -81,11 +84,13 @@ def _on_fleet(path: str, names: str | None, resolved: Any, resumes: bool, detach
         )
     before = read_plan(rundir) if is_on_fleet(rundir) else None
     with fleets.connected(path, names) as (hosts, sessions, errors):
-        prediction = fleets.predicted(hosts, resolved)
+        if before is not None:
+            hosts = fleets.in_order(hosts, [host.name for host in before.hosts])  # ranks stay where they were
+        prediction = fleets.predicted(hosts, resolved, keep_order=before is not None)
+        hosts = fleets.in_order(hosts, fleets.ring_order(prediction))
         prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, before.id if before else None)
         fleets.tell_warnings(prepared)
-        order = [host.name for host in before.hosts] if before else fleets.ring_order(prediction)
-        plan, trees = launcher.plan_training(launcher.in_order(prepared, order), resolved, resume=resumes)
+        plan, trees = launcher.plan_training(prepared, resolved, resume=resumes)
         plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:
             fleets.print_plan(plan, as_json)

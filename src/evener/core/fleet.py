@@ -5,6 +5,8 @@ address = "192.168.1.36"        # "local", or anything that ssh accepts: a name 
 [links.attic.laptop]            # written by `evener probe wire`: from attic to laptop
 goodput_Bps = 117_000_000.0
 [rates.attic.cpu]               # written by `evener probe host`, for each device
+[rates.attic.cpu.models.gpt2]   # of each model that it probed; tokens_per_s alone may be written by hand
+tokens_per_s = 500.0
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ DEFAULT_WORKDIR = "~/.evener"
 RENDEZVOUS_PORT = 29500
 
 HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
+Rate = Annotated[float, Meta(gt=0)]
 Few = Annotated[int, Meta(ge=1, le=1024)]
 
 
@@ -54,11 +57,9 @@ class Host(Section, frozen=True, kw_only=True):
 class Link(Section, frozen=True, kw_only=True):
     """What was measured from one host to another."""
 
-    goodput_Bps: Annotated[float, Meta(gt=0)]  # β: payload of one TCP stream, nothing coming back but acknowledgements
-    duplex_Bps: Annotated[float, Meta(gt=0)] | None = (
-        None  # the same while as much is sent the other way: what a ring all-reduce uses
-    )
-    parallel_Bps: Annotated[float, Meta(gt=0)] | None = None  # payload of several streams together
+    goodput_Bps: Rate  # β: payload of one TCP stream, nothing coming back but acknowledgements
+    duplex_Bps: Rate | None = None  # the same while as much is sent the other way: what a ring all-reduce uses
+    parallel_Bps: Rate | None = None  # payload of several streams together
     rtt_s: Annotated[float, Meta(ge=0)]  # median round trip of a small message: 2α and what two programs take to answer
     rtt_p95_s: float | None = None
     retransmits: int | None = None  # segments sent again meanwhile; None = the system does not tell
@@ -73,25 +74,23 @@ class Link(Section, frozen=True, kw_only=True):
 class ModelRate(Section, frozen=True, kw_only=True):
     """What a model preset does on one device, in one process."""
 
-    tokens_per_s: Annotated[float, Meta(gt=0)]  # forward and backward, sustained, in large micro-batches
+    tokens_per_s: Rate  # forward and backward, sustained, in large micro-batches
     pass_s: Annotated[float, Meta(ge=0)] | None = None  # what a forward and backward costs apart from its tokens
     update_s: Annotated[float, Meta(ge=0)] | None = None  # clipping and AdamW's update of all its parameters
     dtype: str = ""  # its arithmetic; "" = not said
-    cpus: Annotated[float, Meta(gt=0)] | None = None  # processors at work meanwhile
+    cpus: Rate | None = None  # processors at work meanwhile
 
 
 class Rates(Section, frozen=True, kw_only=True):
     """What was measured on one device of a host, or declared by hand."""
 
     name: str = ""  # "AMD EPYC", "NVIDIA H200"
-    matmul_flops: dict[str, float] = {}  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
-    copy_Bps: float | None = None  # memory bandwidth of a large copy, bytes read and written
-    triad_Bps: float | None = None  # and of a = b + s·c
-    sum_Bps: dict[str, float] = {}  # γ: by dtype, bytes of a buffer to which one thread adds another, in a second
-    sync_Bps: Annotated[float, Meta(gt=0)] | None = (
-        None  # bytes that a processor sends, receives and adds in its second
-    )
-    loopback_Bps: Annotated[float, Meta(gt=0)] | None = None  # bytes that each of two ranks here sends in an all-reduce
+    matmul_flops: dict[str, Rate] = {}  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
+    copy_Bps: Rate | None = None  # memory bandwidth of a large copy, bytes read and written
+    triad_Bps: Rate | None = None  # and of a = b + s·c
+    sum_Bps: dict[str, Rate] = {}  # γ: by dtype, bytes of a buffer to which one thread adds another, in a second
+    sync_Bps: Rate | None = None  # bytes that a processor sends, receives and adds in its second
+    loopback_Bps: Rate | None = None  # bytes that each of two ranks here sends in an all-reduce
     memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # of the device, all of it
     models: dict[str, ModelRate] = {}  # by preset
     measured: str = ""
@@ -192,11 +191,26 @@ def _check_keys(file: Path, tree: dict[str, Any]) -> None:
     for name, host in hosts.items():
         if not isinstance(host, dict):
             raise UsageError(f"{file}: hosts.{name}: expected a table: [hosts.{name}]")
-        for key in host:
-            if key not in Host.__struct_fields__:
-                raise UsageError(
-                    f"{file}: no key {key} in [hosts.{name}]", hint=did_you_mean(key, Host.__struct_fields__)
-                )
+        _check_table(file, f"hosts.{name}", host, Host)
+    for source, targets in _tables(tree.get("links")):
+        for target, link in _tables(targets):
+            _check_table(file, f"links.{source}.{target}", link, Link)
+    for name, devices in _tables(tree.get("rates")):
+        for device, rates in _tables(devices):
+            _check_table(file, f"rates.{name}.{device}", rates, Rates)
+            for model, rate in _tables(rates.get("models")):
+                _check_table(file, f"rates.{name}.{device}.models.{model}", rate, ModelRate)
+
+
+def _tables(tree: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The tables inside one; what is none of them is told by the types, afterwards."""
+    return [(name, table) for name, table in tree.items() if isinstance(table, dict)] if isinstance(tree, dict) else []
+
+
+def _check_table(file: Path, name: str, table: dict[str, Any], kind: type[Section]) -> None:
+    for key in table:
+        if key not in kind.__struct_fields__:
+            raise UsageError(f"{file}: no key {key} in [{name}]", hint=did_you_mean(key, kind.__struct_fields__))
 
 
 def _check(file: Path, fleet: Fleet) -> None:

@@ -16,7 +16,7 @@ ETHERNET_SHARE = (
 WIRED_S, DATACENTRE_S = 50e-6, 10e-6  # one way, with the sockets of both ends: *assumptions*
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 LINE_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(bits?/s|bits?|bps|be|b?)", re.IGNORECASE)
-PAYLOAD_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])B(/s)?")
+PAYLOAD_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])B(ps|/s)?")
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # cpu, cuda
     num_ranks: int = 1
     tokens_per_s: float  # a rank's forward and backward of this job's model, in large micro-batches
+    own_tokens_per_s: float | None = None  # alone, in the arithmetic that suits it; None: the job's
     pass_s: float = 0.0  # what a forward and backward costs apart from its tokens
     update_s: float = 0.0  # clipping and the update of all parameters
     data_s: float = 0.0  # waiting for input, a step

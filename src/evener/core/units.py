@@ -32,13 +32,13 @@ def seconds(value: float | None) -> str:
 def count(value: float | None) -> str:
     """A count with its SI prefix.
 
-    >>> count(125_829_120), count(4096), count(57.04), count(None)
-    ('125.8M', '4.1k', '57', 'not measured')
+    >>> count(125_829_120), count(4096), count(57.04), count(999.6), count(None)
+    ('125.8M', '4.1k', '57', '1.0k', 'not measured')
     """
     if value is None:
         return "not measured"
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
+        if abs(value) >= 0.9995 * factor:
             return f"{value / factor:.1f}{prefix}"
     return f"{value:.3g}"
 

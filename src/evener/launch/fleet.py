@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +91,6 @@ def _examined(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError],
             output="\n".join(_told(finding) for finding in found.errors),
         )
     return found
-
-
-def in_order(prepared: Prepared, names: Sequence[str]) -> Prepared:
-    """The hosts in this order, as far as it names them; the first stays first: the port was looked for there."""
-    places = prepared.places
-    known = {name: i for i, name in enumerate(names)}
-    rest = sorted(places[1:], key=lambda place: known.get(place.name, len(known)))
-    return msgspec.structs.replace(prepared, places=[*places[:1], *rest])
 
 
 def plan_training(prepared: Prepared, resolved: Resolved, *, resume: bool) -> tuple[Plan, list[Tree]]:

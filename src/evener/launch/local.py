@@ -25,7 +25,7 @@ import psutil
 
 from evener.core import errors
 from evener.core.errors import EvenerError, RunError
-from evener.core.plan import Plan, write_plan
+from evener.core.plan import Plan, is_on_fleet, write_plan
 from evener.core.prediction import Prediction
 from evener.core.rundir import Manifest, RunDir, follow_lines
 from evener.core.spec import RunSpec
@@ -49,7 +49,8 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False, prediction: P
     (rundir.path / "logs").mkdir(parents=True, exist_ok=True)
     log_path = rundir.path / "logs" / "launcher.log"
     before = len(rundir.events())
-    write_plan(rundir, Plan(kind="train", backend=spec.machine.backend, spec=spec, prediction=prediction))
+    if not is_on_fleet(rundir):  # a fleet's run that goes on here can go on there again
+        write_plan(rundir, Plan(kind="train", backend=spec.machine.backend, spec=spec, prediction=prediction))
     with session(worker_argv(spec, resume=resume), worker_env(spec), log_path) as process:
         status = _follow(process, rundir, before, observe)
     shutil.rmtree(rundir.path / "logs" / "torchrun", ignore_errors=True)  # empty folders: the ranks keep their own logs

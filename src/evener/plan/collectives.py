@@ -450,7 +450,8 @@ def best_ring(names: Sequence[str], wires: Mapping[str, Mapping[str, Wire]]) -> 
         most = min(
             max(speeds) for speeds in [*speeds, *zip(*speeds, strict=True)]
         )  # every host has to send and receive
-        steps = sorted({speed for row in speeds for speed in row if slowest(best) < speed <= most})
+        now = slowest(best)
+        steps = sorted({speed for row in speeds for speed in row if now < speed <= most})
         low, high = 0, len(steps)
         while low < high:
             middle = (low + high) // 2

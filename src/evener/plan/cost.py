@@ -79,9 +79,10 @@ def price(job: Job, cluster: Cluster, sync: str, *, shares: Sequence[int] | None
     else:
         exposed_s = max(0.0, spans[-1][1] - last_s) if spans else 0.0
     after_s = sum(lasting_s[transfer.collective, transfer.size_bytes] for transfer in work.after)
-    sent = sum(
-        sent_bytes(t.collective, t.size_bytes, num_ranks, cluster.backend) for t in (*work.transfers, *work.after)
-    )
+    sent = sum(sent_bytes(t.collective, t.size_bytes, num_ranks, cluster.backend) for t in work.transfers)
+    sent += (
+        sum(t.size_bytes for t in work.after) * (num_ranks - 1) / num_ranks
+    )  # roots take turns: each copy is sent once
     ranks = []
     for rank, (host, share, own) in enumerate(zip(hosts, shares, times, strict=True)):
         update_s = host.update_s * work.update_share
@@ -122,11 +123,15 @@ def price(job: Job, cluster: Cluster, sync: str, *, shares: Sequence[int] | None
     )
 
 
+def again(job: Job) -> float:
+    """By how much longer forward and backward take where activations are computed again: 4/3, else 1."""
+    return (1 - BACKWARD) / (1 - RECOMPUTED) if job.recompute else 1.0
+
+
 def _times(job: Job, host: HostRates, share: int, work: Exchange, stolen_s: float) -> _Times:
     """A rank by itself: what its share takes, and what the strategy and its communication add to it."""
     sizes = micro_batch_sizes(share, job.micro_batch) if share else []
-    again = (1 - BACKWARD) / (1 - RECOMPUTED) if job.recompute else 1.0
-    passes = [again * (host.pass_s + size * job.shape.block_size / host.tokens_per_s) for size in sizes]
+    passes = [again(job) * (host.pass_s + size * job.shape.block_size / host.tokens_per_s) for size in sizes]
     packing_s = work.moved_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
     backward = (RECOMPUTED if job.recompute else BACKWARD) * (passes[-1] if passes else 0.0)
     return _Times(

@@ -11,7 +11,7 @@ from evener.core.rundir import Manifest
 from evener.core.step import StepRecord
 from evener.core.units import median
 from evener.plan.balance import micro_batch_sizes
-from evener.plan.cost import price
+from evener.plan.cost import again, price
 
 WARMUP_STEPS = 3  # that do not count, where there are more
 UNKNOWN_RATE = 1e30  # stands where nobody measured a rate, until the records give one
@@ -25,7 +25,10 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     factor. What they don't tell (memory, communication's processor time, γ) stays.
     """
     names = list(dict.fromkeys(rank.host for rank in manifest.ranks))
+    if prior is not None and not _describes(prior, manifest):
+        prior = None
     known = {host.name: host for host in prior.hosts} if prior else {}
+    stolen_s = _stolen_s(job, prior) if prior else {}
     memory = {host.host: host.memory_bytes for host in manifest.hosts}
     hosts = []
     for name in names:
@@ -34,9 +37,10 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
         base = known.get(name) or HostRates(
             name=name, device=device, tokens_per_s=UNKNOWN_RATE, memory_bytes=memory.get(name)
         )
-        hosts.append(_host(base, job, len(ranks), [list(records[rank]) for rank in ranks]))
+        of_host = [list(records[rank]) for rank in ranks]
+        hosts.append(_host(base, job, len(ranks), of_host, stolen_s.get(name, 0.0)))
     wires = {a: {b: FASTEST_WIRE for b in names if b != a} for a in names}
-    if prior and set(names) <= set(known):
+    if prior:
         wires = {a: {b: prior.wires[a][b] for b in names if b != a} for a in names}
     backend = manifest.backend if manifest.backend in ("gloo", "nccl") else "gloo"
     cluster = Cluster(hosts=hosts, wires=wires, backend=backend, assumed=list(prior.assumed) if prior else [])
@@ -45,7 +49,24 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     return _with_measured_wires(job, cluster, records, has_prior=prior is not None)
 
 
-def _host(base: HostRates, job: Job, num_ranks: int, records: Sequence[list[StepRecord]]) -> HostRates:
+def _describes(prior: Cluster, manifest: Manifest) -> bool:
+    """Was this run predicted with this cluster, host for host and rank for rank?"""
+    ranks = [host.name for host in prior.hosts for _ in range(host.num_ranks)]
+    return ranks == [rank.host for rank in manifest.ranks]
+
+
+def _stolen_s(job: Job, prior: Cluster) -> dict[str, float]:
+    """Seconds of a rank's computing that are communication's processor time, as predicted, by host."""
+    if prior.num_ranks == 1:
+        return {}
+    hosts = [msgspec.structs.replace(host, sync_Bps=None) for host in prior.hosts]
+    both = (price(job, one, "ddp").ranks for one in (prior, msgspec.structs.replace(prior, hosts=hosts)))
+    return {
+        rank.host: (rank.cost.compute_s or 0.0) - (free.cost.compute_s or 0.0) for rank, free in zip(*both, strict=True)
+    }
+
+
+def _host(base: HostRates, job: Job, num_ranks: int, records: Sequence[list[StepRecord]], stolen_s: float) -> HostRates:
     """One host by the medians of its ranks; the slowest of them counts."""
 
     def slowest(part: Callable[[StepRecord], float | None]) -> float | None:
@@ -55,6 +76,7 @@ def _host(base: HostRates, job: Job, num_ranks: int, records: Sequence[list[Step
     tokens = _median(records[0], lambda record: float(record.tokens))
     if not compute_s or not tokens:
         return msgspec.structs.replace(base, num_ranks=num_ranks)
+    compute_s = max(compute_s - stolen_s, 0.1 * compute_s) / again(job)
     sizes = micro_batch_sizes(round(tokens / job.shape.block_size), job.micro_batch)
     passes_s = base.pass_s * len(sizes)
     is_known = base.tokens_per_s < UNKNOWN_RATE  # then both its parts change by one factor
@@ -68,7 +90,6 @@ def _host(base: HostRates, job: Job, num_ranks: int, records: Sequence[list[Step
         update_s=slowest(lambda record: record.cost.optimizer_s) or 0.0,
         data_s=slowest(lambda record: record.cost.data_s) or 0.0,
         cpus=base.cpus or measured_cpus,
-        sync_Bps=None,  # what communication took from computing is in its measured time already
     )
 
 

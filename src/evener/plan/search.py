@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from evener.core.errors import UsageError
 from evener.core.link import parse_link
-from evener.core.prediction import Cluster, Job, Option, Prediction
-from evener.core.step import StepCost
+from evener.core.prediction import Cluster, Job, Option, Prediction, Wire
 from evener.core.units import count, link_rate, plural, seconds, size
 from evener.plan.balance import equal_shares, fastest_shares
 from evener.plan.cluster import scaled, with_wire, without
@@ -27,35 +27,42 @@ CANDIDATES = (
     "diloco:30",
     "diloco:100:int4:streamed",
 )
+SYNC = "ddp"  # what train runs
+ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
 MOST_FACTOR = 64  # of batch or bandwidth that is looked at
 BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
 MEMORY_SHARE = 0.9  # of a host that a run may fill
 
 
-def plan(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, sync: str = "ddp") -> Prediction:
+def plan(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, also: Sequence[str] = (),
+         keep_order: bool = False) -> Prediction:  # fmt: skip
     """Price every way, choose the fastest that can run, and say why the others lost.
 
-    `sync` is what `train` will run on all hosts: the chosen option, recommended or not.
+    The chosen option is what `train` does on all these hosts, recommended or not. `also` are strategies to price beside
+    CANDIDATES. Hosts are put in the order of the fastest ring, unless it has to be kept.
     """
-    given, cluster = cluster, _in_best_ring(cluster)
-    chosen = _everywhere(job, cluster, sync)
-    alone = [_alone(job, cluster, host.name) for host in cluster.hosts] if len(cluster.hosts) > 1 else []
-    best_alone = max((option for option in alone if _fits(option, cluster)), key=_speed, default=None)
+    given, cluster = cluster, cluster if keep_order else _in_best_ring(cluster)
+    chosen = _everywhere(job, cluster)
     options = [chosen]
-    if best_alone is not None:
-        options.append(best_alone)
-    if len(cluster.hosts) > 1:
-        options += _fewer(job, cluster, sync)
-        options += _unequal(job, cluster, sync)
+    alone = [_alone(job, cluster, host.name) for host in cluster.hosts] if len(cluster.hosts) > 1 else []
+    if alone:
+        options += _best_alone(alone, cluster)
+        options += _fewer(job, cluster)
+        options += _that_fit(job, cluster, alone)
+        options += _unequal(job, cluster)
     if cluster.num_ranks > 1:
-        options += [price(job, cluster, name) for name in CANDIDATES if _makes_sense(name, job)]
-    baseline = best_alone.tokens_per_s if best_alone else chosen.tokens_per_s if not alone else None
+        if "none" in also:
+            raise UsageError("sync none: replicas that never exchange are not one model", hint="--sync ddp")
+        options += [price(job, cluster, name) for name in (*CANDIDATES, *also) if _makes_sense(name, job)]
+    options = list({option.name: option for option in reversed(options)}.values())[::-1]
+    fitting = [option for option in alone if _fits(option, cluster)]
+    baseline = max(map(_speed, fitting), default=None) if alone else chosen.tokens_per_s
     if baseline:
         options = [msgspec.structs.replace(option, speedup_vs_best_host=option.tokens_per_s / baseline)
                    for option in options]  # fmt: skip
     able = [option for option in options if not _obstacle(option, cluster, loss_budget)]
-    best = max(able, key=lambda option: (_speed(option), option.name == chosen.name), default=None)
+    best = max(able, key=_speed, default=None)
     if best is not None:  # a gain within what a prediction can err is none: then the simpler way, fewer hosts first
         near = [option for option in able if best.tokens_per_s < WORTH * option.tokens_per_s]
         best = min(near, key=lambda option: (len(option.hosts), option.name != chosen.name, option.step_s))
@@ -86,21 +93,20 @@ def in_a_line(prediction: Prediction) -> str:
 
 
 def what_if(prediction: Prediction) -> list[Option]:
-    """The chosen option with one thing changed at a time: the links, the hosts, the batch, the strategy."""
+    """The chosen option with one thing changed at a time: the links, the hosts, the batch, the strategy. What fits."""
     job, cluster = prediction.job, prediction.cluster
-    sync = prediction.option(prediction.chosen).sync
     found: list[Option] = []
     if len(cluster.hosts) > 1:
         for name in ("2.5GbE", "10GbE"):
             wire = parse_link(name).wire
-            found.append(price(job, with_wire(cluster, wire), sync, name=f"{name} between all hosts"))
-        found += _fewer(job, cluster, sync, 1) or [_alone(job, cluster, _ranked(job, cluster)[0])]
-        found += _unequal(job, cluster, sync)
+            found.append(price(job, with_wire(cluster, wire), SYNC, name=f"{name} between all hosts"))
+        found += _fewer(job, cluster)[:1] or [_alone(job, cluster, _ranked(cluster)[0])]
+        found += _unequal(job, cluster)
     if cluster.num_ranks > 1:
-        found.append(price(larger(job, 4), cluster, sync, name="batch and accumulation × 4"))
+        found.append(price(larger(job, 4), cluster, SYNC, name="batch and accumulation × 4"))
         found += [option for option in prediction.options
-                  if option.sync not in (sync, "none") and len(option.hosts) == len(cluster.hosts)]  # fmt: skip
-    return list({option.name: option for option in found}.values())
+                  if option.sync not in (SYNC, "none") and len(option.hosts) == len(cluster.hosts)]  # fmt: skip
+    return [option for option in {option.name: option for option in found}.values() if _fits(option, cluster)]
 
 
 def larger(job: Job, factor: int) -> Job:
@@ -111,15 +117,17 @@ def larger(job: Job, factor: int) -> Job:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def _everywhere(job: Job, cluster: Cluster, sync: str) -> Option:
+def _everywhere(job: Job, cluster: Cluster) -> Option:
     if cluster.num_ranks == 1:
         return price(job, cluster, "none", name=f"{cluster.hosts[0].name} alone")
-    return price(job, cluster, sync)
+    return price(job, cluster, SYNC)
 
 
 def _in_best_ring(cluster: Cluster) -> Cluster:
     """Hosts in the order in which the slowest link of the ring is fastest; the same object where that gains nothing."""
     names = [host.name for host in cluster.hosts]
+    if len({wire for row in cluster.wires.values() for wire in row.values()}) < 2:
+        return cluster
     if cluster.backend == "gloo":  # each rank sends to the one before it
         wires = {a: {b: cluster.wires[b][a] for b in names if b != a} for a in names}
     else:
@@ -139,41 +147,64 @@ def _slowest_Bps(cluster: Cluster) -> float:
 
 
 def _alone(job: Job, cluster: Cluster, name: str) -> Option:
+    """One host, in the arithmetic that suits it."""
     only = without(cluster, *(host.name for host in cluster.hosts if host.name != name))
-    return price(job, only, "ddp" if only.num_ranks > 1 else "none", name=f"{name} alone")
+    (host,) = only.hosts
+    if host.own_tokens_per_s is not None:
+        host = msgspec.structs.replace(host, tokens_per_s=host.own_tokens_per_s)
+        only = msgspec.structs.replace(only, hosts=[host])
+    return price(job, only, SYNC if only.num_ranks > 1 else "none", name=f"{name} alone")
 
 
-def _ranked(job: Job, cluster: Cluster) -> list[str]:
+def _best_alone(alone: Sequence[Option], cluster: Cluster) -> list[Option]:
+    """The fastest host, and where it cannot hold the model the fastest that can."""
+    ranked = sorted(alone, key=_speed, reverse=True)
+    fits = next((option for option in ranked if _fits(option, cluster)), ranked[0])
+    return [fits] if fits is ranked[0] else [fits, ranked[0]]
+
+
+def _ranked(cluster: Cluster) -> list[str]:
     """Hosts from the fastest to the slowest."""
     return [host.name for host in sorted(cluster.hosts, key=lambda host: -host.all_tokens_per_s)]
 
 
-def _fewer(job: Job, cluster: Cluster, sync: str, most: int | None = None) -> list[Option]:
-    """Without the slowest host, the two slowest, … while two are left."""
-    ranked = _ranked(job, cluster)
+def _fewer(job: Job, cluster: Cluster) -> list[Option]:
+    """Without the slowest host, the two slowest, … while two are left; of a large fleet half stay at least."""
+    ranked = _ranked(cluster)
+    counts = [len(ranked) - num_left_out for num_left_out in (1, 2, 3, 4, 5, 6)]
     found = []
-    for num_left_out in range(1, len(ranked) - 1):
-        if most is not None and num_left_out > most:
+    for num in counts:
+        if num < max(2, len(ranked) // 2 if len(ranked) > 8 else 0):
             break
-        left_out = ranked[-num_left_out:]
-        few = without(cluster, *left_out)
-        if num_left_out > 1 and few.num_ranks * 2 < cluster.num_ranks and len(ranked) > 8:
-            break  # half of a large fleet is not thrown away one by one
-        found.append(price(job, few, sync, name=f"{sync} without {', '.join(sorted(left_out))}"))
+        left_out = ranked[num:]
+        name = _name_without(cluster, left_out) if len(left_out) <= 2 else f"{SYNC} on the {num} fastest"
+        found.append(price(job, without(cluster, *left_out), SYNC, name=name))
     return found
 
 
-def _unequal(job: Job, cluster: Cluster, sync: str) -> list[Option]:
-    """Shares in proportion to speed, where that is another division."""
+def _that_fit(job: Job, cluster: Cluster, alone: Sequence[Option]) -> list[Option]:
+    """Without the hosts that cannot hold the model, while two are left."""
+    too_small = [option.hosts[0] for option in alone if not _fits(option, cluster)]
+    if not too_small or len(cluster.hosts) - len(too_small) < 2:
+        return []
+    return [price(job, without(cluster, *too_small), SYNC, name=_name_without(cluster, too_small))]
+
+
+def _name_without(cluster: Cluster, left_out: Sequence[str]) -> str:
+    if len(left_out) <= 2:
+        return f"{SYNC} without {', '.join(sorted(left_out))}"
+    return f"{SYNC} on {', '.join(host.name for host in cluster.hosts if host.name not in left_out)}"
+
+
+def _unequal(job: Job, cluster: Cluster) -> list[Option]:
+    """Shares in proportion to speed, where that is another division and leaves nobody without."""
     hosts = [cluster.host_of(rank) for rank in range(cluster.num_ranks)]
     fixed = [host.update_s + host.data_s + host.pass_s for host in hosts]
     shares = fastest_shares(job.batch, fixed, [job.shape.block_size / host.tokens_per_s for host in hosts])
-    if shares == equal_shares(job.batch, cluster.num_ranks):
+    if shares == equal_shares(job.batch, cluster.num_ranks) or not all(shares):
         return []
-    if not all(shares):
-        return []  # a host without a share is left out instead
     told = " : ".join(map(str, shares)) if len(shares) <= 4 else "by speed"
-    return [price(job, cluster, sync, shares=shares, name=f"{sync}, shares {told}")]
+    return [price(job, cluster, SYNC, shares=shares, name=f"{SYNC}, shares {told}")]
 
 
 def _makes_sense(sync: str, job: Job) -> bool:
@@ -201,7 +232,8 @@ def _too_large(option: Option, cluster: Cluster) -> str:
             continue
         need = sum(needs) if host.device == "cpu" else max(needs)
         if need > MEMORY_SHARE * host.memory_bytes:
-            return f"{host.name} has {size(host.memory_bytes)} of memory, it needs {size(need)}"
+            may_fill = MEMORY_SHARE * host.memory_bytes
+            return f"{host.name} has {size(host.memory_bytes)}, a run may fill {size(may_fill)} and needs {size(need)}"
     return ""
 
 
@@ -236,42 +268,46 @@ def rate(tokens_per_s: float) -> str:
     >>> rate(57.04), rate(3812.0)
     ('57 tokens/s', '3.8k tokens/s')
     """
-    return f"{count(tokens_per_s) if tokens_per_s >= 1000 else f'{tokens_per_s:.3g}'} tokens/s"
+    return f"{count(tokens_per_s) if tokens_per_s >= 999.5 else f'{tokens_per_s:.3g}'} tokens/s"
 
 
 def _verdict(prediction: Prediction) -> str:
     if not prediction.recommended:
         why = prediction.option(prediction.chosen).rejected_because
-        return f"This cannot be trained here: {why}."
+        return f"This cannot be trained here: {why}; a smaller --micro-batch or --recompute needs less."
     best, chosen = prediction.option(prediction.recommended), prediction.option(prediction.chosen)
-    everyone = [host.name for host in prediction.cluster.hosts]
-    left_out = [name for name in everyone if name not in best.hosts]
-    if len(everyone) == 1:
+    hosts = prediction.cluster.hosts
+    left_out = [host.name for host in hosts if host.name not in best.hosts]
+    everyone = "both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"
+    if len(hosts) == 1:
         ranks = plural(prediction.cluster.num_ranks, "rank")
-        return f"{everyone[0]} with {ranks} trains {rate(best.tokens_per_s)}."
+        return f"{hosts[0].name} with {ranks} trains {rate(best.tokens_per_s)}."
     if not left_out:
         gain = f", {best.speedup_vs_best_host:.2f} times the fastest host alone" if best.speedup_vs_best_host else ""
-        hosts = "both hosts" if len(everyone) == 2 else f"all {len(everyone)} hosts"
-        return f"Train on {hosts} with {best.name}: {rate(best.tokens_per_s)}{gain}."
-    if chosen.rejected_because.startswith("does not fit"):
-        return f"Leave out {_listed(left_out)}: {chosen.rejected_because}."
+        return f"Train on {everyone} with {best.name}: {rate(best.tokens_per_s)}{gain}."
+    if _too_large(chosen, prediction.cluster):
+        why = f"{chosen.rejected_because}; a smaller --micro-batch or --recompute needs less"
+        return f"Use {_listed(best.hosts)} only. With {everyone} it {why}."
     with_all, fewer = rate(chosen.tokens_per_s), rate(best.tokens_per_s)
-    if len(best.hosts) == 1 and len(everyone) > 2:
-        return f"Don't distribute this: {best.hosts[0]} alone trains {fewer}, all {len(everyone)} hosts {with_all}."
+    if chosen.tokens_per_s * WORTH > best.tokens_per_s:
+        return f"{_listed(best.hosts)} will do: {everyone} together train {with_all}, it alone {fewer}."
+    speeds = [host.all_tokens_per_s for host in hosts]
+    if len(best.hosts) == 1 and (len(hosts) > 2 or min(speeds) > ALIKE * max(speeds)):
+        return f"Don't distribute this: {best.hosts[0]} alone trains {fewer}, {everyone} {with_all}."
     return f"Leave {_listed(left_out)} out: with {'it' if len(left_out) == 1 else 'them'} {with_all}, without {fewer}."
 
 
 def _advice(prediction: Prediction) -> list[str]:
     """Who is slow, what would pay, what would be faster if it could run."""
-    chosen = prediction.option(prediction.chosen)
+    chosen, cluster = prediction.option(prediction.chosen), prediction.cluster
     found = []
     if len(chosen.ranks) > 1:
         found.append(_division(chosen))
-    best_alone = [option for option in prediction.options if len(option.hosts) == 1]
-    if len(chosen.hosts) > 1 and best_alone:
-        found += _break_even(prediction, chosen, best_alone[0])
+    alone = [option for option in prediction.options if len(option.hosts) == 1 and _fits(option, cluster)]
+    if len(chosen.hosts) > 1 and alone and _fits(chosen, cluster):
+        found += _break_even(prediction, chosen, alone[0])
     faster = [option for option in prediction.options
-              if not option.is_built and option.loss_penalty == 0.0 and _fits(option, prediction.cluster)]  # fmt: skip
+              if not option.is_built and option.loss_penalty == 0.0 and _fits(option, cluster)]  # fmt: skip
     top = max(faster, key=_speed, default=None)
     recommended = prediction.recommended and prediction.option(prediction.recommended)
     if top and recommended and top.tokens_per_s > WORTH * recommended.tokens_per_s:
@@ -285,63 +321,75 @@ def _advice(prediction: Prediction) -> list[str]:
 def _division(option: Option) -> str:
     """The slowest rank, and what its step is made of."""
     slow = option.slowest
-    cost: StepCost = slow.cost
-    communication_s = cost.exposed_sync_s or 0.0
-    most_wait = max(rank.cost.wait_s or 0.0 for rank in option.ranks)
-    told = (
-        f"Of a step of {seconds(option.step_s)} on all hosts, {seconds(communication_s)} is communication that nothing "
-        f"hides ({communication_s / option.step_s:.0%})"
-    )
-    if most_wait > 0.05 * option.step_s:
-        return f"{told}; {slow.host} is the straggler: the others wait up to {seconds(most_wait)} for it in every step."
-    return f"{told}; the hosts are equally fast."
+    communication_s = slow.cost.exposed_sync_s or 0.0
+    most_wait_s = max(rank.cost.wait_s or 0.0 for rank in option.ranks)
+    hosts = "all hosts" if len(option.hosts) > 1 else f"all ranks of {slow.host}"
+    told = f"A step on {hosts} takes {seconds(option.step_s)}"
+    share = communication_s / option.step_s
+    if share > 0.005:
+        told += f", of which {seconds(communication_s)} ({share:.0%}) is communication that computing does not hide"
+    if most_wait_s > 0.01 * option.step_s and slow.share > min(rank.share for rank in option.ranks):
+        total = sum(rank.share for rank in option.ranks)
+        divided = f"{total} sequences are not divided equally by {len(option.ranks)}"
+        return f"{told}. {divided}: others wait for {slow.host}."
+    if most_wait_s > 0.05 * option.step_s:
+        return f"{told}. {slow.host} is the straggler: others wait up to {seconds(most_wait_s)} for it in every step."
+    return f"{told}."
 
 
 def _break_even(prediction: Prediction, chosen: Option, alone: Option) -> list[str]:
-    """The bandwidth and the batch at which all hosts together are as fast as the best one alone."""
+    """The bandwidth and the batch from which on all hosts together are clearly faster than the best one alone."""
     job, cluster = prediction.job, prediction.cluster
     slowest_Bps = min(wire.bandwidth_Bps for row in cluster.wires.values() for wire in row.values())
 
     def gain_with(factor: float) -> float:
-        return price(job, scaled(cluster, factor), chosen.sync).tokens_per_s / alone.tokens_per_s
+        return price(job, scaled(cluster, factor), SYNC).tokens_per_s / alone.tokens_per_s
 
     def gain_at(factor: int) -> float:
         more = larger(job, factor)
-        return price(more, cluster, chosen.sync).tokens_per_s / _alone(more, cluster, alone.hosts[0]).tokens_per_s
+        return price(more, cluster, SYNC).tokens_per_s / _alone(more, cluster, alone.hosts[0]).tokens_per_s
 
-    pays = chosen.tokens_per_s > alone.tokens_per_s
+    pays = chosen.tokens_per_s > WORTH * alone.tokens_per_s
+    equally = "with equal shares " if _unequal(job, cluster) else ""
     factor = _crossing(gain_with, pays)
-    if factor is None:
-        if pays:
-            return []
-        return ["No network would make all hosts together pay: their computing alone takes longer."]
-    rate_told = link_rate(factor * slowest_Bps)
-    if pays:
-        return [f"It pays from {rate_told} between the hosts upwards; they have {link_rate(slowest_Bps)}."]
-    told = [
-        f"With equal shares it would pay from {rate_told} between the hosts upwards; "
-        f"they have {link_rate(slowest_Bps)}."
-    ]
-    batch = next((k for k in range(2, MOST_FACTOR + 1) if gain_at(k) > 1), None)
-    if batch:
-        told.append(f"Or with --batch {batch * job.batch}, {batch} times as many sequences between two exchanges.")
+    if factor is None and pays:
+        return []
+    has = link_rate(slowest_Bps)
+    if factor is not None and pays:
+        return [f"It pays from {link_rate(factor * slowest_Bps)} between the hosts upwards; they have {has}."]
+    instant = with_wire(cluster, Wire(latency_s=0.0, bandwidth_Bps=1e18))
+    if factor is not None:
+        needs = link_rate(factor * slowest_Bps)
+        told = f"{equally}it would pay from {needs} between the hosts upwards; they have {has}."
+    elif price(job, instant, SYNC).tokens_per_s > WORTH * alone.tokens_per_s:
+        latency_s = max(wire.latency_s for row in cluster.wires.values() for wire in row.values())
+        told = f"{equally}bandwidth alone would not make it pay: every message takes {seconds(latency_s)} one way."
     else:
-        told.append(f"A batch up to {MOST_FACTOR} times as large would not make it pay.")
-    return told
+        told = f"{equally}no network would make all hosts together pay: their computing alone takes longer."
+    batch = next((k for k in range(2, MOST_FACTOR + 1) if gain_at(k) > WORTH), None)
+    if batch:
+        more = f"Or with --batch {batch * job.batch}, {batch} times as many sequences a step: another training run."
+    else:
+        more = f"A batch up to {MOST_FACTOR} times as large would not make it pay."
+    return [_sentence(told), more]
 
 
 def _crossing(gain: Callable[[float], float], pays: bool) -> float | None:
-    """The factor at which a gain that grows with it passes 1; None if none within 1/MOST … MOST² does."""
+    """The factor at which a gain that grows with it is worth something; None if none within 1/MOST² … MOST² does it."""
     low, high = (1.0 / MOST_FACTOR**2, 1.0) if pays else (1.0, float(MOST_FACTOR**2))
-    if (gain(low) > 1) == (gain(high) > 1):
+    if (gain(low) > WORTH) == (gain(high) > WORTH):
         return None
     for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
-        if gain(middle) > 1:
+        if gain(middle) > WORTH:
             high = middle
         else:
             low = middle
     return high
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -157,7 +157,21 @@ def _all_reduce(summary: Summary) -> str:
     )
 
 
+def _unlike_cores(summary: Summary) -> str:
+    """Hosts that are not alike: each rank beside its own threads."""
+    told = []
+    for rank in summary.ranks:
+        cpus, own = cpus_at_work(summary, rank), summary.manifest.ranks[rank.rank]
+        had = "was not measured" if cpus is None else f"ran on {cpus:.2f}"
+        disturbed = cpus is not None and cpus < DISTURBED * own.threads
+        because = ", so other programs or a limit took the rest" if disturbed else ""
+        told.append(f"rank {rank.rank} ({own.host}) with {plural(own.threads, 'thread')} {had}{because}")
+    return f"Cores at work, while a rank had work: {'; '.join(told)}."
+
+
 def _cores(summary: Summary) -> str:
+    if len({rank.threads for rank in summary.manifest.ranks}) > 1:
+        return _unlike_cores(summary)
     threads, num = plural(summary.threads, "thread"), len(summary.ranks)
     each = f"{plural(num, 'process')} with {threads}{' each' if num > 1 else ''} on {plural(summary.cores, 'core')}"
     running = [cpus for rank in summary.ranks if (cpus := cpus_at_work(summary, rank)) is not None]

@@ -42,7 +42,7 @@ from evener.report.predicted import (
     rank_rows,
     step_rows,
 )
-from evener.report.ranks import last_done, plural
+from evener.report.ranks import last_done, plural, straggles
 from evener.report.summary import Summary, summarize
 from evener.report.whatif import correction, what_if_table
 
@@ -285,7 +285,7 @@ def _predicted(summary: Summary) -> Html:
         slow = last_done(summary).rank
         rest = [rank for rank in range(len(option.ranks)) if rank != slow]
         more = [joined([tag("h3", _rank(option, rank)), _beside(rank_rows(summary, option, rank))]) for rank in rest]
-        last = f"{_rank(option, slow)}, for which the others wait" if rest else _rank(option, slow)
+        last = f"{_rank(option, slow)}, for which the others wait" if straggles(summary) else _rank(option, slow)
         children += [
             tag("h3", "The step"),
             _beside(step_rows(summary, option)),

@@ -193,6 +193,10 @@ class _Compared:
         return max(self.step_s, self.option.step_s)
 
     @property
+    def several_hosts(self) -> bool:
+        return len({rank.host for rank in self.option.ranks}) > 1
+
+    @property
     def planned_last(self) -> int:
         """The rank that was predicted to wait least."""
         waits = [rank.cost.wait_s or 0.0 for rank in self.option.ranks]
@@ -275,7 +279,13 @@ def _computing(c: _Compared, rank: int) -> list[_Cause]:
         return [*found, _Cause(took_s, f"{c.name(rank)} computes, which was not predicted")] if took_s else found
     swapping = c.finding(rank, "mem.swap")
     if swapping is not None and took_s > shared_s:
-        return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, took_s / shared_s)}: it was swapping ({swapping})")]
+        return [
+            *found,
+            _Cause(
+                took_s - shared_s,
+                f"{_pace(c, rank, took_s / shared_s)}: it was swapping when the run began ({swapping})",
+            ),
+        ]
     had, whole = cpus_computing(c.summary, took, host), took_s / shared_s
     if had is None or host.cpus is None or 1 / CLEAR < host.cpus / had < CLEAR:
         return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}{_own_speed(c, rank, had, whole)}")]
@@ -283,7 +293,8 @@ def _computing(c: _Compared, rank: int) -> list[_Cause]:
     ratio = all_there_s / shared_s
     if abs(all_there_s - shared_s) < NAMED * c.scale_s:  # too little for a sentence of its own
         return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}: {taken}")]
-    each = f"each processor that {c.name(rank)} had works {_times(ratio)} than probed{_own_speed(c, rank, None, ratio)}"
+    own = f"{_times(ratio)} than {_known(c, rank)}{_own_speed(c, rank, None, ratio)}"
+    each = f"each processor that {c.name(rank)} had works {own}"
     return [
         *found,
         _Cause(took_s - all_there_s, f"{_pace(c, rank, host.cpus / had)}: {taken}"),
@@ -306,17 +317,34 @@ def cpus_computing(summary: Summary, rank: RankSummary, host: HostRates) -> floa
 
 def _pace(c: _Compared, rank: int, ratio: float) -> str:
     took_s = c.summary.ranks[rank].typical.compute_s
-    return f"{c.name(rank)} computes {_times(ratio)} than probed, {seconds(took_s)} a step"
+    return f"{c.name(rank)} computes {_times(ratio)} than {_known(c, rank)}, {seconds(took_s)} a step"
+
+
+def _derived(c: _Compared, rank: int) -> str | None:
+    """The assumption that stands for a rate which nobody measured."""
+    name = f"{c.host(rank).name}: "
+    marks = ("its rate of", "was measured in", "of its matrix products")
+    told = (line for line in c.prediction.cluster.assumed if line.startswith(name))
+    return next((line for line in told if any(mark in line for mark in marks)), None)
+
+
+def _known(c: _Compared, rank: int) -> str:
+    return "predicted" if _derived(c, rank) else "probed"
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.2g} times slower" if ratio >= 1 else f"{1 / ratio:.2g} times faster"
+    factor = max(ratio, 1 / ratio)
+    figure = f"{factor:.0f}" if factor >= 99.5 else f"{factor:.2g}"
+    return f"{figure} times {'slower' if ratio >= 1 else 'faster'}"
 
 
 def _taken(c: _Compared, rank: int, had: float, probed: float) -> str:
     """How many processors a rank had, and who may have had the others."""
     if had > probed:
         return f"while it had work it ran on {had:.1f} processors, and on {probed:.1f} when it was probed"
+    threads = c.summary.manifest.ranks[rank].threads
+    if threads < 0.95 * probed:
+        return f"it was given {plural(threads, 'thread')}, and ran on {probed:.1f} processors when it was probed"
     text = f"while it had work it ran on {had:.1f} of {probed:.1f} processors, the rest taken by others or by a limit"
     thirds = c.summary.ranks[rank].thirds
     if thirds and thirds[0].compute_s and (thirds[1].compute_s or 0.0) > CLEAR * thirds[0].compute_s:
@@ -340,6 +368,10 @@ def _own_speed(c: _Compared, rank: int, had: float | None, ratio: float) -> str:
     host, manifest, job = c.host(rank), c.summary.manifest, c.prediction.job
     if manifest.dtype != DTYPES[job.dtype]:
         return f", in {manifest.dtype}; predicted was {DTYPES[job.dtype]}"
+    if (derived := _derived(c, rank)) is not None:
+        return f"; that rate was not measured: {derived}"
+    if ratio < 1 and manifest.compiled:
+        return ": torch.compile, which the probe did not use"
     if ratio < 1:
         return ": something slowed the host down when it was probed; evener probe host measures again"
     working = ""
@@ -411,8 +443,11 @@ def _communication(c: _Compared, rank: int, diff_s: float) -> list[_Cause]:
     elif diff_s * hidden_less_s > 0 and diff_s * rate_s < 0:
         rate_s, hidden_less_s = 0.0, rate_s + hidden_less_s
     slower = "slower" if rate_s > 0 else "faster"
+    medium, before = "communication between the ranks of this machine", "predicted"
+    if c.several_hosts:
+        medium, before = "the network", "measured"
     rate = (
-        f"the network is {slower} than measured: {size(took.bytes)} were {seconds(took.sync_s)} in flight, "
+        f"{medium} is {slower} than {before}: {size(took.bytes)} were {seconds(took.sync_s)} in flight, "
         f"{size(took.bytes / took.sync_s)}/s; predicted were {seconds(planned.sync_s)}, "
         f"{size(planned.bytes / planned.sync_s)}/s{_carried(c) if rate_s > 0 else ''}"
     )
@@ -444,10 +479,8 @@ def _waiting(c: _Compared, rank: int, diff_s: float) -> str:
     if diff_s < 0:
         if rank == c.planned_last:
             return f"{c.name(rank)} waits less for the others than predicted"
-        return (
-            f"{c.name(rank)} was predicted to wait that long for {c.name(c.planned_last)}; now it is the one that the "
-            "others wait for"
-        )
+        then = "it is the one that the others wait for" if straggles(c.summary) else "all are done at the same time"
+        return f"{c.name(rank)} was predicted to wait that long for {c.name(c.planned_last)}; now {then}"
     if rank != last and straggles(c.summary):
         return f"{c.name(rank)} was predicted to be done last; now it waits for {c.name(last)}"
     waits = [took.typical.wait_s or 0.0 for took in c.summary.ranks]

@@ -125,10 +125,13 @@ def why_slow(summary: Summary, slow: RankSummary, fast: RankSummary) -> str:
         return compute
     if running is None or beside is None:
         return f"{compute}; whether it was really running was not measured"
-    threads = plural(summary.manifest.ranks[slow.rank].threads, "thread")
-    if beside > CLEAR * running:
+    own, others = (summary.manifest.ranks[rank.rank].threads for rank in (slow, fast))
+    if beside / others > CLEAR * running / own:
+        theirs = f"{beside:.2f}" if own == others else f"{beside:.2f} for {others}"
         return (
-            f"it was not always running: while it had work it had {running:.2f} cores for its {threads}, rank "
-            f"{fast.rank} had {beside:.2f}, so something else used its core"
+            f"it was not always running: while it had work it had {running:.2f} cores for its {plural(own, 'thread')}, "
+            f"rank {fast.rank} had {theirs}, so something else used its core"
         )
+    if own != others:
+        return f"{compute}, on {running:.2f} cores; rank {fast.rank} has {beside:.2f}"
     return f"{compute}, although it was running all the time (on {running:.2f} cores): its core or its memory is slower"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
     from matplotlib.patheffects import AbstractPathEffect
 
-HEAD = ("ranks", "tokens/s", "effic.", "step", "p95", "exposed", "wait", "fails", "saves", "with both")
+HEAD = ("ranks", "tokens/s", "effic.", "step", "exposed", "wait", "fails", "saves", "with both")
 LOST_NAME, LOST_COLOUR = "failures, checkpoints", "#8a8d93"
 DASHES = (0, (4, 3))
 PARTS = [part for part in PART_NAMES if part != "data_s"]  # a scenario knows nothing of input
@@ -31,7 +31,6 @@ def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
             count(point.tokens_per_s),
             f"{point.efficiency:.1%}",
             _narrow(point.step_p50_s),
-            _narrow(point.step_p95_s),
             _narrow(point.cost.exposed_sync_s),
             _narrow(point.cost.wait_s),
             _every(point.mtbf_s),

@@ -48,7 +48,8 @@ def correction(summary: Summary, option: Option) -> Correction:
 def corrected_step_s(option: Option, by: Correction) -> float:
     """The slowest rank's own work, and communication that is not hidden, each by what a run said about it.
 
-    A host that took no part in that run keeps its prediction.
+    What backward hid grows with the lesser of computing and communication: no more can be hidden than there is, and no
+    more than there is to hide behind. A host that took no part in that run keeps its prediction.
     """
     work = [
         max(0.0, (rank.cost.data_s or 0.0) + by.data_s.get(rank.host, 0.0))
@@ -56,7 +57,10 @@ def corrected_step_s(option: Option, by: Correction) -> float:
         + (rank.cost.optimizer_s or 0.0) * by.update.get(rank.host, 1.0)
         for rank in option.ranks
     ]
-    return max(work) + by.sync * max(rank.cost.exposed_sync_s or 0.0 for rank in option.ranks)
+    last = option.ranks[work.index(max(work))]  # what it does not hide, all wait for
+    hidden_s = last.sync_s - (last.cost.exposed_sync_s or 0.0)
+    exposed_s = by.sync * last.sync_s - hidden_s * min(by.sync, by.compute.get(last.host, 1.0))
+    return max(work) + max(0.0, exposed_s)
 
 
 def what_if_table(
@@ -68,7 +72,7 @@ def what_if_table(
     """
     head = ["what if", "step", "tokens/s", "times this run", "loss beside ddp"]
     if by is not None:
-        head[4:4] = ["step, corrected", "times this run"]
+        head[4:4] = ["step, corrected", "corrected, times this run"]
     rows = []
     for option in [current, *(each for each in options if each.name != current.name)]:
         row = [

@@ -1,0 +1,54 @@
+"""What the planner says of DDP's buckets is what torch does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from evener.core.shape import preset_shape
+from evener.plan.sync import buckets, gradients
+
+SCRIPT = """
+import json, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from evener.core.shape import preset_shape
+from evener.worker.model import GPT
+
+name, vocab_size, num_layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+shape = preset_shape(name, vocab_size, block_size=64, num_layers=num_layers)
+model = DistributedDataParallel(GPT(shape), gradient_as_bucket_view=True, forward_sync_buffers=False)
+seen = []
+
+def hook(_, bucket):
+    seen.append((bucket.buffer().numel() * 4, time.perf_counter()))
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+model.register_comm_hook(None, hook)
+shares = []
+for step in range(6):
+    seen.clear()
+    tokens = torch.randint(shape.vocab_size, (4, 64))
+    loss = model(tokens, tokens)
+    began = time.perf_counter()
+    loss.backward()
+    took_s = time.perf_counter() - began
+    shares.append([(at - began) / took_s for _, at in seen])
+print(json.dumps({"sizes": [size for size, _ in seen], "ready": [sorted(of)[2] for of in zip(*shares[2:])]}))
+"""
+
+
+@pytest.mark.parametrize(("name", "vocab_size", "num_layers"), [("char", 512, 6), ("gpt2", 4000, 3), ("d4", 4096, 4)])
+def test_buckets_are_torchs_own_and_ready_when_it_says(run_script, name, vocab_size, num_layers):
+    done = run_script(SCRIPT, name, str(vocab_size), str(num_layers))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    expected = buckets(gradients(preset_shape(name, vocab_size, 64, num_layers=num_layers)))
+    assert found["sizes"] == [size for size, _ in expected]
+    assert found["ready"] == pytest.approx([ready for _, ready in expected], abs=0.15)  # of backward's time, by FLOPs
