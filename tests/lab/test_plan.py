@@ -17,7 +17,7 @@ from evener.lab.spec import HostSpec
 from evener.report.summary import summarize
 
 pytestmark = pytest.mark.slow
-FLAGS = "--model tiny --batch 12 --dtype fp32 --threads 1 --eval-tokens 256 --eval-every 0".split()
+FLAGS = ("--model=tiny", "--batch=12", "--dtype=fp32", "--threads=1", "--eval-tokens=256", "--eval-every=0")
 
 
 def evener(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
