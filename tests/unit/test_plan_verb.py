@@ -121,6 +121,7 @@ def test_a_fleet_file_is_enough(tmp_path):
         ([*ONE, "--scale", "0"], "--scale 0"),
         ([*ONE, "--scale", "1,…,8"], "--scale 1,…,8"),
         ([*ONE, "--scale", "1,2", "--compute-tokens-per-s", "5,6"], "all its ranks are alike"),
+        ([*ONE, "--scale", "1,2", "--slow", "2"], "--slow 2: expected a share"),
         ([*WORDS, "--jitter", "5"], "--jitter: only --scale has a use for it"),
         (["--per-node", "8"], "how fast is one rank alone"),
         (["--fleet", "no-such.toml"], "no-such.toml: no such file"),
@@ -188,6 +189,8 @@ def test_four_thousand_ranks_and_two_pictures(tmp_path):
     done = evener(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
+    throttled = json.loads(evener(*argv, "--slow", "0.01:1.5", cwd=tmp_path).stdout)["points"]
+    assert throttled[-1]["efficiency"] == pytest.approx(told["points"][-1]["efficiency"] / 1.5, rel=0.05)
     assert [point["ranks"] for point in told["points"]] == [2**i for i in range(13)]
     efficiency = [point["efficiency"] for point in told["points"]]
     assert efficiency == sorted(efficiency, reverse=True)

@@ -28,6 +28,8 @@ SCALE = typer.Option(None, "--scale", metavar="RANKS,…",
 STRONG = typer.Option(False, "--strong", help="--scale: --batch is shared by all ranks instead")
 JITTER = typer.Option(None, "--jitter", min=0.0, max=300.0,
                       help="--scale: percent by which a rank's compute time varies from step to step [2]")  # fmt: skip
+SLOW = typer.Option(None, "--slow", metavar="SHARE:FACTOR",
+                    help="--scale: so many of the ranks are always slower: 0.01:1.5 [none]")  # fmt: skip
 MTBF = typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days between two failures of a node [300]")
 DRAW = typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it")
 FROM = typer.Option(None, "--from", metavar="RUN",
@@ -39,8 +41,8 @@ AS_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
 def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int | None, rate: str | None,
          link: str | None, per_node: int | None, node_link: str | None, scale: str | None, strong: bool,
-         jitter: float | None, mtbf_days: float | None, draw: str | None, source_run: str | None, sync: str | None,
-         loss_budget: float, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
+         jitter: float | None, slow: str | None, mtbf_days: float | None, draw: str | None, source_run: str | None,
+         sync: str | None, loss_budget: float, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Say before a run what a step will cost, which way is best, and whether each machine earns its place.
 
     From what `evener probe` measured, or from a few words (--nodes, --link, --compute-tokens-per-s). Nothing is
@@ -59,7 +61,13 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
     said = [name for name, value in (*words.items(), ("--scale", scale)) if value is not None]
     if said and (fleet or hosts or source_run):
         raise UsageError(f"{said[0]} describes machines; so does --fleet, --hosts or --from", hint="one of them")
-    of_scale = {"--strong": strong or None, "--jitter": jitter, "--mtbf-days": mtbf_days, "--draw": draw}
+    of_scale = {
+        "--strong": strong or None,
+        "--jitter": jitter,
+        "--slow": slow,
+        "--mtbf-days": mtbf_days,
+        "--draw": draw,
+    }
     stray = [name for name, value in of_scale.items() if value is not None]
     if scale is None and stray:
         raise UsageError(f"{stray[0]}: only --scale has a use for it", hint="--scale 1,2,4,…,4096")
@@ -76,7 +84,7 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
         if scale is not None:
             from evener.cli import scaled
 
-            return scaled.tell(asked, scale, strong, jitter, mtbf_days, draw, as_json)
+            return scaled.tell(asked, scale, strong, jitter, slow, mtbf_days, draw, as_json)
     else:
         spec = make_spec(Path(spec_file) if spec_file else None, texts)
         path = fleets.fleet_path(fleet)
@@ -110,6 +118,7 @@ def add_to(app: typer.Typer) -> None:
         ("scale", SCALE, str | None),
         ("strong", STRONG, bool),
         ("jitter", JITTER, float | None),
+        ("slow", SLOW, str | None),
         ("mtbf_days", MTBF, float | None),
         ("draw", DRAW, str | None),
         ("source_run", FROM, str | None),

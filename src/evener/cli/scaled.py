@@ -23,12 +23,14 @@ JITTER, MTBF_DAYS = 0.02, 300.0  # *assumptions*
 CHECKPOINT_S, RESTART_S = 20.0, 300.0  # *assumptions*: to write all weights, and from a failure to the next step
 
 
-def tell(asked: Asked, counts: str, strong: bool, jitter: float | None, mtbf_days: float | None, draw: str | None,
-         as_json: bool) -> int:  # fmt: skip
+def tell(asked: Asked, counts: str, strong: bool, jitter: float | None, slow: str | None, mtbf_days: float | None,
+         draw: str | None, as_json: bool) -> int:  # fmt: skip
     """Simulate, draw and print; jitter in percent."""
     scenario = _scenario(
         asked, strong, JITTER if jitter is None else jitter / 100, MTBF_DAYS if mtbf_days is None else mtbf_days
     )
+    if slow is not None:
+        scenario = _with_slow(scenario, slow)
     points = scale(scenario, parse_counts(counts))
     told = [*scenario.assumed, *asked.cluster.assumed]
     pictures = _draw(points, draw, asked.job.model) if draw is not None else []
@@ -92,6 +94,18 @@ def _scenario(asked: Asked, strong: bool, jitter: float, mtbf_days: float) -> Sc
             f"{RESTART_S:.0f} s",
         ],
     )
+
+
+def _with_slow(scenario: Scenario, text: str) -> Scenario:
+    """The same with ranks that are slower for good: "0.01:1.5"."""
+    try:
+        share, factor = map(float, text.split(":"))
+    except ValueError:
+        share, factor = -1.0, 0.0
+    if not (0 <= share <= 1 and 1 <= factor < 1e6):
+        raise UsageError(f"--slow {text}: expected a share of the ranks and a factor", hint="--slow 0.01:1.5")
+    told = f"of the ranks {share:.2%} take {factor:g} times as long in every step (--slow)"
+    return msgspec.structs.replace(scenario, slow_share=share, slow_factor=factor, assumed=[*scenario.assumed, told])
 
 
 def _draw(points: list[Point], folder: str, model: str) -> list[str]:
