@@ -42,7 +42,7 @@ def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, cor
     )
     assert read_prediction(RunDir(tmp_path / "first")) is None
 
-    evener(tmp_path, "probe", "wire", "--fleet", file, "--seconds", "0.3", "--no-iperf3")
+    evener(tmp_path, "probe", "wire", "--fleet", file, "--seconds", "0.5", "--no-iperf3")
     evener(tmp_path, "probe", "host", "--fleet", file, "--model", "tiny", "--dtype", "fp32", "--seconds", "1")
     rates = load_fleet(file).rates
     assert {name: rates[name]["cpu"].models["tiny"].dtype for name in "abc"} == dict.fromkeys("abc", "fp32")

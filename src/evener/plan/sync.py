@@ -71,23 +71,21 @@ def gradients(shape: GPTShape) -> list[Gradient]:
     bias, has_norms = int(shape.bias), shape.norm == "layernorm"
     order: list[tuple[str, int, int, float]] = []  # name, rows, columns, FLOPs of backward up to it, per token
     order.append(("head", 0 if shape.tied_head else vocab, width, 4.0 * vocab * width))
+    tables = [vocab * shape.has_value_embedding(layer) for layer in range(shape.num_layers)]
     norm = [("norm", (1 + bias) if has_norms else 0, width, 0.0)]
     order += norm
     for layer in reversed(range(shape.num_layers)):
-        order += [
+        order += [  # of a linear layer the bias comes first
+            (f"{layer} down bias", bias, width, 0.0),
             (f"{layer} down", width, hidden, 4.0 * width * hidden),
+            (f"{layer} up bias", bias, hidden, 0.0),
             (f"{layer} up", hidden, width, 4.0 * width * hidden),
-            (f"{layer} MLP biases", bias, hidden + width, 0.0),
             *norm,
+            (f"{layer} out bias", bias, width, 0.0),
             (f"{layer} out", width, width, 4.0 * width * width),
-            (
-                f"{layer} value embedding",
-                vocab * shape.has_value_embedding(layer),
-                width,
-                8.0 * width * shape.block_size,
-            ),
+            (f"{layer} value embedding", tables[layer], width, 8.0 * width * shape.block_size),
+            (f"{layer} qkv bias", bias, 3 * width, 0.0),
             (f"{layer} qkv", 3 * width, width, 12.0 * width * width),
-            (f"{layer} attention biases", bias, 4 * width, 0.0),
             *norm,
         ]
     order.append(("position embedding", shape.block_size if shape.positions == "learned" else 0, width, 0.0))
