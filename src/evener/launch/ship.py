@@ -217,7 +217,9 @@ class _Fetcher:
             resumed = offset > 0
             self._meter.add(offset)
 
-            def read(start: int, part: str = part) -> None:
+            failed: list[BaseException] = []
+
+            def read(start: int, part: str = part, failed: list[BaseException] = failed) -> None:
                 length = min(CHUNK_BYTES, entry["size"] - start)
                 try:
                     content = self._session.call(
@@ -226,8 +228,9 @@ class _Fetcher:
                     )  # fmt: skip
                     _files.write_part(part, start, content or b"")
                 except BaseException as error:
+                    failed.append(error)
                     _files.drop_part(part, error)  # so that no later chunk waits for this one
-                    raise
+                    raise failed[0] from None  # the first: others only found the part gone
                 self._meter.add(len(content or b""))
 
             _pipelined(range(offset, entry["size"], CHUNK_BYTES), read)
