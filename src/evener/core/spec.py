@@ -95,6 +95,7 @@ class MachineSpec(Section, frozen=True, kw_only=True):
     threads: Annotated[Few | None, Meta(description="processor threads per rank [cores / ranks]")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where every rank has one")] = "auto"
     backend: Annotated[Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl on GPUs, else gloo")] = "auto"
+    shares: Annotated[str | None, Meta(description="parts of a batch by rank, such as 3:1; 0: none [equal]")] = None
     probe: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
 
 
@@ -118,7 +119,7 @@ class RunSpec(Section, frozen=True, kw_only=True):
                 raise UsageError(f"{flag.name} {value}: expected a finite number")
             if isinstance(value, str) and ("\0" in value or not value.strip()):
                 raise UsageError(f"{flag.name} {value!r}: expected a name")
-        if machine.ranks > train.batch:
+        if machine.ranks > train.batch and machine.shares is None:
             raise UsageError(
                 f"--ranks {machine.ranks}: more ranks than the {train.batch} sequences of one batch",
                 hint=f"--batch {machine.ranks} or more gives every rank something to do",

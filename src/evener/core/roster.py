@@ -1,0 +1,284 @@
+"""Who takes part from which step on, with what share of the global batch, and how do the replicas agree?
+
+All that may differ between two ranks or change during a run stands here, and nowhere else. The planner makes the first
+Roster, plan.json holds it, the ranks compare it before their first step and take their work from it alone. Whoever
+changes it writes the next one, which all ranks take up at the same step.
+
+    seats_of(host)… ──▶ first_roster() ──▶ Roster 0 ──with_weights()──▶ Roster 1 ──▶ …
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Host
+from evener.core.spec import MachineSpec, RunSpec
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Backend = Literal["gloo", "nccl", "none"]
+Kind = Literal["none", "ddp", "ddp+sparse", "bf16", "int8", "int4", "powersgd", "fsdp", "zero1", "diloco"]
+
+MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
+
+
+# --- how replicas agree -----------------------------------------------------------------------------------------------
+
+
+class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How replicas agree: a strategy's name, parsed once. `str()` writes it as `parse_sync` reads it.
+
+    >>> str(SyncSpec(kind="diloco", every=100, bits=4, streamed=True))
+    'diloco:100:int4:streamed'
+    """
+
+    kind: Kind
+    rank: int = 0  # of PowerSGD's factors
+    every: int = 1  # steps from one exchange to the next
+    bits: int = 32  # of a value that DiLoCo sends
+    streamed: bool = False  # DiLoCo's exchange runs beside the next steps
+
+    def __str__(self) -> str:
+        words: list[str] = [self.kind]
+        if self.kind == "powersgd":
+            words.append(str(self.rank))
+        if self.kind == "diloco":
+            words.append(str(self.every))
+            words += [f"int{self.bits}"] if self.bits < 32 else []
+            words += ["streamed"] if self.streamed else []
+        return ":".join(words)
+
+
+NO_SYNC, DDP = SyncSpec(kind="none"), SyncSpec(kind="ddp")
+_GRAMMAR = re.compile(
+    r"(?P<plain>none|ddp|ddp\+sparse|bf16|int8|int4|fsdp|zero1)|powersgd:(?P<rank>[1-9]\d{0,5})"
+    r"|diloco:(?P<every>[1-9]\d{0,5})(:int(?P<bits>8|4))?(?P<streamed>:streamed)?"
+)
+SYNC_EXAMPLES = ("none", "ddp", "ddp+sparse", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30")
+
+
+def parse_sync(text: str) -> SyncSpec:
+    """The strategy that a text names; UsageError where none has that name.
+
+    >>> parse_sync("powersgd:4").rank, parse_sync("diloco:30:int8").bits, parse_sync("ddp") == DDP
+    (4, 8, True)
+    """
+    found = _GRAMMAR.fullmatch(text)
+    if found is None:
+        raise UsageError(f"sync {text}: no such strategy", hint=f"one of {', '.join(SYNC_EXAMPLES)}")
+    if found["plain"]:
+        return SyncSpec(kind=found["plain"])  # type: ignore[arg-type]  # the grammar has the same names
+    if found["rank"]:
+        return SyncSpec(kind="powersgd", rank=int(found["rank"]))
+    bits, streamed = int(found["bits"] or 32), bool(found["streamed"])
+    return SyncSpec(kind="diloco", every=int(found["every"]), bits=bits, streamed=streamed)
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that a rank can take."""
+
+    host: str
+    device: str  # cpu, cuda:0, cuda:1, …
+    name: str = ""  # of the device, as its maker calls it
+    has_bf16: bool = False  # in hardware
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's part of every step."""
+
+    rank: int
+    host: str
+    device: str  # cpu, cuda:0, …
+    dtype: Dtype  # of forward and backward; weights, gradients and optimizer are fp32
+    share: int  # sequences of the global batch; 0: it takes part in everything but forward
+    micro_batch: int  # largest number of sequences in one backward
+
+    @property
+    def is_gpu(self) -> bool:
+        """Does it compute on a GPU?"""
+        return self.device != "cpu"
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Sequences of each micro-batch of its share: the fewest that are not too large, as equal as can be.
+
+        >>> member = Member(rank=0, host="attic", device="cpu", dtype="fp32", share=11, micro_batch=4)
+        >>> member.micro_batches
+        [4, 4, 3]
+        """
+        return equal_shares(self.share, -(-self.share // self.micro_batch)) if self.share else []
+
+
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """Who takes part from this step on, with what share of the global batch, and how replicas agree."""
+
+    epoch: int = 0  # grows with each change
+    from_step: int = 0  # the first step that is divided like this
+    members: list[Member]  # by rank
+    sync: SyncSpec
+    backend: Backend  # of the collectives; none: one rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the global batch."""
+        return sum(member.share for member in self.members)
+
+    @property
+    def shares(self) -> list[int]:
+        """Sequences by rank."""
+        return [member.share for member in self.members]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Their names, in the order of the ranks."""
+        return list(dict.fromkeys(member.host for member in self.members))
+
+    @property
+    def dtypes(self) -> str:
+        """The arithmetic of all members, for a person: one name where it is one."""
+        return " and ".join(dict.fromkeys(member.dtype for member in self.members))
+
+    def first_sequence(self, rank: int) -> int:
+        """Where a rank's part of the global batch begins: parts lie one behind the other."""
+        return sum(self.shares[:rank])
+
+    def with_weights(self, weights: Sequence[float], from_step: int) -> Roster:
+        """The next Roster: shares in proportion to the ranks' weights, all else as it is."""
+        shares = weighted_shares(self.batch, weights)
+        members = [msgspec.structs.replace(member, share=share)
+                   for member, share in zip(self.members, shares, strict=True)]  # fmt: skip
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, from_step=from_step, members=members)
+
+
+def devices_of(name: str, host: Host, num_gpus: int, machine: MachineSpec) -> list[str]:
+    """The device of each rank of a host: one rank a GPU, else as many on the processor as were asked for.
+
+    `--device` wins over the host's table; UsageError where GPUs were asked for and there is none.
+
+    >>> devices_of("attic", Host(address="local"), 2, MachineSpec())
+    ['cuda:0', 'cuda:1']
+    >>> devices_of("laptop", Host(address="192.168.1.28", ranks=2), 0, MachineSpec())
+    ['cpu', 'cpu']
+    """
+    wish = machine.device if machine.device != "auto" else host.devices
+    if wish == "cuda" and not num_gpus:
+        raise UsageError(f"{name}: ranks asked for GPUs, and it has none", hint="--device cpu trains on the processor")
+    if wish == "cpu" or not num_gpus:
+        return ["cpu"] * (host.ranks or machine.ranks)
+    return [f"cuda:{rank % num_gpus}" for rank in range(host.ranks or num_gpus)]
+
+
+def backend_of(devices: Sequence[str], wish: Literal["auto", "gloo", "nccl"]) -> Backend:
+    """What moves the gradients of these ranks' devices: NCCL where each has a GPU of its own kind, else Gloo."""
+    if len(devices) == 1:
+        return "none"
+    if wish != "auto":
+        return wish
+    return "nccl" if all(device != "cpu" for device in devices) else "gloo"
+
+
+def dtype_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16"]) -> Dtype:
+    """The one arithmetic in which replicas compute: what their devices are fast in where they are alike, else fp32.
+
+    bf16 without units for it is emulated, and slower than fp32; a GPU without them is fast in fp16.
+    """
+    if wish != "auto":
+        return wish
+    if all(seat.has_bf16 for seat in seats) and len({seat.device == "cpu" for seat in seats}) == 1:
+        return "bf16"
+    return "fp16" if all(seat.device != "cpu" and not seat.has_bf16 for seat in seats) else "fp32"
+
+
+def largest_micro_batch(spec: RunSpec, block_size: int | None) -> int:
+    """Sequences in one backward, at most. `block_size`: tokens of a sequence; None of a program of the user's own."""
+    if spec.train.micro_batch is not None:
+        return spec.train.micro_batch
+    return spec.train.batch if block_size is None else max(1, MICRO_BATCH_TOKENS // block_size)
+
+
+def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -> Roster:
+    """The Roster with which a run begins: seats by rank, shares equal or as `--shares` says.
+
+    UsageError where a rank would have nothing to do that nobody asked to do nothing.
+    """
+    num_ranks, batch = len(seats), spec.train.batch
+    weights = parse_shares(spec.machine.shares) if spec.machine.shares else None
+    if weights is None and num_ranks > batch:
+        raise UsageError(
+            f"{num_ranks} ranks, more than the {batch} sequences of one batch",
+            hint=f"--batch {num_ranks} or more gives every rank something to do",
+        )
+    if weights is not None and len(weights) != num_ranks:
+        raise UsageError(
+            f"--shares {spec.machine.shares}: {len(weights)} shares, and the run has {num_ranks} ranks",
+            hint=f"one for each rank: --shares {':'.join(['1'] * num_ranks)}",
+        )
+    shares = equal_shares(batch, num_ranks) if weights is None else weighted_shares(batch, weights)
+    dtype = dtype_of(seats, spec.model.dtype)
+    cut = largest_micro_batch(spec, block_size)
+    return Roster(
+        members=[
+            Member(rank=rank, host=seat.host, device=seat.device, dtype=dtype, share=share, micro_batch=cut)
+            for rank, (seat, share) in enumerate(zip(seats, shares, strict=True))
+        ],
+        sync=NO_SYNC if num_ranks == 1 else DDP,
+        backend=backend_of([seat.device for seat in seats], spec.machine.backend),
+    )
+
+
+# --- how a batch is divided -------------------------------------------------------------------------------------------
+
+
+def equal_shares(num_sequences: int, num_ranks: int) -> list[int]:
+    """Whole sequences of every rank: as equal as they can be, the first ranks taking what is left over.
+
+    >>> equal_shares(16, 3)
+    [6, 5, 5]
+    """
+    least, left_over = divmod(num_sequences, num_ranks)
+    return [least + (rank < left_over) for rank in range(num_ranks)]
+
+
+def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
+    """Whole sequences in proportion to weights that are not all 0: each its quota rounded down, then one more to the
+    largest remainders, ties to the first rank.   [Hamilton's method]
+
+    >>> weighted_shares(16, [3, 1]), weighted_shares(7, [1, 0, 1]), weighted_shares(10, [1, 1, 1])
+    ([12, 4], [4, 0, 3], [4, 3, 3])
+    """
+    total = sum(weights)
+    quotas = [num_sequences * weight / total for weight in weights]
+    shares = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: (shares[rank] - quotas[rank], rank))
+    for rank in by_remainder[: num_sequences - sum(shares)]:
+        shares[rank] += 1
+    return shares
+
+
+def parse_shares(text: str) -> list[float]:
+    """Weights of the ranks from "3:1".
+
+    >>> parse_shares("3:1"), parse_shares("2:0:1.5")
+    ([3.0, 1.0], [2.0, 0.0, 1.5])
+    """
+    try:
+        weights = [float(word) for word in text.split(":")]
+    except ValueError:
+        weights = []
+    if not weights or not all(0 <= weight < 1e9 for weight in weights) or not sum(weights):
+        raise UsageError(
+            f"--shares {text}: expected a number for each rank, at least one of them above 0", hint="for example 3:1"
+        )
+    return weights
