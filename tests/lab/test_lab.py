@@ -461,8 +461,8 @@ class TestWithoutRoot:
         become += [f"PYTHONPATH={':'.join(packages)}", f"PATH={os.environ['PATH']}"]
         for candidate in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
             argv = [*become, candidate, "-c"]
-            probe = subprocess.run([*argv, "import evener.lab.lab, pyroute2, typer"], capture_output=True, check=False)
-            if probe.returncode == 0:
+            tried = subprocess.run([*argv, "import evener.lab.lab, pyroute2, typer"], capture_output=True, check=False)
+            if tried.returncode == 0:
                 return SimpleNamespace(argv=argv)
         pytest.skip(f"user {uid} can reach no Python of this version with evener's packages")
 

@@ -22,7 +22,7 @@ MEASURED = {"data_s": 0.001, "compute_s": 0.100, "exposed_sync_s": 0.0, "wait_s"
 
 
 def contention(ranks: int, **figures: float) -> Contention:
-    """A probe in which all ranks found the same; by default they do not disturb each other."""
+    """A measurement in which all ranks found the same; by default they do not disturb each other."""
     alone = {"alone_s": 0.05, "alone_cpus": 0.99, "copy_alone_Bps": 12e9} | figures
     together = {name.replace("alone", "together"): value for name, value in alone.items()}
     return Contention(**{name: [value] * ranks for name, value in (together | alone | figures).items()})
@@ -35,7 +35,7 @@ def write_run(
     cpus: list[float | None] | None = None,
     threads: int = 1,
     cores: int = 2,
-    probe: Contention | None = None,
+    contention: Contention | None = None,
     sync_s: float | None = None,
     steps: int = 20,
     tokens: list[int] | None = None,
@@ -110,7 +110,7 @@ def write_run(
             compiled=False,
             hosts=[Machine(host="h", system="Linux", cpu="cpu", cores=cores, memory_bytes=8 << 30, python="3.11.7")],
             ranks=[Rank(rank=rank, host="h", device=device, threads=threads, pid=rank) for rank in range(num)],
-            contention=probe,
+            contention=contention,
             result=result,
         )
     )

@@ -33,8 +33,8 @@ def named(text: str) -> list[str]:
 @pytest.fixture
 def one(tmp_path, write_run, contention):
     """One process with one thread on a machine with two cores: a second process finds a free core."""
-    probe = contention(1, alone_s=0.1)
-    return lambda **other: summarize(write_run(tmp_path / "1", [{}], **({"cpus": [0.99], "probe": probe} | other)))
+    found = contention(1, alone_s=0.1)
+    return lambda **other: summarize(write_run(tmp_path / "1", [{}], **({"cpus": [0.99], "contention": found} | other)))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def two(tmp_path, write_run, contention):
     half = {"data_s": 0.0005, "compute_s": 0.05, "optimizer_s": 0.002}
 
     def make(costs=({}, {}), **other):
-        given = {"cpus": [0.99, 0.99], "probe": contention(2), "sync_s": 0.02} | other
+        given = {"cpus": [0.99, 0.99], "contention": contention(2), "sync_s": 0.02} | other
         return summarize(write_run(tmp_path / "2", [half | cost for cost in costs], **given))
 
     return make
@@ -59,8 +59,8 @@ def test_nothing_lost(one, two):
 
 
 def test_memory_bandwidth(one, two, contention):
-    probe = contention(2, together_s=0.09, copy_together_Bps=6.2e9)
-    text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, probe=probe)])
+    found = contention(2, together_s=0.09, copy_together_Bps=6.2e9)
+    text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, contention=found)])
     assert named(text) == ["memory"]
     assert "40 ms are lost because the ranks share one memory" in text
     assert "1.80 times as long beside the others as alone although it keeps its 0.99 cores" in text
@@ -69,32 +69,32 @@ def test_memory_bandwidth(one, two, contention):
 
 
 def test_slow_neighbours_with_memory_to_spare(one, two, contention):
-    text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, probe=contention(2, together_s=0.09))])
+    text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, contention=contention(2, together_s=0.09))])
     assert named(text) == ["neighbours"]
     assert "two hardware threads of one core" in text
 
 
 def test_cores_shared(tmp_path, write_run, one, two, contention):
-    before = one(cpus=[1.98], threads=2, probe=contention(1, alone_s=0.1, alone_cpus=1.98))
-    text = explain_scaling([before, two([{"compute_s": 0.1}] * 2, probe=contention(2, alone_s=0.1))])
+    before = one(cpus=[1.98], threads=2, contention=contention(1, alone_s=0.1, alone_cpus=1.98))
+    text = explain_scaling([before, two([{"compute_s": 0.1}] * 2, contention=contention(2, alone_s=0.1))])
     assert named(text) == ["cores"]
     assert "50 ms are lost because the cores were taken already: the one process ran on 1.98 of 2 cores" in text
     assert "Use 1 process here. The cores have work already: only another machine or a GPU would add to them." in text
 
 
 def test_cores_grow_less_than_the_processes(one, two, contention):
-    before = one(cpus=[2.9], threads=3, cores=4, probe=contention(1, alone_s=0.1, alone_cpus=2.9))
+    before = one(cpus=[2.9], threads=3, cores=4, contention=contention(1, alone_s=0.1, alone_cpus=2.9))
     after = two([{"compute_s": 0.0725}] * 2, threads=2, cores=4, cpus=[2.0] * 2,
-                probe=contention(2, alone_s=0.0725, alone_cpus=2.0))  # fmt: skip
+                contention=contention(2, alone_s=0.0725, alone_cpus=2.0))  # fmt: skip
     assert "because the cores did not grow with the processes" in explain_scaling([before, after])
     assert "in all 1.4 times as many" in explain_scaling([before, after])
 
 
 def test_oversubscribed(one, two, contention):
-    probe = contention(2, alone_s=0.05, together_s=0.11, alone_cpus=1.9, together_cpus=1.0)
-    before = one(cpus=[1.9], threads=2, probe=contention(1, alone_s=0.1, alone_cpus=1.9))
+    found = contention(2, alone_s=0.05, together_s=0.11, alone_cpus=1.9, together_cpus=1.0)
+    before = one(cpus=[1.9], threads=2, contention=contention(1, alone_s=0.1, alone_cpus=1.9))
     cost = {"compute_s": 0.09, "wait_s": 0.04}
-    text = explain_scaling([before, two([cost, cost | {"wait_s": 0.038}], threads=2, cpus=[0.9] * 2, probe=probe)])
+    text = explain_scaling([before, two([cost, cost | {"wait_s": 0.038}], threads=2, cpus=[0.9] * 2, contention=found)])
     assert named(text) == ["overbooked"]
     assert "80 ms are lost because 4 threads share 2 cores, of which the one process used 1.90: the ranks take" in text
     assert text.endswith("Use 1 process here. If 2 processes, then with 1 thread each: --threads 1.")
@@ -108,8 +108,8 @@ def test_more_processes_than_cores(one, two, contention):
 
 
 def test_other_programs(one, two, contention):
-    probe = contention(2, together_s=0.08, together_cpus=0.6)
-    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, cpus=[0.62] * 2, probe=probe)])
+    found = contention(2, together_s=0.08, together_cpus=0.6)
+    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, cpus=[0.62] * 2, contention=found)])
     assert named(text) == ["other programs"]
     assert "a rank had 0.60 for its 1 thread while all computed and 0.99 when it computed alone" in text
     assert text.endswith("Measure again when nothing else runs on the machine.")
@@ -160,7 +160,7 @@ def test_input(one, two):
 
 def test_optimizer(tmp_path, write_run, two, contention):
     slow = {"optimizer_s": 0.08}
-    before = summarize(write_run(tmp_path / "1", [slow], cpus=[0.99], probe=contention(1, alone_s=0.1)))
+    before = summarize(write_run(tmp_path / "1", [slow], cpus=[0.99], contention=contention(1, alone_s=0.1)))
     text = explain_scaling([before, two([slow, slow])])
     assert named(text) == ["optimizer"]
     assert "40 ms are lost because every process repeats the whole update of 119.1k parameters: 80 ms, and 80" in text
@@ -168,22 +168,23 @@ def test_optimizer(tmp_path, write_run, two, contention):
 
 
 def test_one_thread_uses_its_core_better(one, two, contention):
-    before = one(cpus=[1.98], threads=2, probe=contention(1, alone_s=0.1, alone_cpus=1.98))
-    text = explain_scaling([before, two([{"compute_s": 0.07}] * 2, probe=contention(2, alone_s=0.07))])
+    before = one(cpus=[1.98], threads=2, contention=contention(1, alone_s=0.1, alone_cpus=1.98))
+    text = explain_scaling([before, two([{"compute_s": 0.07}] * 2, contention=contention(2, alone_s=0.07))])
     assert named(text) == ["threads gain", "cores"]
     assert "30 ms are gained because a process with 1 thread uses its cores better" in text
     assert "1,000 tokens take 135 ms of CPU time, and took 193 ms with 1 process" in text
     assert "2 processes are worth it here" in text
 
 
-def test_without_a_probe_the_cpu_time_of_the_steps_shows_the_gain(one, two):
-    text = explain_scaling([one(cpus=[1.98], threads=2, probe=None), two([{"compute_s": 0.07}] * 2, probe=None)])
+def test_without_contention_measured_the_cpu_time_of_the_steps_shows_the_gain(one, two):
+    before = one(cpus=[1.98], threads=2, contention=None)
+    text = explain_scaling([before, two([{"compute_s": 0.07}] * 2, contention=None)])
     assert named(text) == ["threads gain", "cores", "unmeasured"]
     assert "1,000 tokens take 140 ms of CPU time, and took 203 ms with 1 process" in text
 
 
 def test_small_pieces(one, two, contention):
-    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, probe=contention(2, alone_s=0.08))])
+    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, contention=contention(2, alone_s=0.08))])
     assert named(text) == ["small pieces"]
     assert "pieces of 8 sequences" in text
 
@@ -196,7 +197,7 @@ def test_unexplained_is_said(one, two):
 
 def test_a_part_that_shrank_is_a_gain(tmp_path, write_run, two, contention):
     long = {"data_s": 0.05, "exposed_sync_s": 0.06, "optimizer_s": 0.08}  # a busy machine, or DDP of one rank
-    before = summarize(write_run(tmp_path / "1", [long], cpus=[0.99], probe=contention(1, alone_s=0.1)))
+    before = summarize(write_run(tmp_path / "1", [long], cpus=[0.99], contention=contention(1, alone_s=0.1)))
     text = explain_scaling([before, two()])
     for part in ("the update: 2 ms a step, and 80 ms", "communication that backward did not hide", "waiting for input"):
         assert f"are gained in {part}" in text
@@ -204,15 +205,15 @@ def test_a_part_that_shrank_is_a_gain(tmp_path, write_run, two, contention):
 
 
 def test_what_was_not_measured_is_said_and_never_zero(one, two):
-    text = explain_scaling([one(cpus=None, probe=None), two([{"data_s": None}] * 2, cpus=None, probe=None)])
+    text = explain_scaling([one(cpus=None, contention=None), two([{"data_s": None}] * 2, cpus=None, contention=None)])
     assert named(text) == ["unmeasured"]
     assert "on how many cores the processes ran" in text
-    assert "beside the others (--probe measures it)" in text
+    assert "beside the others (--contention measures it)" in text
     assert "waiting for input" in text
 
 
-def test_a_probe_whose_clocks_were_too_coarse_counts_as_none(one, two, contention):
-    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, probe=contention(2, together_cpus=0.0))])
+def test_contention_whose_clocks_were_too_coarse_counts_as_none(one, two, contention):
+    text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, contention=contention(2, together_cpus=0.0))])
     assert named(text) == ["unexplained", "unmeasured"]
 
 
@@ -223,7 +224,8 @@ def test_compute_not_measured(one, two):
 
 
 def test_a_busy_machine_is_told_before_any_cause(one, two, contention):
-    text = explain_scaling([one(cpus=[0.5], probe=None), two(probe=contention(2, alone_cpus=0.6), cpus=[0.6] * 2)])
+    before = one(cpus=[0.5], contention=None)
+    text = explain_scaling([before, two(contention=contention(2, alone_cpus=0.6), cpus=[0.6] * 2)])
     assert "0.50 cores for 1 thread of a process when there was 1, 0.60 cores for 1 thread of a process when" in text
     assert text.endswith("Measure again when nothing else runs on the machine, and decide then.")
 
@@ -267,12 +269,12 @@ def test_the_losses_say_whether_it_is_the_same_model(one, two):
 
 
 def test_two_machines_get_two_paragraphs(one, two, contention):
-    """The same run directories but for the probe: only what was measured beside the steps differs."""
+    """The same run directories but for the contention: only what was measured beside the steps differs."""
     slow = [{"compute_s": 0.09}] * 2
     without_cores = contention(2, together_s=0.09, together_cpus=0.55)
     without_bandwidth = contention(2, together_s=0.09, copy_together_Bps=6e9)
-    crowded = explain_scaling([one(), two(slow, probe=without_cores)])
-    full_bus = explain_scaling([one(), two(slow, probe=without_bandwidth)])
+    crowded = explain_scaling([one(), two(slow, contention=without_cores)])
+    full_bus = explain_scaling([one(), two(slow, contention=without_bandwidth)])
     assert named(crowded) == ["other programs"]
     assert named(full_bus) == ["memory"]
 

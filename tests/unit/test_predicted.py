@@ -228,7 +228,7 @@ def test_fewer_threads_than_probed(run):
 
 
 def test_ranks_that_share_a_memory(run, contention):
-    text = told(run(laptop={"compute_s": 54.0}, probe=contention(2, together_s=0.09)))
+    text = told(run(laptop={"compute_s": 54.0}, contention=contention(2, together_s=0.09)))
     assert named(text) == {"neighbours"}
     assert "takes it 1.8 times as long as alone" in text[2]
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.cli.probe import _as_one_rank, _bytes, _settled, _sizes
-from evener.cli.probed import collectives_row, collectives_title, table
+from evener.cli.probe_figures import collectives_row, collectives_title, table
 from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, World
+from evener.core.device_rates import Passes, Sustained, fit_pass, model_rate
 from evener.core.errors import UsageError
 from evener.core.fleet import Host, Link, ModelRate, Rates, load_fleet, update_fleet
-from evener.core.hostprobe import Passes, Sustained, fit_pass, model_rate
 from evener.core.shape import preset_shape
 from evener.hosts.wire import estimate_s, rounds
 from evener.plan.collectives import (

@@ -51,7 +51,7 @@ def test_the_wheel_is_the_code_that_runs(wheel):
 
 
 def test_its_hash_is_the_hash_of_what_is_installed(wheel):
-    assert content_hash(wheel) == remote.probe(sys.executable)["evener_hash"]
+    assert content_hash(wheel) == remote.installed(sys.executable)["evener_hash"]
 
 
 def test_an_installed_evener_is_packed_again(wheel, tmp_path):
@@ -82,7 +82,7 @@ def test_an_installed_evener_is_packed_again(wheel, tmp_path):
 def test_versions_are_those_of_constraints(wheel):
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
-    here = Target.of(remote.probe(sys.executable), wants_cuda=False)
+    here = Target.of(remote.installed(sys.executable), wants_cuda=False)
     found = closure(wheel, here)
     assert {"torch", "msgspec", "numpy", "filelock", "jinja2"} < set(found)
     assert not {"pytest", "ruff", "pip", "evener"} & set(found)
@@ -96,7 +96,7 @@ def test_platforms():
     mac = target(("", ""), "14.2", sys_platform="darwin", platform_machine="arm64")
     assert mac.platforms()[:3] == ["macosx_14_0_arm64", "macosx_14_0_universal2", "macosx_13_0_arm64"]
     assert "--python-version=3.12" in target(python_version="3.12").pip_flags()
-    here = Target.of(remote.probe(sys.executable), wants_cuda=False)
+    here = Target.of(remote.installed(sys.executable), wants_cuda=False)
     assert here.pip_flags() == ["--only-binary=:all:"]
 
 
@@ -200,7 +200,7 @@ def test_what_pip_left_half_installed_does_not_count(tmp_path):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         if whole:
             (info / "INSTALLER").write_text("pip\n")
-    found = remote.probe(str(tmp_path / "v/bin/python"))
+    found = remote.installed(str(tmp_path / "v/bin/python"))
     assert found["packages"] == {"rich": "1.0"}
     assert found["half"] == [str(site / "torch-1.0.dist-info")]
     assert (found["is_venv"], found["evener_hash"]) == (True, None)

@@ -13,7 +13,7 @@ import pytest
 
 from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, Told, World
 from evener.core.errors import UsageError
-from evener.launch.probe import lines_here
+from evener.launch.lines import lines_here
 from evener.plan.collectives import bus_factor
 
 from ..conftest import wait_until

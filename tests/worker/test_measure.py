@@ -98,7 +98,7 @@ echo $((c - b - (b - a)))
 
 
 def test_the_summary_holds_what_the_records_say(tmp_path, train):
-    run = train(tmp_path / "run", "--steps", "20", "--probe", ranks=2)
+    run = train(tmp_path / "run", "--steps", "20", "--contention", ranks=2)
     summary = summarize(run)
     assert summary.num_steps == 20
     assert summary.tokens_per_step == 16 * 64

@@ -20,22 +20,22 @@ from evener.bench import scaling as bench
 from evener.bench.table import rows
 from evener.cli import follow
 from evener.cli.planned import of_training
+from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Rates
-from evener.core.hostprobe import DeviceProbe, HostProbeSpec, HostTold
 from evener.core.machine import this_machine, usable_cores
 from evener.core.prediction import Prediction
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
-from evener.launch.probe import lines_here
+from evener.launch.lines import lines_here
 from evener.report.explain import explain_scaling, largest_loss_gap
 from evener.report.page import write_page
 from evener.report.picture import scaling_png
 from evener.report.summary import as_result
 
 CORPORA = ("data/verbs", "data/python")
-PROBE_S = 8.0  # of training, before the runs
+RATES_S = 8.0  # of training, before the runs
 STEPS = 10_000  # more than any budget of seconds allows: the clock ends a run
 
 
@@ -58,7 +58,7 @@ def scaling(
         model=ModelSpec(model=model, dropout=0.0, compile="off", dtype="fp32"),  # so that the losses can be compared
         train=TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=20),
         eval=EvalSpec(eval_every=0),
-        machine=MachineSpec(probe=True),
+        machine=MachineSpec(contention=True),
     )
     corpora = data or [_prepared(corpus, console) for corpus in CORPORA]
     series = bench.specs(base, folder, corpora, counts)
@@ -66,7 +66,7 @@ def scaling(
     resolved = {spec.out: resolve(msgspec.structs.replace(spec, out=None)) for runs in series.values() for spec in runs}
     if force and folder.exists():
         _remove_bench(folder)
-    rates = _probed(base, console)
+    rates = _rates_here(base, console)
 
     def predict(spec: RunSpec) -> Prediction:
         name = this_machine().host
@@ -138,21 +138,21 @@ def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -
     return 0
 
 
-def _probed(spec: RunSpec, console: Console) -> dict[str, Rates]:
+def _rates_here(spec: RunSpec, console: Console) -> dict[str, Rates]:
     """What this machine does with the model, measured before the runs that are predicted from it."""
     console.print("measuring this machine, so that each run can be predicted")
     model = spec.model
-    asked = HostProbeSpec(
+    asked = DeviceRatesSpec(
         host="here",
         model=model.model,
-        seconds=PROBE_S,
+        seconds=RATES_S,
         dtype=model.dtype,
         dropout=model.dropout,
         device=spec.machine.device,
     )
-    decode = msgspec.json.Decoder(HostTold).decode
-    told = map(decode, lines_here(1, "evener.worker.host_probe", msgspec.json.encode(asked).decode()))
-    return {probe.device: probe.rates for probe in told if isinstance(probe, DeviceProbe)}
+    decode = msgspec.json.Decoder(DeviceTold).decode
+    told = map(decode, lines_here(1, "evener.worker.device_rates", msgspec.json.encode(asked).decode()))
+    return {item.device: item.rates for item in told if isinstance(item, DeviceRates)}
 
 
 def _prepared(corpus: str, console: Console) -> str:

@@ -13,8 +13,8 @@ from evener.cli.fleets import connected, fleet_path, say
 
 if TYPE_CHECKING:
     from evener.core.collective import CollectiveSpec, Row
+    from evener.core.device_rates import DeviceRates
     from evener.core.fleet import Fleet
-    from evener.core.hostprobe import DeviceProbe
     from evener.hosts.session import Session
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ def wire(
     """
     import msgspec
 
-    from evener.cli import probed
+    from evener.cli import probe_figures
     from evener.core.errors import UsageError
     from evener.core.fleet import update_fleet
     from evener.core.units import seconds as duration
@@ -75,10 +75,10 @@ def wire(
                           "findings": msgspec.to_builtins(findings)}))  # fmt: skip
     else:
         if found.wires:
-            print(probed.wires(found.wires))
+            print(probe_figures.wires(found.wires))
             say(f"written to [links] of {path}")
         if findings:
-            print(probed.findings(findings))
+            print(probe_figures.findings(findings))
     return int(any(finding.severity == "error" for finding in findings))
 
 
@@ -111,7 +111,7 @@ def collectives(
     """
     import msgspec
 
-    from evener.cli import probed
+    from evener.cli import probe_figures
     from evener.core.collective import Stopped, World
     from evener.core.units import link_rate
     from evener.core.units import seconds as duration
@@ -134,13 +134,13 @@ def collectives(
             else:
                 assert world is not None
                 if not as_json and all(row.collective != item.collective for row in rows):
-                    print(probed.collectives_title(item.collective, world, item.in_place), flush=True)
+                    print(probe_figures.collectives_title(item.collective, world, item.in_place), flush=True)
                 rows.append(item)
                 if as_json:
                     say(f"{item.collective} {report.size_name(item.size_bytes)}: {duration(item.time_s)}")
                 else:
                     beside = report.judge(item, world, wire_Bps, report.least_of(rows, item.collective))
-                    print(probed.collectives_row(beside), flush=True)
+                    print(probe_figures.collectives_row(beside), flush=True)
     assert world is not None
     judged = report.judge_all(rows, world, wire_Bps)
     findings = report.findings(judged, world)
@@ -159,9 +159,9 @@ def collectives(
         wrong = sum(row.num_wrong for row in rows)
         print(f"# Out of bounds values : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
         print(f"# Avg bus bandwidth    : {sum(row.busbw_Bps for row in rows) / len(rows) / 1e9:g}\n")
-        print(probed.paragraph(explanation))
+        print(probe_figures.paragraph(explanation))
         if findings:
-            print(probed.findings(findings))
+            print(probe_figures.findings(findings))
     return int(any(finding.severity == "error" for finding in findings))
 
 
@@ -187,20 +187,20 @@ def host(
     """
     import msgspec
 
-    from evener.cli import probed
+    from evener.cli import probe_figures
+    from evener.core.device_rates import DeviceRatesSpec, Doing
     from evener.core.errors import UsageError, did_you_mean
     from evener.core.fleet import Rates, update_fleet
-    from evener.core.hostprobe import Doing, HostProbeSpec
     from evener.core.shape import PRESETS
     from evener.plan.compute import roofline
 
     if model not in PRESETS:
         raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(model, PRESETS))
     given = {"host": "here", "model": model, "seconds": seconds, "device": device, "dtype": dtype}
-    spec = _converted(given, HostProbeSpec)
+    spec = _converted(given, DeviceRatesSpec)
     path = fleet_path(fleet)
     say(f"about {seconds + 15:.0f} s for each device of a host" + (", one host after another" if one_by_one else ""))
-    found: list[DeviceProbe] = []
+    found: list[DeviceRates] = []
     rates: dict[str, dict[str, Rates]] = {}
     results = []
     with _told_of_hosts(spec, path, one_by_one) as news:
@@ -221,7 +221,7 @@ def host(
             bound = {"roofline": msgspec.to_builtins(roof), "bound_by": roof.bound_by}
             results.append(msgspec.to_builtins(item) | bound)
             if not as_json:
-                print(probed.device(item, roof), flush=True)
+                print(probe_figures.device(item, roof), flush=True)
     findings = [finding for item in found for finding in item.findings]
     if path is not None:
         update_fleet(path, rates=rates)
@@ -229,7 +229,7 @@ def host(
     if as_json:
         print(json.dumps({"fleet": path, "devices": results, "findings": msgspec.to_builtins(findings)}))
     elif findings:
-        print(probed.findings(findings))
+        print(probe_figures.findings(findings))
     return int(any(finding.severity == "error" for finding in findings))
 
 
@@ -241,7 +241,7 @@ def _told_of_collectives(spec: CollectiveSpec, path: str | None, ranks: int | No
     from evener.core.collective import Told
     from evener.core.errors import UsageError
     from evener.hosts import wire as wires
-    from evener.launch.probe import lines_here, lines_of_fleet
+    from evener.launch.lines import lines_here, lines_of_fleet
 
     module, arg = "evener.worker.collectives", msgspec.json.encode(spec).decode()
     decode = msgspec.json.Decoder(Told).decode
@@ -277,11 +277,11 @@ def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[It
     """(host, what it tells), on a fleet or here."""
     import msgspec
 
-    from evener.core.hostprobe import HostTold
-    from evener.launch.probe import lines_here, lines_of_fleet
+    from evener.core.device_rates import DeviceTold
+    from evener.launch.lines import lines_here, lines_of_fleet
 
-    module = "evener.worker.host_probe"
-    decode = msgspec.json.Decoder(HostTold).decode
+    module = "evener.worker.device_rates"
+    decode = msgspec.json.Decoder(DeviceTold).decode
     if path is None:
         yield ((spec.host, decode(line)) for line in lines_here(1, module, msgspec.json.encode(spec).decode()))
         return

@@ -96,7 +96,7 @@ class MachineSpec(Section, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where every rank has one")] = "auto"
     backend: Annotated[Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl on GPUs, else gloo")] = "auto"
     shares: Annotated[str | None, Meta(description="parts of a batch by rank, such as 3:1; 0: none [equal]")] = None
-    probe: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
+    contention: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
 
 
 class RunSpec(Section, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.rundir import code_hash
 from evener.hosts import checks
 from evener.hosts.facts import Facts, to_facts
-from evener.hosts.pairs import Network, Pair, Prober, examine
+from evener.hosts.pairs import Asker, Network, Pair, examine
 from evener.hosts.session import Sessions
 from evener.hosts.ways import Way, only_host, ways_of
 
@@ -61,16 +61,16 @@ def survey(
     began = time.monotonic()
     own_hash = code_hash()
     failed = dict(errors)
-    prober = Prober(sessions, failed)
+    asker = Asker(sessions, failed)
     told("looking at every host")
-    facts = _facts(fleet, sessions, prober, port)
+    facts = _facts(fleet, sessions, asker, port)
     ways = {name: ways_of(facts[name], fleet.hosts[name]) for name in facts}
     if len(fleet.hosts) == 1:
         network = Network(ways={name: only_host(facts[name], fleet.hosts[name]) for name in facts})
     else:
         ssh_ports = {name: host.port or SSH_PORT for name, host in fleet.hosts.items() if not host.is_local}
         network = examine(
-            prober,
+            asker,
             facts,
             ways,
             port=port,
@@ -93,11 +93,11 @@ def survey(
     )
 
 
-def _facts(fleet: Fleet, sessions: Sessions, prober: Prober, port: int) -> dict[str, Facts]:
+def _facts(fleet: Fleet, sessions: Sessions, asker: Asker, port: int) -> dict[str, Facts]:
     def look(name: str) -> Facts:
         host = fleet.hosts[name]
         told = sessions[name].call("facts", "collect", workdir=host.workdir, python=host.python, port=port)
         return to_facts(told, sessions[name].clock_offset_s())
 
-    looked = prober.each([name for name in fleet.hosts if name in sessions], look)
+    looked = asker.each([name for name in fleet.hosts if name in sessions], look)
     return {name: facts for name, facts in looked.items() if facts is not None}

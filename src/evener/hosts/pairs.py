@@ -75,7 +75,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     reached: dict[str, dict[str, int | None]] = {}  # by host, by its own address: how many peers got through
 
 
-class Prober:
+class Asker:
     """Asks the hosts, all at the same time; a host that is lost on the way is left out of what follows."""
 
     def __init__(self, sessions: Sessions, errors: dict[str, HostError]) -> None:
@@ -111,7 +111,7 @@ class Prober:
 
 
 def examine(
-    prober: Prober, facts: Mapping[str, Facts], ways: Mapping[str, Sequence[Way]], *, port: int,
+    asker: Asker, facts: Mapping[str, Facts], ways: Mapping[str, Sequence[Way]], *, port: int,
     ssh_ports: Mapping[str, int], names: Sequence[str], quick: bool, told: Callable[[str], None] = lambda text: None,
 ) -> Network:  # fmt: skip
     """Choose a way for each host by trying them, then look at every ordered pair on the ways chosen."""
@@ -120,7 +120,7 @@ def examine(
     ordered = in_order(ways, facts)
     hosts = [name for name in ordered if ordered[name]]
     told("listening on every host")
-    listening = prober.ask(hosts, "listen", lambda name: {
+    listening = asker.ask(hosts, "listen", lambda name: {
         "addresses": [way.address for way in ordered[name]], "secret": secret, "identity": identities[name],
         "port": port, "more": MORE_PORTS, "low": facts[name].port_range[0], "high": facts[name].port_range[1],
     })  # fmt: skip
@@ -128,16 +128,16 @@ def examine(
     usable = {name: [way for way in ordered[name] if not listening[name][way.address]["error"]] for name in hosts}
     hosts = [name for name in hosts if usable[name]]
     try:
-        reached = _reach(prober, hosts, usable, listening, identities, secret)
+        reached = _reach(asker, hosts, usable, listening, identities, secret)
         chosen = {name: choose(usable[name], reached[name], len(hosts) - 1, facts[name]) for name in hosts}
         told("connecting every host to every other")
-        pairs = _connect(prober, hosts, chosen, listening, identities, secret, port, ssh_ports)
-        resolved = prober.ask(hosts, "resolve", lambda name: {"names": list(names)})
-        pairs = _talk(prober, hosts, chosen, listening, secret, pairs)
+        pairs = _connect(asker, hosts, chosen, listening, identities, secret, port, ssh_ports)
+        resolved = asker.ask(hosts, "resolve", lambda name: {"names": list(names)})
+        pairs = _talk(asker, hosts, chosen, listening, secret, pairs)
         if not quick:
-            pairs = _measure(prober, hosts, chosen, listening, secret, pairs, told)
+            pairs = _measure(asker, hosts, chosen, listening, secret, pairs, told)
     finally:
-        prober.ask(list(listening), "close", lambda name: {})
+        asker.ask(list(listening), "close", lambda name: {})
     return Network(ways=chosen, pairs=list(pairs.values()), resolved=resolved, reached=reached)
 
 
@@ -145,7 +145,7 @@ Pairs = dict[tuple[str, str], Pair]
 Listening = Mapping[str, dict[str, dict[str, Any]]]
 
 
-def _reach(prober: Prober, hosts: list[str], ways: Mapping[str, list[Way]], listening: Listening,
+def _reach(asker: Asker, hosts: list[str], ways: Mapping[str, list[Way]], listening: Listening,
            identities: Mapping[str, str], secret: str) -> dict[str, dict[str, int | None]]:  # fmt: skip
     """Of every address, how many peers got through to it. With one way for each host there is nothing to choose."""
     if all(len(ways[name]) == 1 for name in hosts):
@@ -158,7 +158,7 @@ def _reach(prober: Prober, hosts: list[str], ways: Mapping[str, list[Way]], list
         ]
         for source in hosts
     }  # fmt: skip
-    results = prober.ask(
+    results = asker.ask(
         hosts, "connect", lambda name: {"targets": targets[name], "secret": secret, "within_s": REACH_S}
     )
     reached: dict[str, dict[str, int | None]] = {
@@ -172,7 +172,7 @@ def _reach(prober: Prober, hosts: list[str], ways: Mapping[str, list[Way]], list
     return reached
 
 
-def _connect(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listening: Listening,
+def _connect(asker: Asker, hosts: list[str], ways: Mapping[str, Way], listening: Listening,
              identities: Mapping[str, str], secret: str, port: int, ssh_ports: Mapping[str, int]) -> Pairs:  # fmt: skip
     """The rendezvous port and the ephemeral ones, from every host to every other; and ssh's port, to compare."""
     targets: dict[str, list[dict[str, Any]]] = {source: [] for source in hosts}
@@ -191,7 +191,7 @@ def _connect(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listenin
                  "rank": int(what == "ssh"), "identity": None if what == "ssh" else identities[target]}
                 for what, number in ports
             ]  # fmt: skip
-    results = prober.ask(
+    results = asker.ask(
         hosts, "connect", lambda name: {"targets": targets[name], "secret": secret, "within_s": CONNECT_S}
     )
     pairs: Pairs = {}
@@ -217,14 +217,14 @@ def _target(pair: Pair, ways: Mapping[str, Way], listening: Listening) -> dict[s
     return {"address": address, "port": port, "udp": udp, "mtu": min(mtus, default=1500)}
 
 
-def _talk(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
+def _talk(asker: Asker, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
           pairs: Pairs) -> Pairs:  # fmt: skip
     """Round trips of small messages first, while all is quiet; then a large one, and large packets."""
     open_ones = {key: target for key, pair in pairs.items() if (target := _target(pair, ways, listening))}
     keys = {source: [key for key in open_ones if key[0] == source] for source in hosts}
     targets = {source: [open_ones[key] for key in keys[source]] for source in hosts}
     found = dict(pairs)
-    trips = prober.ask(hosts, "round_trips", lambda name: {"targets": targets[name], "secret": secret})
+    trips = asker.ask(hosts, "round_trips", lambda name: {"targets": targets[name], "secret": secret})
     for source, told in trips.items():
         for key, seconds in zip(keys[source], told, strict=True):
             if seconds:
@@ -234,13 +234,13 @@ def _talk(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listening: 
                     rtt_p05_s=percentile(seconds, 0.05),
                     rtt_p95_s=percentile(seconds, 0.95),
                 )
-    for source, told in prober.ask(hosts, "large", lambda name: {"targets": targets[name], "secret": secret}).items():
+    for source, told in asker.ask(hosts, "large", lambda name: {"targets": targets[name], "secret": secret}).items():
         for key, outcome in zip(keys[source], told, strict=True):
             found[key] = msgspec.structs.replace(found[key], **outcome)
     return found
 
 
-def _measure(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
+def _measure(asker: Asker, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
              pairs: Pairs, told: Callable[[str], None]) -> Pairs:  # fmt: skip
     """Goodput, one pair after another. What looks doubtful is measured again for longer: the better counts."""
     found = dict(pairs)
@@ -250,7 +250,7 @@ def _measure(prober: Prober, hosts: list[str], ways: Mapping[str, Way], listenin
         if target is None or found[key].large != "ok":
             return
         told(f"measuring {key[0]} to {key[1]}")
-        seen = prober.ask(
+        seen = asker.ask(
             [key[0]], "burst", lambda name: {"target": target, "secret": secret, "seconds": seconds, "warm_s": warm_s}
         ).get(key[0])
         if seen and seen["goodput_Bps"] > (found[key].goodput_Bps or 0.0):

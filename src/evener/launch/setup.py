@@ -45,7 +45,7 @@ SILENT_S = 60.0  # a host that works says so every 5 s
 # Measured (2026-11, 2 cores): 20 s instead of 54 s, for pip compiles all of torch; what a worker imports is compiled by
 # the import that ends a setup.
 QUICK = ("--no-compile", "--progress-bar=off")
-PROBED_PACKAGE = "msgspec"  # small, and on every registry that has what evener needs
+SMALL_PACKAGE = "msgspec"  # small, and on every registry that has what evener needs
 
 Tell = Callable[[str, str, bool], None]  # host, what it does, is that a new step?
 
@@ -304,7 +304,7 @@ class _Setup:
     def _reaches_registry(self, python: str) -> bool:
         """Asked of pip itself, whose configuration may name a mirror, a proxy or a folder."""
         self._step("asking for a registry")
-        arguments = ["--retries=0", "--timeout=5", "index", "versions", PROBED_PACKAGE]
+        arguments = ["--retries=0", "--timeout=5", "index", "versions", SMALL_PACKAGE]
         items = self._session.stream("setup", "pip", python=python, arguments=arguments, timeout_s=SILENT_S)
         return next((item["status"] for item in items if "status" in item), 1) == 0
 

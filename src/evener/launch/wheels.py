@@ -45,10 +45,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     wants_cuda: bool
 
     @classmethod
-    def of(cls, probed: Mapping[str, Any], *, wants_cuda: bool) -> Target:
+    def of(cls, installed: Mapping[str, Any], *, wants_cuda: bool) -> Target:
         """From what `hosts/remote/setup.py` found of an interpreter."""
-        name, version = probed["libc"]
-        return cls(markers=probed["markers"], libc=(name, version), mac=probed["mac"], wants_cuda=wants_cuda)
+        name, version = installed["libc"]
+        return cls(markers=installed["markers"], libc=(name, version), mac=installed["mac"], wants_cuda=wants_cuda)
 
     @property
     def is_linux(self) -> bool:
@@ -64,7 +64,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     def pip_flags(self) -> list[str]:
         """What `pip download` must be told to find wheels for this host rather than for this machine."""
-        here = Target.of(_remote.probe(sys.executable), wants_cuda=self.wants_cuda)
+        here = Target.of(_remote.installed(sys.executable), wants_cuda=self.wants_cuda)
         if here.key == self.key:
             return ["--only-binary=:all:"]
         version = self.markers["python_version"]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from evener.core.units import count, seconds, size
 from evener.report.ranks import (
     CLEAR,
+    contention_of,
     cpus_at_work,
     first_done,
     is_overbooked,
@@ -25,10 +26,9 @@ from evener.report.ranks import (
     mean,
     on_cpus,
     plural,
-    probe,
-    probed_token_s,
     sequences,
     straggles,
+    token_alone_s,
     token_s,
     why_slow,
 )
@@ -63,22 +63,23 @@ class Comparison:
         """Cores on which a rank of the smaller run computed."""
         if self.num_few == 1 and self.few_rank.cpus is not None:
             return self.few_rank.cpus
-        contention = probe(self.few)
+        contention = contention_of(self.few)
         return mean(contention.together_cpus) if contention else None
 
     @functools.cached_property
     def many_cpus(self) -> float:
         """Cores on which a rank of the larger run computes when the others let it; unmeasured: its threads."""
-        contention = probe(self.many)
+        contention = contention_of(self.many)
         return mean(contention.alone_cpus) if contention else float(self.many.threads)
 
     @functools.cached_property
     def token_s(self) -> tuple[float, float] | None:
         """CPU time for a token with few ranks and with many, as each rank's own work and no neighbour makes it.
 
-        From the probes; where they did not run, from whole steps, but only if it shrank: neighbours can make it grow.
+        Of single micro-batches; where those were not timed, of whole steps, but only if it shrank: neighbours can make
+        it grow.
         """
-        before, now = probed_token_s(self.few), probed_token_s(self.many)
+        before, now = token_alone_s(self.few), token_alone_s(self.many)
         if before and now:
             return before, now
         before, now = token_s(self.few), token_s(self.many)
@@ -87,7 +88,7 @@ class Comparison:
     @functools.cached_property
     def neighbours(self) -> float | None:
         """CPU time for the same work: while all ranks compute over alone. Above 1: they slow each other down."""
-        contention = probe(self.many)
+        contention = contention_of(self.many)
         if contention is None or is_overbooked(self.many):  # threads without a core keep the others spinning
             return None
         ratio = mean(contention.together_s) / mean(contention.alone_s)
@@ -99,7 +100,7 @@ class Comparison:
         """Have the ranks of the larger run fewer cores than they have work for?"""
         if not on_cpus(self.many):
             return False
-        contention = probe(self.many)
+        contention = contention_of(self.many)
         if contention:
             lost = mean(contention.alone_cpus) / mean(contention.together_cpus)
         else:
@@ -122,15 +123,15 @@ class Comparison:
         elif self.few_cpus:
             cores["cores"] = math.log(self.few_cpus / self.many_cpus)
         efficiency = self.token_s[1] / self.token_s[0] if self.token_s else None
-        probed = {
+        measured = {
             name: 0.0 if 1 / CLEAR < ratio < CLEAR else math.log(ratio)
             for name, ratio in (("efficiency", efficiency), ("neighbours", self.neighbours))
             if ratio is not None
         }
-        probed, rest = settle(probed, math.log(now_s / (now_s - growth_s)) - sum(cores.values()))
+        measured, rest = settle(measured, math.log(now_s / (now_s - growth_s)) - sum(cores.values()))
         turns = {"turns": max(rest, 0.0) if self.takes_turns else 0.0}
         found, reached_s = {}, now_s - growth_s
-        for name, log in (cores | probed | turns).items():
+        for name, log in (cores | measured | turns).items():
             found[name] = reached_s * math.expm1(log)
             reached_s += found[name]
         return found
@@ -139,7 +140,7 @@ class Comparison:
 def settle(predicted: dict[str, float], total: float) -> tuple[dict[str, float], float]:
     """Cut predictions (logarithms of factors) to what the total leaves room for; and what remains of the total.
 
-    A probe takes milliseconds and the steps took minutes: where both disagree, the steps are right.
+    What was timed beside the steps took milliseconds, and they took minutes: where both disagree, the steps are right.
 
     >>> settle({"efficiency": -1.0, "neighbours": 3.0}, 1.0)
     ({'efficiency': -1.0, 'neighbours': 2.0}, 0.0)
@@ -211,7 +212,7 @@ def _turns_because(c: Comparison, cost_s: float) -> str:
             f"because {c.num * c.many.threads} threads share {plural(c.many.cores, 'core')}{used}: the ranks take "
             "turns, and one waits while another computes"
         )
-    contention = probe(c.many)
+    contention = contention_of(c.many)
     running = mean(contention.together_cpus) if contention else cpus_at_work(c.many, c.many_rank) or 0.0
     alone = f" and {c.many_cpus:.2f} when it computed alone" if contention else ""
     return (
@@ -252,7 +253,7 @@ def _efficiency_because(c: Comparison, cost_s: float) -> str:
 
 def _bus_Bps(c: Comparison) -> tuple[float, float]:
     """Bandwidth of a copy through memory: of one rank alone, and of all ranks together."""
-    contention = probe(c.many)
+    contention = contention_of(c.many)
     assert contention is not None
     return mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
 
@@ -263,7 +264,7 @@ def _bus_is_full(c: Comparison) -> bool:
 
 
 def _neighbours_because(c: Comparison, cost_s: float) -> str:
-    contention = probe(c.many)
+    contention = contention_of(c.many)
     assert contention is not None
     ratio = mean(contention.together_s) / mean(contention.alone_s)
     alone, together = _bus_Bps(c)
@@ -348,7 +349,7 @@ def _late_because(c: Comparison, cost_s: float) -> str:
     return f"because now one rank is late, now another, and the rest wait, {least} to {most} a step"
 
 
-_PROBE = "what a rank's work takes alone and beside the others (--probe measures it)"
+_CONTENTION = "what a rank's work takes alone and beside the others (--contention measures it)"
 _WAIT = "how long the ranks wait for each other"
 
 CAUSES: tuple[Cause, ...] = (
@@ -373,7 +374,7 @@ CAUSES: tuple[Cause, ...] = (
         part="compute_s",
         cost_s=lambda c: c.compute_s.get("efficiency"),
         because=_efficiency_because,
-        unmeasured=_PROBE,
+        unmeasured=_CONTENTION,
         advice=lambda c: "A larger --batch gives every rank larger pieces.",
     ),
     Cause(
@@ -381,7 +382,7 @@ CAUSES: tuple[Cause, ...] = (
         part="compute_s",
         cost_s=lambda c: 0.0 if is_overbooked(c.many) else c.compute_s.get("neighbours"),
         because=_neighbours_because,
-        unmeasured=_PROBE,
+        unmeasured=_CONTENTION,
         advice=_neighbours_advice,
     ),
     Cause(

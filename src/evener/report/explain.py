@@ -10,6 +10,7 @@ from evener.core.units import count, seconds, size
 from evener.report.causes import CAUSES, Cause, Comparison
 from evener.report.predicted import explain_prediction
 from evener.report.ranks import (
+    contention_of,
     cpus_at_work,
     first_done,
     is_overbooked,
@@ -17,7 +18,6 @@ from evener.report.ranks import (
     mean,
     on_cpus,
     plural,
-    probe,
     straggles,
     why_slow,
 )
@@ -184,7 +184,7 @@ def _cores(summary: Summary) -> str:
         text += f"; {_all_threads(summary)} threads do not fit on {plural(summary.cores, 'core')}."
     else:
         text += f". It was not really running on its {threads}: {_disturbance(summary.threads)}."
-    contention = probe(summary)
+    contention = contention_of(summary)
     if contention is None or num == 1:
         return text
     ratio = mean(contention.together_s) / mean(contention.alone_s)
@@ -297,7 +297,7 @@ def _disturbed(c: Comparison) -> list[str]:
     """Did the runs have the cores that they asked for? If not, the reader must know before any cause is named."""
     found, threads = [], 1
     for run, rank in ((c.few, c.few_rank), (c.many, c.many_rank)):
-        contention, num = probe(run), run.manifest.world_size
+        contention, num = contention_of(run), run.manifest.world_size
         if not on_cpus(run) or (num > 1 and is_overbooked(run)):
             continue
         had = mean(contention.alone_cpus) if contention and num > 1 else cpus_at_work(run, rank)
@@ -319,7 +319,7 @@ def _because(c: Comparison, named: list[tuple[Cause, float]]) -> list[str]:
     losses = [f"{seconds(cost)} are lost {cause.because(c, cost)}." for cause, cost in named if cost > 0]
     if speedup(c.many, c.few) < FASTER:
         return losses + gains
-    contention = probe(c.many)
+    contention = contention_of(c.many)
     now = c.num * mean(contention.together_cpus) if contention else None
     before = c.num_few * c.few_cpus if c.few_cpus else None
     if on_cpus(c.many) and now and before and now > FASTER * before:

@@ -405,7 +405,7 @@ def _manifest(manifest: Manifest) -> Html:
         "Corpus": tree["corpus"],
         "Machines": tree["hosts"],
         "Processes": tree["ranks"],
-        "Probe: each rank alone, and all together": tree["contention"],
+        "Contention: each rank alone, and all together": tree["contention"],
     }
     return section(
         "Manifest",

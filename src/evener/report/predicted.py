@@ -17,7 +17,7 @@ from evener.core.resolve import MICRO_BATCH_TOKENS
 from evener.core.step import PARTS
 from evener.core.units import count, seconds, size
 from evener.report.figures import PART_NAMES
-from evener.report.ranks import CLEAR, WORK, last_done, plural, probe, straggles
+from evener.report.ranks import CLEAR, WORK, contention_of, last_done, plural, straggles
 from evener.report.summary import RankSummary, Summary
 
 NEAR = 0.10  # of the step: a prediction that is not farther off is right
@@ -387,7 +387,7 @@ def _own_speed(c: _Compared, rank: int, had: float | None, ratio: float) -> str:
         )
     if (throttled := c.finding(rank, "cpu.throttled")) is not None:
         return f"{working}: throttled ({throttled})"
-    contention = probe(c.summary)
+    contention = contention_of(c.summary)
     if contention is not None and contention.together_s[rank] > CLEAR * contention.alone_s[rank]:
         beside = contention.together_s[rank] / contention.alone_s[rank]
         return (

@@ -68,8 +68,8 @@ def cpus_at_work(summary: Summary, rank: RankSummary) -> float | None:
     return min(rank.cpus * summary.step_p50_s / work_s, float(summary.manifest.ranks[rank.rank].threads))
 
 
-def probe(summary: Summary) -> Contention | None:
-    """What the contention probe found, if it ran and its clocks could tell anything."""
+def contention_of(summary: Summary) -> Contention | None:
+    """What the contention measurement found, if it ran and its clocks could tell anything."""
     contention = summary.manifest.contention
     if contention is None:
         return None
@@ -79,7 +79,7 @@ def probe(summary: Summary) -> Contention | None:
 
 
 def sequences(summary: Summary) -> list[int]:
-    """Sequences in the first micro-batch of every rank: what the contention probe times."""
+    """Sequences in the first micro-batch of every rank: what the contention measurement times."""
     manifest = summary.manifest
     train = manifest.spec.train
     fitting = max(1, MICRO_BATCH_TOKENS // manifest.shape.block_size) if manifest.shape else train.batch
@@ -87,9 +87,9 @@ def sequences(summary: Summary) -> list[int]:
     return [micro_batch_sizes(share, largest)[0] for share in equal_shares(train.batch, manifest.world_size)]
 
 
-def probed_token_s(summary: Summary) -> float | None:
+def token_alone_s(summary: Summary) -> float | None:
     """CPU time of forward and backward for a token, of a rank alone on the machine; on a GPU, time."""
-    contention, shape = probe(summary), summary.manifest.shape
+    contention, shape = contention_of(summary), summary.manifest.shape
     if contention is None or shape is None:
         return None
     cpus = contention.alone_cpus if on_cpus(summary) else [1.0] * len(summary.ranks)

@@ -15,11 +15,11 @@ from evener.core.errors import UsageError
 from evener.core.progress import Progress
 from evener.core.resolve import Resolved
 from evener.core.shape import GPTShape
+from evener.worker.contention import contention
 from evener.worker.data import TokenBlocks
 from evener.worker.gpt2 import load_gpt2
 from evener.worker.model import GPT
 from evener.worker.optim import adamw, learning_rate
-from evener.worker.probe import contention
 from evener.worker.run import Run, join
 
 TELL_EVERY_S = 5.0
@@ -45,7 +45,7 @@ def train(resolved: Resolved) -> None:
                 step.backward(loss_sum)
             step.update(optimizer)
 
-            if step.rehearsal and spec.machine.probe:
+            if step.rehearsal and spec.machine.contention:
                 run.contention = contention(run, train_set)
             if step.evaluates and not step.stopped:
                 step.val_loss = evaluate(run, val_set, step.index + 1)

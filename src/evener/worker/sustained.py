@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from evener.core.hostprobe import HostProbeSpec, Passes, Sustained
+from evener.core.device_rates import DeviceRatesSpec, Passes, Sustained
 from evener.core.resolve import MICRO_BATCH_TOKENS
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.spec import TrainSpec
@@ -36,7 +36,7 @@ ONES, BETWEENS = 3, 2  # passes of a round of them
 class Trainer:
     """A preset with its optimizer, in the arithmetic that a run would choose."""
 
-    def __init__(self, spec: HostProbeSpec, device: torch.device) -> None:
+    def __init__(self, spec: DeviceRatesSpec, device: torch.device) -> None:
         torch.manual_seed(0)
         changes = {} if spec.dropout is None else {"dropout": spec.dropout}
         self.shape = preset_shape(spec.model, PRESETS[spec.model].vocab_size, **changes)
@@ -64,7 +64,7 @@ class Trainer:
         return between - began, cpu_s, time.perf_counter() - between
 
 
-def train(spec: HostProbeSpec, device: torch.device, say: Callable[[str], None]) -> Sustained:
+def train(spec: DeviceRatesSpec, device: torch.device, say: Callable[[str], None]) -> Sustained:
     """Train a preset for about `spec.seconds`, MIN_PASSES large passes at least; `say` is told if it takes longer."""
     trainer, seconds = Trainer(spec, device), spec.seconds
     large = _large(trainer, seconds, say)

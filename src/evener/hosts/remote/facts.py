@@ -428,9 +428,9 @@ def _gloo() -> Facts:
     for family, kind, protocol, _, address in candidates:
         one = {"address": address[0], "binds": False}
         try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
             one["binds"] = True
         except OSError as error:
             one["error"] = error.strerror or str(error)
@@ -450,12 +450,12 @@ def _port(port: int) -> Facts:
     """Who holds the rendezvous port? None if it can be bound."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with socket.socket(family, socket.SOCK_STREAM) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((address, port))
-                probe.listen(1)
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind((address, port))
+                listener.listen(1)
         except OSError as error:
             if error.errno in (98, 48):  # EADDRINUSE on Linux, on macOS
                 return {"port": port, "port_holder": _holder(port)}

@@ -28,7 +28,7 @@ WORD = 32  # bytes of a secret and of an identity
 CHUNK = 1 << 18
 SILENCE_S = 1.5  # a transfer of which nothing moves for so long stands still
 TOTAL_RETRANS, SND_MSS = 100, 16  # where struct tcp_info of Linux keeps tcpi_total_retrans and tcpi_snd_mss
-IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PROBE = 10, 23, 3  # Linux: do not fragment, and do not believe what was learned
+IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_PROBE = 10, 23, 3  # Linux: do not fragment, believe nothing learned
 IP_DONTFRAG, IPV6_DONTFRAG = 28, 62  # macOS
 HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of IP and UDP
 SMALLEST_MTU = 576
@@ -349,33 +349,33 @@ def _send_large(target: Fields, secret: str, size: int) -> str:
 def _path_mtu(target: Fields, secret: str) -> int | None:
     """The largest packet that really arrives, found by bisection; one packet where nothing is in the way."""
     family = _family(target["address"])
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family, socket.SOCK_DGRAM) as sender:
         try:
             if family == socket.AF_INET:
-                probe.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, PROBE)
+                sender.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, PMTUDISC_PROBE)
             else:
-                probe.setsockopt(socket.IPPROTO_IPV6, IPV6_MTU_DISCOVER, PROBE)
+                sender.setsockopt(socket.IPPROTO_IPV6, IPV6_MTU_DISCOVER, PMTUDISC_PROBE)
         except OSError:
             if family == socket.AF_INET:
-                probe.setsockopt(socket.IPPROTO_IP, IP_DONTFRAG, 1)
+                sender.setsockopt(socket.IPPROTO_IP, IP_DONTFRAG, 1)
             else:
-                probe.setsockopt(socket.IPPROTO_IPV6, IPV6_DONTFRAG, 1)
-        probe.connect((target["address"], target["udp"]))
+                sender.setsockopt(socket.IPPROTO_IPV6, IPV6_DONTFRAG, 1)
+        sender.connect((target["address"], target["udp"]))
         headers = HEADERS[family]
-        if _arriving(probe, secret, [target["mtu"]], headers):
+        if _arriving(sender, secret, [target["mtu"]], headers):
             return int(target["mtu"])
         low, high = SMALLEST_MTU, target["mtu"]
-        if not _arriving(probe, secret, [low], headers):
+        if not _arriving(sender, secret, [low], headers):
             return None  # no datagram passes: nothing is known
         while high - low > 1:  # many sizes at a time
             sizes = list(range(low + 1, high, max(1, (high - low) // SIZES_AT_A_TIME)))
-            arrived = _arriving(probe, secret, sizes, headers)
+            arrived = _arriving(sender, secret, sizes, headers)
             low = max(arrived, default=low)
             high = min([size for size in sizes if size > low], default=high)
         return low
 
 
-def _arriving(probe: socket.socket, secret: str, sizes: list[int], headers: int) -> set[int]:
+def _arriving(sender: socket.socket, secret: str, sizes: list[int], headers: int) -> set[int]:
     """Which packets of these sizes the other end got; each is sent again once or twice, for any may be lost."""
     arrived: set[int] = set()
     nonce = random.getrandbits(40)
@@ -384,14 +384,14 @@ def _arriving(probe: socket.socket, secret: str, sizes: list[int], headers: int)
             if size in arrived:
                 continue
             try:
-                probe.send((secret.encode() + struct.pack("!Q", nonce << 20 | size)).ljust(size - headers, b"\0"))
+                sender.send((secret.encode() + struct.pack("!Q", nonce << 20 | size)).ljust(size - headers, b"\0"))
             except OSError:  # larger than the interface sends
                 continue
         until = time.monotonic() + DATAGRAM_S
         while len(arrived) < len(sizes) and time.monotonic() < until:
             try:
-                probe.settimeout(max(0.001, until - time.monotonic()))
-                mark = struct.unpack("!Q", probe.recv(8))[0]
+                sender.settimeout(max(0.001, until - time.monotonic()))
+                mark = struct.unpack("!Q", sender.recv(8))[0]
             except (OSError, struct.error):
                 break
             if mark >> 20 == nonce:

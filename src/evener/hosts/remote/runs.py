@@ -153,10 +153,10 @@ def free_port(address, wanted, low, high):
     import socket
 
     for port in [wanted, *random.sample(range(low, high), 64)]:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((address, port))
+                listener.bind((address, port))
             except OSError:
                 continue
             return port

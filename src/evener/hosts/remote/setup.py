@@ -26,7 +26,7 @@ PLACES = ("~/.local/bin", "/usr/local/bin", "/opt/homebrew/bin", "/usr/bin")
 PR_SET_PDEATHSIG = 1
 
 # Runs in the interpreter in question: which versions would it import? Nothing of theirs is executed.
-PROBE = r"""
+INSTALLED = r"""
 import hashlib, importlib.metadata, importlib.util, json, os, platform, re, sys
 packages, half, editable = {}, [], None
 for dist in importlib.metadata.distributions():
@@ -85,7 +85,7 @@ def look(workdir, python=None, here=None, preferred=()):
         "home": home,
         "python": target,
         "is_own": target == own,
-        "now": _probe(target) if target and os.path.exists(target) else None,
+        "now": installed(target) if target and os.path.exists(target) else None,
         "has_gpu": _has_gpu(),
         "free_bytes": _free_bytes(home),
     }
@@ -182,18 +182,14 @@ def opens(url, timeout_s=5.0):
         return False
 
 
-def probe(python):
-    """What an interpreter would import."""
-    return _probe(python)
-
-
-def _probe(python):
-    argv = [python, "-c", PROBE]
+def installed(python):
+    """What an interpreter would import; None where it does not start."""
+    argv = [python, "-c", INSTALLED]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/", check=False)
         return json.loads(done.stdout.decode().strip().splitlines()[-1])
     except (OSError, ValueError, IndexError):
-        return None  # it does not start
+        return None
 
 
 def _base(preferred):

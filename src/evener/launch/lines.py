@@ -1,9 +1,9 @@
-"""How does a probe that needs torch run: on this machine, or on every host of a fleet?
+"""What does a program of ours say that needs torch: on this machine, or on every host of a fleet?
 
     for rank, line in lines_here(2, "evener.worker.collectives", "{…}"): …
     for rank, line in lines_of_fleet(prepared, sessions, "evener.worker.collectives", "{…}"): …
 
-A probe prints lines of JSON; whatever else its ranks say is shown when it fails.
+It prints lines of JSON; whatever else its ranks say is shown when it fails.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def lines_here(num_ranks: int, module: str, arg: str, *, threads: int | None = N
 
 
 def told(line: str) -> Iterator[str]:
-    """The line, if it is one of a probe's own; the EvenerError that it tells is raised."""
+    """The line, if it is one of the program's own; the EvenerError that it tells is raised."""
     if line.startswith(ERROR):
         error = msgspec.json.decode(line, type=dict[str, str])
         kind = getattr(errors, error["kind"])
@@ -76,7 +76,7 @@ def lines_of_fleet(
     """(host, line) of the lines of JSON that a module prints on every host, as they come home; `args` is each host's.
 
     `num_ranks` processes on every host, or as many as its table in the fleet says. When it is left, nothing of the
-    probe runs any more, and its folders are gone.
+    program runs any more, and its folders are gone.
     """
     plan = _plan(prepared, module, args, num_ranks)
     with tempfile.TemporaryDirectory(prefix="evener-probe-") as folder:
@@ -102,7 +102,7 @@ def lines_of_fleet(
                     yield from news()
                     lost = [host.error for host in mirror.hosts.values() if host.error is not None]
                     if lost:
-                        raise lost[0]  # a probe is of no use to anybody who does not see it
+                        raise lost[0]  # what nobody sees need not be measured
                     if not done:
                         mirror.wait(POLL_S)
                 states = {name: host.state or {} for name, host in mirror.hosts.items()}

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from evener.core.collective import World
+    from evener.core.device_rates import DeviceRates
     from evener.core.finding import Finding
     from evener.core.fleet import ModelRate, Rates
-    from evener.core.hostprobe import DeviceProbe
     from evener.hosts.wire import Wire
     from evener.plan.compute import Roofline
     from evener.report.collectives import Judged
@@ -99,7 +99,7 @@ def collectives_row(judged: Judged) -> str:
     )
 
 
-def device(found: DeviceProbe, roof: Roofline) -> str:
+def device(found: DeviceRates, roof: Roofline) -> str:
     """The figures of one device, and what bounds it."""
     rates, sustained = found.rates, found.sustained
     large, model = sustained.large, rates.models[found.model]
@@ -164,7 +164,7 @@ def pass_time(model: ModelRate) -> str:
     return f"{seconds(model.pass_s)}, and {tokens}"
 
 
-def bound(found: DeviceProbe, roof: Roofline) -> str:
+def bound(found: DeviceRates, roof: Roofline) -> str:
     """Arithmetic or memory, in one sentence."""
     took = found.sustained.large.pass_p50_s
     return (

@@ -1,8 +1,8 @@
 """How fast is this host: its arithmetic, its memory, and the model itself?
 
-    python -m evener.worker.host_probe '{"host": "attic", "model": "char"}'
+    python -m evener.worker.device_rates '{"host": "attic", "model": "char"}'
 
-Every device in turn, by one process; the argument is a HostProbeSpec. Prints lines of JSON.
+Every device in turn, by one process; the argument is a DeviceRatesSpec. Prints lines of JSON.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold, Doing, Sustained, model_rate
 from evener.core.errors import EvenerError, UsageError
 from evener.core.finding import Finding
 from evener.core.fleet import Rates
-from evener.core.hostprobe import DeviceProbe, Doing, HostProbeSpec, HostTold, Sustained, model_rate
 from evener.core.machine import this_machine
 from evener.core.shape import PRESETS
 from evener.core.units import count
@@ -36,7 +36,7 @@ SLOWER = 0.9  # below this share of another rate it is no chance
 SUSTAINED_S = 10.0  # shorter runs do not heat anything up
 
 
-def probe(device: torch.device, spec: HostProbeSpec) -> DeviceProbe:
+def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
     """All figures of one device; takes 5 to 10 seconds more than `spec.seconds`."""
     name = "cpu" if device.type == "cpu" else str(device)
     tell(Doing(text=f"{name}: matrix products"))
@@ -62,7 +62,7 @@ def probe(device: torch.device, spec: HostProbeSpec) -> DeviceProbe:
         models={spec.model: model_rate(sustained)},
         measured=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
-    return DeviceProbe(
+    return DeviceRates(
         host=spec.host,
         device=name,
         threads=torch.get_num_threads(),
@@ -105,7 +105,7 @@ def memory_bytes(device: torch.device) -> int | None:
     return this_machine().memory_bytes
 
 
-def findings(spec: HostProbeSpec, device: str, rates: Rates, sustained: Sustained) -> list[Finding]:
+def findings(spec: DeviceRatesSpec, device: str, rates: Rates, sustained: Sustained) -> list[Finding]:
     """What in these figures deserves a word."""
     found = []
     fp32, bf16 = rates.matmul_flops["fp32"], rates.matmul_flops.get("bf16")
@@ -118,7 +118,7 @@ def findings(spec: HostProbeSpec, device: str, rates: Rates, sustained: Sustaine
                 evidence=f"{device}: matrix products run at {count(bf16)}FLOP/s in bf16, {count(fp32)}FLOP/s in fp32",
                 fix="--dtype fp32, which --dtype auto takes here"
                 if sustained.dtype == "fp32"
-                else f"--dtype auto takes {sustained.dtype} here; if a second probe says the same, --dtype fp32",
+                else f"--dtype auto takes {sustained.dtype} here; if a second measurement says the same, --dtype fp32",
             )
         )
     first, last = sustained.first_third_tokens_per_s, sustained.last_third_tokens_per_s
@@ -158,7 +158,7 @@ def devices(wish: str) -> list[torch.device]:
     return gpus if wish == "cuda" else [torch.device("cpu"), *gpus]
 
 
-def tell(news: HostTold) -> None:
+def tell(news: DeviceTold) -> None:
     print(msgspec.json.encode(news).decode(), flush=True)
 
 
@@ -166,9 +166,9 @@ def main() -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # one process measures all devices of its host
     try:
-        spec = msgspec.json.decode(sys.argv[1], type=HostProbeSpec)
+        spec = msgspec.json.decode(sys.argv[1], type=DeviceRatesSpec)
         for device in devices(spec.device):
-            tell(probe(device, spec))
+            tell(measure(device, spec))
     except EvenerError as error:
         print(msgspec.json.encode({"error": str(error), "hint": error.hint, "kind": type(error).__name__}).decode())
         return error.exit_status

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.core.hostprobe import HostProbeSpec, model_rate
+from evener.core.device_rates import DeviceRatesSpec, model_rate
 from evener.core.resolve import MICRO_BATCH_TOKENS
 from evener.core.shape import PRESETS
 from evener.worker import sustained
@@ -58,7 +58,7 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
 )
 def test_the_line_comes_back(monkeypatch, sequence_s, pass_s, large):
     said = device_of(monkeypatch, pass_s=pass_s, sequence_s=sequence_s, first_s=3.0)
-    found = sustained.train(HostProbeSpec(host="h", model="char"), CPU, said.append)
+    found = sustained.train(DeviceRatesSpec(host="h", model="char"), CPU, said.append)
     rate = model_rate(found)
     assert found.large.micro_batch == large
     assert (rate.pass_s, rate.tokens_per_s) == pytest.approx((pass_s, 256 / sequence_s), rel=1e-6)
@@ -69,7 +69,7 @@ def test_the_line_comes_back(monkeypatch, sequence_s, pass_s, large):
 
 def test_smaller_passes_leave_the_device_at_work(monkeypatch):
     device_of(monkeypatch, pass_s=0.005, sequence_s=1e-4)
-    found = sustained.train(HostProbeSpec(host="h", model="char"), CPU, print)
+    found = sustained.train(DeviceRatesSpec(host="h", model="char"), CPU, print)
     smaller_s = sum(one.passes * one.pass_p50_s for one in found.smaller)
     assert smaller_s < 1.1 * sustained.SMALLER_SHARE * 12.0
     assert min(one.passes for one in found.smaller) > 20
@@ -78,7 +78,7 @@ def test_smaller_passes_leave_the_device_at_work(monkeypatch):
 @pytest.mark.parametrize(("sequence_s", "whole_s"), [(5.0, 5 * 5), (20.0, 20 * 4)])
 def test_a_slow_host_is_asked_for_little_and_told_so(monkeypatch, sequence_s, whole_s):
     said = device_of(monkeypatch, pass_s=0.0, sequence_s=sequence_s)
-    found = sustained.train(HostProbeSpec(host="h", model="char"), CPU, said.append)
+    found = sustained.train(DeviceRatesSpec(host="h", model="char"), CPU, said.append)
     assert (found.large.passes, found.smaller) == (3, [])
     assert model_rate(found).pass_s is None
     assert len(said) == 1
@@ -86,7 +86,7 @@ def test_a_slow_host_is_asked_for_little_and_told_so(monkeypatch, sequence_s, wh
 
 
 def test_a_preset_really_trains():
-    found = sustained.train(HostProbeSpec(host="h", model="tiny", seconds=2.0), CPU, print)
+    found = sustained.train(DeviceRatesSpec(host="h", model="tiny", seconds=2.0), CPU, print)
     assert found.large.passes >= 3
     assert found.updates == found.large.passes + sum(one.passes for one in found.smaller)
     rate = model_rate(found)

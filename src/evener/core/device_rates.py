@@ -14,8 +14,8 @@ from evener.core.fleet import ModelRate, Rates
 MOST_BESIDE_TOKENS = 0.95  # of a large pass: what looks like more is a measurement that was disturbed
 
 
-class HostProbeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the probe is started with."""
+class DeviceRatesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `worker.device_rates` is started with, on every host."""
 
     host: str  # as the findings shall name it
     model: str = "char"
@@ -93,7 +93,7 @@ def model_rate(sustained: Sustained) -> ModelRate:
     )
 
 
-class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True, tag="device"):
+class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, tag="device"):
     """One device, measured."""
 
     host: str
@@ -106,4 +106,4 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True, tag="device"):
     findings: list[Finding]
 
 
-HostTold = Doing | DeviceProbe
+DeviceTold = Doing | DeviceRates
