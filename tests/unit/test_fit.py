@@ -14,7 +14,7 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.plan.cost import price
 from evener.plan.fit import fit
-from evener.plan.search import plan
+from evener.plan.search import predict
 
 SHAPE = preset_shape("char", 512)
 JOB = Job(model="char", shape=SHAPE, batch=24, micro_batch=4, dtype="fp32")
@@ -89,7 +89,7 @@ def test_a_run_on_one_rank_has_no_wires():
 
 
 def test_a_plan_brings_its_prediction_home(tmp_path):
-    prediction = plan(JOB, cluster(500.0, 250.0, 4e7))
+    prediction = predict(JOB, cluster(500.0, 250.0, 4e7))
     write_plan(RunDir(tmp_path), Plan(kind="train", backend="gloo", spec=RunSpec(), prediction=prediction))
     assert read_prediction(RunDir(tmp_path)) == prediction
     assert not is_on_fleet(RunDir(tmp_path))

@@ -15,7 +15,7 @@ from evener.core.shape import PRESETS, preset_shape
 from evener.core.spec import MachineSpec
 from evener.plan.cluster import NotMeasuredError, cluster_of, dtype_of, scaled, uniform, without
 from evener.plan.cost import price
-from evener.plan.search import larger, plan, what_if
+from evener.plan.search import larger, predict, what_if
 
 SHAPE = preset_shape("char", 512)
 JOB = Job(model="char", shape=SHAPE, batch=24, micro_batch=12, dtype="fp32")
@@ -29,7 +29,7 @@ def cluster(*rates: float, wire: Wire = FAST, names: str = "abcdefgh", **more: o
 
 
 def test_equal_hosts_and_a_fast_link_train_together():
-    found = plan(JOB, cluster(1000.0, 1000.0))
+    found = predict(JOB, cluster(1000.0, 1000.0))
     assert found.recommended == "ddp"
     assert found.verdict.startswith("Train on both hosts with ddp: 2.0k tokens/s")
     assert found.option("ddp").speedup_vs_best_host == pytest.approx(2.0, rel=0.02)
@@ -37,14 +37,14 @@ def test_equal_hosts_and_a_fast_link_train_together():
 
 
 def test_a_slow_link_is_not_worth_it():
-    found = plan(JOB, cluster(1000.0, 1000.0, 1000.0, wire=SLOW))
+    found = predict(JOB, cluster(1000.0, 1000.0, 1000.0, wire=SLOW))
     assert found.recommended == "a alone"
     assert found.verdict.startswith("Don't distribute this: a alone trains")
     assert found.option("ddp").rejected_because.startswith("slower: a alone trains")
 
 
 def test_a_slow_host_is_left_out_with_both_figures():
-    found = plan(JOB, cluster(60.0, 28.0))
+    found = predict(JOB, cluster(60.0, 28.0))
     assert found.verdict == "Leave b out: with it 56 tokens/s, without 60 tokens/s."
     assert "b is the straggler" in found.advice[0]
     assert any("no network would make all hosts together pay" in line for line in found.advice)
@@ -52,14 +52,14 @@ def test_a_slow_host_is_left_out_with_both_figures():
 
 
 def test_the_slowest_of_three_is_left_out_and_two_go_on():
-    found = plan(JOB, cluster(100.0, 100.0, 20.0))
+    found = predict(JOB, cluster(100.0, 100.0, 20.0))
     assert found.recommended == "ddp without c"
     assert found.option(found.recommended).hosts == ["a", "b"]
     assert found.verdict.startswith("Leave c out: with it 60 tokens/s, without 200 tokens/s")
 
 
 def test_what_is_faster_but_cannot_run_yet_is_not_recommended():
-    found = plan(JOB, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
+    found = predict(JOB, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
     faster = [option for option in found.options if option.tokens_per_s > found.option(found.recommended).tokens_per_s]
     assert {"int8", "int4", "powersgd:4"} <= {option.name for option in faster}
     assert all(option.rejected_because for option in faster)
@@ -69,15 +69,15 @@ def test_what_is_faster_but_cannot_run_yet_is_not_recommended():
 def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
     monkeypatch.setattr("evener.plan.cost.BUILT", ("none", "ddp", "diloco", "diloco:30", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
-    assert plan(JOB, slow, loss_budget=0.05).recommended == "diloco:30"
-    strict = plan(JOB, slow, loss_budget=0.01)
+    assert predict(JOB, slow, loss_budget=0.05).recommended == "diloco:30"
+    strict = predict(JOB, slow, loss_budget=0.01)
     assert strict.recommended == "a alone"
     assert strict.option("diloco:30").rejected_because == "costs 2.0% of loss, more than 1.0%"
     assert strict.option("int8").rejected_because == "nobody measured what it costs in loss"
 
 
 def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
-    found = plan(JOB, cluster(1000.0, 1000.0, memory_bytes=500_000_000))
+    found = predict(JOB, cluster(1000.0, 1000.0, memory_bytes=500_000_000))
     assert found.recommended == ""
     assert found.verdict.startswith(
         "This cannot be trained here: does not fit: a has 500.0 MB, a run may fill 450.0 MB"
@@ -85,18 +85,18 @@ def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
     assert not any("pay" in line for line in found.advice)
     roomy = cluster(1000.0, 1000.0, memory_bytes=8_000_000_000)
     tight = msgspec.structs.replace(roomy.hosts[1], memory_bytes=500_000_000)
-    found = plan(JOB, msgspec.structs.replace(roomy, hosts=[roomy.hosts[0], tight]))
+    found = predict(JOB, msgspec.structs.replace(roomy, hosts=[roomy.hosts[0], tight]))
     assert found.recommended == "a alone"
     assert found.verdict.startswith("Use a only. With both hosts it does not fit: b has 500.0 MB")
     three = cluster(1000.0, 900.0, 800.0, memory_bytes=8_000_000_000)
     small = msgspec.structs.replace(three.hosts[0], memory_bytes=500_000_000)
-    found = plan(JOB, msgspec.structs.replace(three, hosts=[small, *three.hosts[1:]]))
+    found = predict(JOB, msgspec.structs.replace(three, hosts=[small, *three.hosts[1:]]))
     assert found.recommended == "ddp without a"  # and not without the slowest, which has room
 
 
 def test_at_the_break_even_bandwidth_all_are_clearly_faster_than_one():
     start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
-    found = plan(JOB, start)
+    found = predict(JOB, start)
     (line,) = [line for line in found.advice if "t would pay from" in line]
     told = float(line.split("pay from ")[1].split(" Mbit/s")[0]) * 1e6 / 8
     at = price(JOB, scaled(start, told / 3e6), "ddp")
@@ -105,21 +105,21 @@ def test_at_the_break_even_bandwidth_all_are_clearly_faster_than_one():
 
 def test_at_the_break_even_batch_all_are_clearly_faster_than_one():
     start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
-    (line,) = [line for line in plan(JOB, start).advice if line.startswith("Or with --batch")]
+    (line,) = [line for line in predict(JOB, start).advice if line.startswith("Or with --batch")]
     factor = int(line.split("--batch ")[1].split(",")[0]) // JOB.batch
     assert price(larger(JOB, factor), start, "ddp").tokens_per_s > 1020.0
     assert price(larger(JOB, factor - 1), start, "ddp").tokens_per_s <= 1020.0
 
 
 def test_one_host_has_nothing_to_distribute():
-    found = plan(JOB, cluster(1000.0))
+    found = predict(JOB, cluster(1000.0))
     assert found.verdict == "a with 1 rank trains 1.0k tokens/s."
     assert [option.name for option in found.options] == ["a alone"]
 
 
 def test_more_ranks_than_sequences_is_a_mistake():
     with pytest.raises(UsageError, match="3 ranks, more than the 2 sequences"):
-        plan(msgspec.structs.replace(JOB, batch=2), cluster(1.0, 1.0, 1.0))
+        predict(msgspec.structs.replace(JOB, batch=2), cluster(1.0, 1.0, 1.0))
 
 
 def test_the_ring_avoids_the_slow_link():
@@ -128,7 +128,7 @@ def test_the_ring_avoids_the_slow_link():
     slow = Wire(latency_s=0.0, bandwidth_Bps=1e7)
     wires = {a: dict(row) for a, row in found.wires.items()}
     wires["b"]["a"] = slow
-    planned = plan(JOB, msgspec.structs.replace(found, wires=wires))
+    planned = predict(JOB, msgspec.structs.replace(found, wires=wires))
     assert [host.name for host in planned.cluster.hosts] == ["a", "c", "b"]
     assert any("10.0 times that of the file's order" in line for line in planned.advice)
     assert [rank.host for rank in planned.option("ddp").ranks] == ["a", "c", "b"]
@@ -136,26 +136,26 @@ def test_the_ring_avoids_the_slow_link():
 
 def test_replicas_that_never_exchange_are_not_one_model():
     with pytest.raises(UsageError, match="never exchange"):
-        plan(JOB, cluster(1.0, 1.0), also=["none"])
+        predict(JOB, cluster(1.0, 1.0), also=["none"])
 
 
 def test_another_strategy_is_priced_beside_ddp_and_never_instead():
-    found = plan(JOB, cluster(1000.0, 1000.0, wire=SLOW), also=["int8", "powersgd:8"])
+    found = predict(JOB, cluster(1000.0, 1000.0, wire=SLOW), also=["int8", "powersgd:8"])
     assert found.chosen == "ddp"
     assert len({option.name for option in found.options}) == len(found.options)
     assert found.option("powersgd:8").rejected_because == "train cannot run it yet"
 
 
 def test_a_small_gain_is_none_and_says_so():
-    found = plan(JOB, cluster(1000.0, 10.2, wire=FAST))
+    found = predict(JOB, cluster(1000.0, 10.2, wire=FAST))
     assert found.recommended == "a alone"
-    at_par = plan(JOB, cluster(1000.0, 507.0))
+    at_par = predict(JOB, cluster(1000.0, 507.0))
     assert at_par.verdict == "a will do: both hosts together train 1.0k tokens/s, it alone 1.0k tokens/s."
 
 
 def test_latency_is_blamed_where_it_is_to_blame():
     far = Wire(latency_s=1.0, bandwidth_Bps=1e9)
-    found = plan(JOB, cluster(1000.0, 1000.0, wire=far))
+    found = predict(JOB, cluster(1000.0, 1000.0, wire=far))
     assert any(
         "Bandwidth alone would not make it pay: every message takes 1.00 s one way" in line for line in found.advice
     )
@@ -163,12 +163,12 @@ def test_latency_is_blamed_where_it_is_to_blame():
 
 
 def test_equal_hosts_are_no_stragglers_where_a_batch_does_not_divide():
-    found = plan(msgspec.structs.replace(JOB, batch=25), cluster(1000.0, 1000.0))
+    found = predict(msgspec.structs.replace(JOB, batch=25), cluster(1000.0, 1000.0))
     assert "25 sequences are not divided equally by 2: others wait for a" in found.advice[0]
 
 
 def test_what_if_changes_one_thing_at_a_time():
-    found = what_if(plan(JOB, cluster(1000.0, 500.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=5e7))))
+    found = what_if(predict(JOB, cluster(1000.0, 500.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=5e7))))
     names = [option.name for option in found]
     assert names[:3] == ["2.5GbE between all hosts", "10GbE between all hosts", "ddp without b"]
     assert {"batch and accumulation × 4", "int8", "fsdp"} <= set(names)
@@ -178,7 +178,7 @@ def test_what_if_changes_one_thing_at_a_time():
 
 def test_thirty_two_hosts_take_a_moment():
     began = time.process_time()
-    plan(msgspec.structs.replace(JOB, batch=512), uniform([f"n{i}" for i in range(32)], [100.0] * 32, FAST))
+    predict(msgspec.structs.replace(JOB, batch=512), uniform([f"n{i}" for i in range(32)], [100.0] * 32, FAST))
     assert time.process_time() - began < 1.0
 
 
@@ -244,7 +244,7 @@ def test_another_arithmetic_is_derived_and_marked():
 
 def test_a_host_alone_computes_in_the_type_that_suits_it():
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
-    found = plan(job(dtype="fp32"), cluster_of(mixed, job(dtype="fp32"), any_dtype=True))
+    found = predict(job(dtype="fp32"), cluster_of(mixed, job(dtype="fp32"), any_dtype=True))
     assert (
         found.option("a alone").tokens_per_s
         > 1.8 * price(job(dtype="fp32"), without(found.cluster, "b"), "none").tokens_per_s

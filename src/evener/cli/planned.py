@@ -18,7 +18,7 @@ from evener.core.spec import RunSpec, make_spec
 from evener.core.units import count, plural, seconds, size
 from evener.plan.cluster import cluster_of, dtype_of, uniform, with_wire
 from evener.plan.job import job_of
-from evener.plan.search import plan, rate
+from evener.plan.search import predict, rate
 
 LEGEND = (
     "exposed: communication that computing does not hide. ×: tokens/s beside the fastest host alone. sends: by one "
@@ -62,7 +62,7 @@ def of_training(fleet: Fleet, resolved: Resolved, *, keep_order: bool = False) -
     spec = resolved.spec
     job = job_of(spec, resolved.shape, dtype_of(fleet, spec.model.model, spec.machine.device))
     cluster = cluster_of(fleet, job, machine=spec.machine, any_dtype=spec.model.dtype == "auto")
-    return plan(job, cluster, keep_order=keep_order)
+    return predict(job, cluster, keep_order=keep_order)
 
 
 def from_words(spec: RunSpec, names_data: bool, nodes: int | None, rates: str | None, link: str | None, per_node: int,
@@ -227,7 +227,7 @@ def _rates(text: str) -> list[float]:
 
 def answer(asked: Asked, sync: str | None, loss_budget: float) -> Prediction:
     """The planner's answer."""
-    return plan(asked.job, asked.cluster, loss_budget=loss_budget, also=[sync] if sync else [])
+    return predict(asked.job, asked.cluster, loss_budget=loss_budget, also=[sync] if sync else [])
 
 
 def fabrics(asked: Asked) -> list[tuple[str, float, Option, Option]]:

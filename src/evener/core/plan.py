@@ -1,5 +1,8 @@
 """Who does what, where, with which command, and what will it cost? `plan.json` of a run: pure data. Of a run on a fleet
-it is all that is needed later to follow, stop or resume it, from this machine or after a restart of it."""
+it is all that is needed later to follow, stop or resume it, from this machine or after a restart of it.
+
+    Prediction (of plan/) + commands for every host (of launch/commands.py) ─▶ Plan
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What will a step cost? What the planner is told and what it answers: pure data, kept in a run's plan.json.
 
-    Job + Cluster ──plan──▶ Prediction
+    Job + Cluster ──predict──▶ Prediction
 
 Whoever has a Prediction can ask again with one thing changed: a faster link, a host less, another batch.
 """

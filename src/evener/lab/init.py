@@ -25,15 +25,15 @@ libc = ctypes.CDLL(None, use_errno=True)
 def main(state: str) -> None:
     """Read `desk.json` in this directory, start every host, print their pids as JSON, and stay."""
     with open(f"{state}/desk.json") as file:
-        plan = json.load(file)
+        desk = json.load(file)
     if os.fork():  # whoever called us need not wait for the desk
         os._exit(0)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    if plan["rootless"]:
+    if desk["rootless"]:
         new_user(0, 0, os.getuid(), os.getgid())
     unshare(NEWNET)
-    starting = {name: start_host(f"{state}/hosts/{name}", name, plan, host) for name, host in plan["hosts"].items()}
+    starting = {name: start_host(f"{state}/hosts/{name}", name, desk, host) for name, host in desk["hosts"].items()}
     pids = {}
     for name, pipe in starting.items():
         with open(pipe) as told:
@@ -43,7 +43,7 @@ def main(state: str) -> None:
     reap()
 
 
-def start_host(folder: str, name: str, plan: dict[str, Any], host: dict[str, Any]) -> int:
+def start_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any]) -> int:
     """Fork a host's first process. The pipe from which its pid can be read."""
     told, tell = os.pipe()
     if os.fork() == 0:
@@ -59,7 +59,7 @@ def start_host(folder: str, name: str, plan: dict[str, Any], host: dict[str, Any
                 os.write(tell, str(pid).encode())
             else:
                 os.close(tell)
-                become_host(folder, name, plan, host)
+                become_host(folder, name, desk, host)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -68,27 +68,27 @@ def start_host(folder: str, name: str, plan: dict[str, Any], host: dict[str, Any
     return told
 
 
-def become_host(folder: str, name: str, plan: dict[str, Any], host: dict[str, Any]) -> NoReturn:
+def become_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any]) -> NoReturn:
     """Pid 1 of a host: its mounts and its name; then sshd, and whatever else runs there from the start."""
     socket.sethostname(name)
-    mount_all(f"{folder}/etc", plan, host["etc"])
-    for setting, value in (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 0")) * plan["rootless"]:
+    mount_all(f"{folder}/etc", desk, host["etc"])
+    for setting, value in (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 0")) * desk["rootless"]:
         write(f"/proc/sys/net/ipv4/{setting}", value)
     for argv in host["services"]:
         start_service(argv)
-    if plan["rootless"]:
-        start_service(host["sshd"], plan["uid"], plan["gid"])
+    if desk["rootless"]:
+        start_service(host["sshd"], desk["uid"], desk["gid"])
     else:
         start_service(host["sshd"])
     reap()
 
 
-def mount_all(etc: str, plan: dict[str, Any], files: dict[str, str]) -> None:
+def mount_all(etc: str, desk: dict[str, Any], files: dict[str, str]) -> None:
     """Its own /proc, /sys, /tmp, /run, /dev/shm, /dev/pts, and an /etc that it may change."""
     with open("/proc/self/mounts") as file:
         cgroups = [line.split() for line in file if line.split()[2] in ("cgroup", "cgroup2")]
     mount(None, "/", None, REC | PRIVATE)
-    kept = [(path, os.open(path, os.O_PATH)) for path in plan["visible"]]
+    kept = [(path, os.open(path, os.O_PATH)) for path in desk["visible"]]
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     mount("sysfs", "/sys", "sysfs", NOSUID | NODEV | NOEXEC)
     if any(kind == "cgroup" for _, _, kind, *_ in cgroups):
@@ -119,7 +119,7 @@ def mount_all(etc: str, plan: dict[str, Any], files: dict[str, str]) -> None:
         write(f"{etc}/upper/{name}", text)
         os.chmod(f"{etc}/upper/{name}", 0o600 if name == "shadow" else 0o644)
     layers = f"lowerdir=/etc,upperdir={etc}/upper,workdir={etc}/work"
-    mount("overlay", "/etc", "overlay", NOSUID | NODEV, layers + ",userxattr" * plan["rootless"])
+    mount("overlay", "/etc", "overlay", NOSUID | NODEV, layers + ",userxattr" * desk["rootless"])
 
 
 def start_service(argv: list[str], uid: int | None = None, gid: int = 0) -> None:

@@ -34,11 +34,11 @@ def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
             (path / "hosts" / name / "home").mkdir(parents=True, mode=0o700)
         files.make_keys([path / "id_ed25519", *(path / "hosts" / name / "host_key" for name in spec.hosts)])
         (path / "known_hosts").write_text(files.known_hosts(path, addresses))
-        plan = {
+        desk_spec = {
             "rootless": rootless, "uid": os.getuid(), "gid": os.getgid(), "visible": _visible(),
-            "hosts": {name: _plan_host(path, spec, name, addresses, rootless) for name in spec.hosts},
+            "hosts": {name: _desk_host(path, spec, name, addresses, rootless) for name in spec.hosts},
         }  # fmt: skip
-        (path / "desk.json").write_text(json.dumps(plan))
+        (path / "desk.json").write_text(json.dumps(desk_spec))
         pids = _start_desk(path)
         desk = state.process(pids["desk"])
         (path / "desk").write_text(f"{desk.pid} {desk.start_ticks} {int(rootless)}")
@@ -65,7 +65,7 @@ def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
     )
 
 
-def _plan_host(path: Path, spec: LabSpec, name: str, addresses: dict[str, str], rootless: bool) -> dict[str, Any]:
+def _desk_host(path: Path, spec: LabSpec, name: str, addresses: dict[str, str], rootless: bool) -> dict[str, Any]:
     """What init.py needs to know about a host."""
     folder, host = path / "hosts" / name, spec.hosts[name]
     with state.locked():  # whoever ends the last lab removes the subtree for all

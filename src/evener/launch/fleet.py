@@ -25,9 +25,9 @@ from evener.core.step import StepRecord
 from evener.core.units import size
 from evener.hosts.doctor import Survey, survey
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
+from evener.launch.commands import Place, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
 from evener.launch.mirror import GONE, HostMirror, Mirror, State, host_failed, merge_events, tell
-from evener.launch.plan import Place, script_plan, train_plan
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
 

@@ -23,11 +23,11 @@ from evener.core.plan import Plan
 from evener.core.rundir import RunDir, follow_lines
 from evener.hosts.session import RemoteError, Sessions
 from evener.launch import fleet
+from evener.launch.commands import script_plan
 from evener.launch.failures import first_failure
 from evener.launch.fleet import Prepared
 from evener.launch.local import session
 from evener.launch.mirror import Mirror
-from evener.launch.plan import script_plan
 from evener.launch.tool import ERROR
 from evener.launch.torchrun import module_argv
 

@@ -35,8 +35,8 @@ BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
 MEMORY_SHARE = 0.9  # of a host that a run may fill
 
 
-def plan(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, also: Sequence[str] = (),
-         keep_order: bool = False) -> Prediction:  # fmt: skip
+def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, also: Sequence[str] = (),
+            keep_order: bool = False) -> Prediction:  # fmt: skip
     """Price every way, choose the fastest that can run, and say why the others lost.
 
     The chosen option is what `train` does on all these hosts, recommended or not. `also` are strategies to price beside

@@ -11,7 +11,7 @@ from evener.core.fleet import Host
 from evener.core.plan import Plan, read_plan, write_plan
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
-from evener.launch.plan import Place, script_plan, train_plan
+from evener.launch.commands import Place, script_plan, train_plan
 
 
 def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True, **host: Any) -> Place:

@@ -27,7 +27,7 @@ NOT_COPIED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HOME", "HF_HUB_CAC
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner must know of a host."""
+    """What must be known of a host for its command."""
 
     name: str
     host: Host
