@@ -14,7 +14,8 @@ from evener.core.spec import parse_args
 from evener.launch.commands import Place, script_plan, train_plan
 
 
-def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True, **host: Any) -> Place:
+def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True,
+          old: bool = False, **host: Any) -> Place:  # fmt: skip
     return Place(
         name=name,
         host=Host(address=name, **host),
@@ -25,13 +26,14 @@ def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: boo
         run=f"/{name}/runs/x",
         cores=cores,
         gpus=gpus or [],
+        gpus_have_bf16=not old,
         has_bf16=bf16,
     )
 
 
 def train(places: list[Place], *flags: str) -> Plan:
     data = {one.name: f"{one.workdir}/trees/d" for one in places}
-    return train_plan("1d", places, 29500, parse_args([*flags]), data, {}, resume=False)
+    return train_plan("1d", places, 29500, parse_args([*flags]), 256, data, {}, resume=False)
 
 
 def flag(plan: Plan, host: str, name: str) -> str | None:
@@ -69,30 +71,46 @@ GPU, OTHER = ["NVIDIA H200"] * 2, ["NVIDIA GeForce RTX 4070"]
 
 
 @pytest.mark.parametrize(
-    ("places", "backend", "dtype", "devices", "ranks"),
+    ("places", "flags", "backend", "dtype", "devices"),
     [
-        ([place("a", gpus=GPU), place("b", gpus=GPU)], "nccl", None, ["cuda", "cuda"], 4),
-        ([place("a", gpus=GPU), place("b", gpus=OTHER)], "nccl", "fp32", ["cuda", "cuda"], 3),
-        ([place("a", gpus=OTHER), place("b")], "gloo", "fp32", ["cuda", "cpu"], 2),
-        ([place("a", gpus=OTHER, devices="cpu"), place("b")], "gloo", "bf16", ["cpu", "cpu"], 2),
-        ([place("a"), place("b", bf16=False)], "gloo", "fp32", ["cpu", "cpu"], 2),
+        ([place("a", gpus=GPU), place("b", gpus=GPU)], [], "nccl", "bf16", ["cuda:0", "cuda:1"] * 2),
+        ([place("a", gpus=GPU), place("b", gpus=OTHER)], [], "nccl", "bf16", ["cuda:0", "cuda:1", "cuda:0"]),
+        ([place("a", gpus=OTHER, old=True), place("b", gpus=OTHER, old=True)], [], "nccl", "fp16", ["cuda:0"] * 2),
+        ([place("a", gpus=OTHER, old=True), place("b", gpus=OTHER)], [], "nccl", "fp32", ["cuda:0"] * 2),
+        ([place("a", gpus=OTHER), place("b")], [], "gloo", "fp32", ["cuda:0", "cpu"]),
+        ([place("a", gpus=OTHER, devices="cpu"), place("b")], [], "gloo", "bf16", ["cpu", "cpu"]),
+        ([place("a"), place("b", bf16=False)], [], "gloo", "fp32", ["cpu", "cpu"]),
+        ([place("a", gpus=GPU), place("b", gpus=GPU)], ["--device=cpu"], "gloo", "bf16", ["cpu", "cpu"]),
+        ([place("a", gpus=GPU), place("b")], ["--device=cpu", "--dtype=fp32"], "gloo", "fp32", ["cpu", "cpu"]),
     ],
 )
-def test_backend_and_arithmetic_suit_all(places: Any, backend: str, dtype: str, devices: list[str], ranks: int) -> None:
-    plan = train(places)
-    assert (plan.backend, plan.world_size) == (backend, ranks)
-    assert [flag(plan, host.name, "backend") for host in plan.hosts] == [backend] * 2
-    assert [flag(plan, host.name, "dtype") for host in plan.hosts] == [dtype] * 2
-    assert [flag(plan, host.name, "device") for host in plan.hosts] == devices
+def test_backend_and_arithmetic_suit_all(
+    places: Any, flags: list[str], backend: str, dtype: str, devices: list[str]
+) -> None:
+    plan = train(places, *flags)
+    assert plan.roster is not None
+    assert (plan.roster.backend, plan.world_size) == (backend, len(devices))
+    assert [(member.device, member.dtype) for member in plan.roster.members] == [(one, dtype) for one in devices]
+    assert [member.host for member in plan.roster.members] == [plan.host_of(rank).name for rank in range(len(devices))]
+    assert {flag(plan, host.name, "backend") for host in plan.hosts} == {backend}
+    kinds = [devices[host.first_rank].partition(":")[0] for host in plan.hosts]
+    assert [flag(plan, host.name, "device") for host in plan.hosts] == kinds
+
+
+def test_every_rank_is_told_where_the_roster_is() -> None:
+    plan = train([place("a"), place("b")], "--batch=6", "--shares=2:1")
+    assert plan.roster is not None
+    assert plan.roster.shares == [4, 2]
+    assert [host.env["EVENER_ROSTER"] for host in plan.hosts] == ["/a/runs/x/roster.json", "/b/runs/x/roster.json"]
 
 
 def test_more_ranks_than_sequences_are_refused() -> None:
-    with pytest.raises(UsageError, match="5 ranks on 2 hosts, more than the 4 sequences"):
+    with pytest.raises(UsageError, match="5 ranks, more than the 4 sequences"):
         train([place("a", ranks=4), place("b")], "--batch=4")
 
 
 def test_a_host_without_the_gpu_that_it_is_said_to_have() -> None:
-    with pytest.raises(UsageError, match="b: devices is cuda, and nvidia-smi shows no GPU there"):
+    with pytest.raises(UsageError, match="b: ranks asked for GPUs, and it has none"):
         train([place("a"), place("b", devices="cuda")])
 
 

@@ -11,12 +11,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from evener.core.fleet import Host
 from evener.core.machine import usable_cores
 from evener.core.rundir import code_hash
 from evener.hosts.facts import Facts, to_facts
+from evener.hosts.remote import facts as collector
 from evener.hosts.remote import net
 from evener.hosts.session import REMOTE, Session, open_session
 
@@ -59,6 +61,28 @@ def test_facts_of_this_machine_are_those_that_we_know_ourselves(facts):
     assert facts.workdir == "/nowhere/yet"
     assert facts.disk_free_bytes is not None
     assert abs(facts.clock_offset_s or 0.0) <= (facts.clock_error_s or 0.0) + 0.05
+
+
+@pytest.mark.parametrize(
+    ("cards", "capabilities", "have_bf16"),
+    [
+        (["NVIDIA H200, 570.1, 9.0", "NVIDIA H200, 570.1, 9.0"], [9.0, 9.0], True),
+        (["NVIDIA A100-SXM4-40GB, 570.1, 8.0", "Tesla T4, 570.1, 7.5"], [8.0, 7.5], False),
+        (["NVIDIA H200, 570.1, 9.0", "Quadro, 570.1, [N/A]"], [9.0], False),
+    ],
+)
+def test_gpus_tell_by_their_compute_capability_whether_they_have_bf16(
+    facts, cards, capabilities, have_bf16, tmp_path, monkeypatch
+):
+    tool = tmp_path / "nvidia-smi"
+    lines = "".join(f"echo '{card}'\n" for card in cards)
+    tool.write_text(f"#!/bin/sh\n[ $1 = --query-gpu=name,driver_version,compute_cap ] || exit 2\n{lines}")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = collector._gpus()
+    assert found["gpus"] == [card.partition(",")[0] for card in cards]
+    assert found["gpu_capabilities"] == capabilities
+    assert msgspec.structs.replace(facts, **found).gpus_have_bf16 == have_bf16
 
 
 def test_facts_list_the_loopback_and_every_interface_the_kernel_has(facts):

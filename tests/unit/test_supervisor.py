@@ -281,6 +281,15 @@ def test_a_supervisor_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch:
                 if str(tmp_path / "run") in (process.info["cmdline"] or [])]  # fmt: skip
 
 
+def test_the_roster_is_there_before_the_program_begins(session: Session, tmp_path: Path) -> None:
+    reads = "import sys; sys.exit(open('roster.json').read() != '{}')"
+    spec = {"id": "roster", "host": "here", "first_rank": 0, "argv": python(reads), "cwd": str(tmp_path / "run"),
+            "env": {}, "grace_s": 0}  # fmt: skip
+    session.call("runs", "start", run=str(tmp_path / "run"), spec=spec, supervisor=SUPERVISOR, roster="{}")
+    wait_until(lambda: session.call("runs", "status", run=str(tmp_path / "run"))["state"] == "ended")
+    assert session.call("runs", "status", run=str(tmp_path / "run"))["status"] == 0
+
+
 def test_leftovers_of_one_run_are_not_those_of_another(session: Session, tmp_path: Path) -> None:
     """Both supervisors descend from the process that serves the session."""
     other = Started(session, tmp_path / "other", python(SLEEP))

@@ -14,6 +14,7 @@ import msgspec
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.prediction import Prediction
+from evener.core.roster import Roster
 from evener.core.rundir import RunDir, write_atomic
 from evener.core.spec import RunSpec
 
@@ -50,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # train, launch
     address: str = ""  # of the rendezvous, on the first host
     port: int = 0
-    backend: str  # gloo, nccl; "" where a script of the user's own chooses
+    roster: Roster | None = None  # with which it begins; None of a script of the user's own
     grace_s: float = 0.0  # how long the ranks may take to save when they are told to stop
     spec: RunSpec | None  # as it was asked for; None of a script of the user's own
     hosts: list[HostPlan] = []

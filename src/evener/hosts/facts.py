@@ -12,6 +12,7 @@ import msgspec
 
 Kind = Literal["loopback", "wired", "wireless", "tunnel", "wireguard", "docker", "bridge", "virtual"]
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+BF16_CAPABILITY = 8.0  # of a GPU, from which on it has units for bfloat16: Ampere
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +128,7 @@ class Facts(Record, frozen=True, kw_only=True):
     limits: dict[str, Limit | None] = {}
 
     gpus: list[str] = []  # names
+    gpu_capabilities: list[float] = []  # CUDA's compute capability of those that tell it
     gpu_driver: str | None = None
     gpu_error: str | None = None
     gpu_cards: int = 0  # of NVIDIA's, on the bus
@@ -158,6 +160,12 @@ class Facts(Record, frozen=True, kw_only=True):
     def has_bf16(self) -> bool:
         """Does the processor compute in bfloat16?"""
         return bool(self.bf16_units)
+
+    @property
+    def gpus_have_bf16(self) -> bool:
+        """Do all its GPUs compute in bfloat16?"""
+        known = [one >= BF16_CAPABILITY for one in self.gpu_capabilities]
+        return bool(self.gpus) and len(known) == len(self.gpus) and all(known)
 
     def interface(self, name: str) -> Interface | None:
         """The interface of this name."""

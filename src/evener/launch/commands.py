@@ -9,15 +9,15 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
-from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan
-from evener.core.spec import RunSpec, to_flags
+from evener.core.roster import Member, Roster, Seat, devices_of, first_roster
+from evener.core.spec import MachineSpec, RunSpec, to_flags
 
+ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
 TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
 SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
@@ -38,47 +38,55 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     run: str  # the run's folder there
     cores: int
     gpus: list[str]  # names
-    has_bf16: bool  # on the processor, in hardware
+    gpus_have_bf16: bool  # all of them, in hardware
+    has_bf16: bool  # the processor, in hardware
 
-    @property
-    def uses_gpu(self) -> bool:
-        """Do its ranks have a GPU each?"""
-        return self.host.devices != "cpu" and bool(self.gpus)
+    def seats(self, machine: MachineSpec) -> list[Seat]:
+        """What its ranks take, by rank."""
+        return [self._seat(device) for device in devices_of(self.name, self.host, len(self.gpus), machine)]
+
+    def _seat(self, device: str) -> Seat:
+        if device == "cpu":
+            return Seat(host=self.name, device=device, has_bf16=self.has_bf16)
+        name = self.gpus[int(device.removeprefix("cuda:"))]
+        return Seat(host=self.name, device=device, name=name, has_bf16=self.gpus_have_bf16)
 
 
-def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, data: Mapping[str, str],
+def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, block_size: int, data: Mapping[str, str],
                init_from: Mapping[str, str], *, resume: bool) -> Plan:  # fmt: skip
     """evener's own worker on every host; `data` and `init_from` say where each host has them."""
-    counts = _num_ranks(places, spec.machine.ranks)
-    total = sum(counts)
-    if total > spec.train.batch:
-        raise UsageError(
-            f"{total} ranks on {len(places)} hosts, more than the {spec.train.batch} sequences of one batch",
-            hint=f"--batch {total} or more gives every rank something to do",
-        )
-    backend = spec.machine.backend
-    if backend == "auto":
-        backend = "nccl" if all(place.uses_gpu for place in places) else "gloo"
-    dtype = _common_dtype(places) if spec.model.dtype == "auto" else spec.model.dtype
+    seats = [place.seats(spec.machine) for place in places]
+    counts = [len(of_host) for of_host in seats]
+    roster = first_roster(spec, [seat for of_host in seats for seat in of_host], block_size)
     hosts = []
     for i, place in enumerate(places):
-        device = spec.machine.device
-        if device == "auto":
-            device = "cuda" if place.uses_gpu else "cpu"
+        threads = place.host.threads or spec.machine.threads or max(1, place.cores // counts[i])
         mine = msgspec.structs.replace(
             spec,
             out=place.run,
             data=msgspec.structs.replace(spec.data, data=data[place.name]),
-            model=msgspec.structs.replace(spec.model, dtype=dtype, init_from=init_from.get(place.name)),
-            machine=msgspec.structs.replace(
-                spec.machine, ranks=1, threads=_threads(place, counts[i], spec), device=device, backend=backend
-            ),
+            model=msgspec.structs.replace(spec.model, init_from=init_from.get(place.name)),
+            machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads),
         )
+        mine = _as_the_roster_says(mine, roster, roster.members[sum(counts[:i])])
         program = ["-m", "evener.worker", *to_flags(mine), *(["--resume"] if resume else [])]
-        env = _env(place, _threads(place, counts[i], spec), {})
+        env = _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
         hosts.append(_host_plan(run_id, places, counts, i, port, program, env))
-    return Plan(id=run_id, kind="train", address=places[0].address, port=port, backend=backend, grace_s=TRAIN_GRACE_S,
+    return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
                 spec=spec, hosts=hosts)  # fmt: skip
+
+
+def _as_the_roster_says(spec: RunSpec, roster: Roster, member: Member) -> RunSpec:
+    """What a worker is told by flags of what is settled already."""
+    return msgspec.structs.replace(
+        spec,
+        model=msgspec.structs.replace(spec.model, dtype=member.dtype),
+        machine=msgspec.structs.replace(
+            spec.machine,
+            device="cuda" if member.is_gpu else "cpu",
+            backend=spec.machine.backend if roster.backend == "none" else roster.backend,
+        ),
+    )
 
 
 def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequence[str], environment: Mapping[str, str],
@@ -86,7 +94,7 @@ def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequen
     """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project, whose digest is `code`.
     Of `environment`, the controller's, little is copied.
     """
-    counts = _num_ranks(places, 1)
+    counts = [len(place.seats(MachineSpec())) for place in places]
     copied = {name: value for name, value in environment.items()
               if COPIED.match(name) and name not in NOT_COPIED and not SECRET.search(name)}  # fmt: skip
     hosts = []
@@ -94,7 +102,7 @@ def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequen
         env = _env(place, place.host.threads or max(1, place.cores // counts[i]), copied)
         project = posixpath.join(place.workdir, "trees", code)
         hosts.append(_host_plan(run_id, places, counts, i, port, list(program), env, project))
-    return Plan(id=run_id, kind="launch", address=places[0].address, port=port, backend="", grace_s=SCRIPT_GRACE_S,
+    return Plan(id=run_id, kind="launch", address=places[0].address, port=port, roster=None, grace_s=SCRIPT_GRACE_S,
                 spec=None, hosts=hosts)  # fmt: skip
 
 
@@ -134,27 +142,6 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         argv=argv,
         env=env,
     )
-
-
-def _num_ranks(places: Sequence[Place], asked: int) -> list[int]:
-    """Ranks of each host: as its table in the fleet says, else one a GPU, else as many as were asked for."""
-    for place in places:
-        if place.host.devices == "cuda" and not place.gpus:
-            raise UsageError(
-                f"{place.name}: devices is cuda, and nvidia-smi shows no GPU there", hint='devices = "cpu"'
-            )
-    return [place.host.ranks or (len(place.gpus) if place.uses_gpu else asked) for place in places]
-
-
-def _common_dtype(places: Sequence[Place]) -> Literal["auto", "fp32", "bf16"]:
-    """Replicas compute in one arithmetic: their GPUs' if all are the same, else what every host has units for."""
-    if all(place.uses_gpu for place in places) and len({gpu for place in places for gpu in place.gpus}) == 1:
-        return "auto"
-    return "bf16" if all(place.has_bf16 and not place.uses_gpu for place in places) else "fp32"
-
-
-def _threads(place: Place, num_ranks: int, spec: RunSpec) -> int:
-    return place.host.threads or spec.machine.threads or max(1, place.cores // num_ranks)
 
 
 def _env(place: Place, threads: int, copied: Mapping[str, str]) -> dict[str, str]:

@@ -74,6 +74,7 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
             run=f"{found.facts[host].workdir}/runs/{name}-{run_id[:6]}",
             cores=found.facts[host].cores,
             gpus=found.facts[host].gpus,
+            gpus_have_bf16=found.facts[host].gpus_have_bf16,
             has_bf16=found.facts[host].has_bf16,
         )
         for host in fleet.hosts
@@ -104,7 +105,11 @@ def plan_training(prepared: Prepared, resolved: Resolved, *, resume: bool) -> tu
         trees.append(pack({weights.name: weights}))
         init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
     data = {place.name: _place_of(corpus, place) for place in prepared.places}
-    return train_plan(prepared.id, prepared.places, prepared.port, spec, data, init_from, resume=resume), trees
+    block_size = resolved.shape.block_size
+    plan = train_plan(
+        prepared.id, prepared.places, prepared.port, spec, block_size, data, init_from, resume=resume
+    )  # fmt: skip
+    return plan, trees
 
 
 def plan_script(
@@ -134,6 +139,7 @@ def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
     except OSError as refused:
         raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
     supervisor = (REMOTE / "supervisor.py").read_text()
+    roster = msgspec.json.encode(plan.roster).decode() if plan.roster else None
 
     def begin(name: str) -> str | None:
         host = plan.host(name)
@@ -148,7 +154,14 @@ def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
         }
         try:
             sessions[name].call(
-                "runs", "start", run=host.run, spec=spec, supervisor=supervisor, code=host.code, timeout_s=WORK_S
+                "runs",
+                "start",
+                run=host.run,
+                spec=spec,
+                supervisor=supervisor,
+                code=host.code,
+                roster=roster,
+                timeout_s=WORK_S,
             )
         except RemoteError as error:
             return error.message

@@ -50,7 +50,7 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False, prediction: P
     log_path = rundir.path / "logs" / "launcher.log"
     before = len(rundir.events())
     if not is_on_fleet(rundir):  # a fleet's run that goes on here can go on there again
-        write_plan(rundir, Plan(kind="train", backend=spec.machine.backend, spec=spec, prediction=prediction))
+        write_plan(rundir, Plan(kind="train", spec=spec, prediction=prediction))
     with session(worker_argv(spec, resume=resume), worker_env(spec), log_path) as process:
         status = _follow(process, rundir, before, observe)
     shutil.rmtree(rundir.path / "logs" / "torchrun", ignore_errors=True)  # empty folders: the ranks keep their own logs

@@ -640,13 +640,14 @@ def _gpus() -> Facts:
         device_class = _read(os.path.dirname(path) + "/class") or ""
         if (_read(path) or "").strip() == "0x10de" and device_class.startswith("0x03"):
             cards += 1
-    found: Facts = {"gpus": [], "gpu_driver": None, "gpu_error": None, "gpu_cards": cards, "gpu_iommu": None}
+    found: Facts = {"gpus": [], "gpu_capabilities": [], "gpu_driver": None, "gpu_error": None, "gpu_cards": cards,
+                    "gpu_iommu": None}  # fmt: skip
     tool = _which("nvidia-smi")
     if tool is None:
         if cards:
             found["gpu_error"] = "nvidia-smi is not installed"
         return found
-    query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    query = [tool, "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=10, check=False)  # fmt: skip
@@ -660,6 +661,7 @@ def _gpus() -> Facts:
         return found
     rows = [[word.strip() for word in line.split(",")] for line in said.splitlines() if line.count(",") >= 2]
     found["gpus"] = [row[0] for row in rows]
+    found["gpu_capabilities"] = [float(row[2]) for row in rows if re.fullmatch(r"\d+\.\d+", row[2])]
     found["gpu_driver"] = rows[0][1] if rows else None
     if len(rows) > 1:  # a translating IOMMU between cards is what freezes NCCL's peer-to-peer copies
         groups = [_read(path + "/iommu_group/type") for path in glob.glob("/sys/bus/pci/drivers/nvidia/0*")]

@@ -22,8 +22,11 @@ END_S = 5.0  # the supervisor's
 WHOLE = ("manifest.json", "host/state.json")  # replaced, not appended to
 
 
-def start(run, spec, supervisor, code=None):
-    """Start the program that `spec` describes, detached; its state once it is running. `code` is copied to RUN/code."""
+def start(run, spec, supervisor, code=None, roster=None):
+    """Start the program that `spec` describes, detached; its state once it is running.
+
+    `code` is copied to RUN/code, `roster` becomes RUN/roster.json.
+    """
     run = _absolute(run)
     folder = os.path.join(run, "host")
     deadline = time.monotonic() + END_S
@@ -39,6 +42,8 @@ def start(run, spec, supervisor, code=None):
             os.remove(os.path.join(folder, name))
     if code is not None:
         _copy_tree(_absolute(code), os.path.join(run, "code"))
+    if roster is not None:
+        _write(os.path.join(run, "roster.json"), roster.encode())
     _write(os.path.join(folder, "spec.json"), json.dumps(spec).encode())
     program = os.path.join(folder, "supervisor.py")
     _write(program, supervisor.encode())
