@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
+from jinja2 import UndefinedError
 
 from evener.cli.report import report
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.rundir import RunDir, write_atomic
+from evener.report.markup import document
 from evener.report.page import run_page, write_page
 from evener.report.picture import scaling_png
 from evener.report.summary import summarize
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "<script>alert(1)</script>\"'&"
+HOSTILE_NAME = "<script>alert(1)<img src=x onerror=alert(2)>\"'& {{ 7 * 7 }}"  # of a folder: no slash
 HALF = {"data_s": 0.0005, "compute_s": 0.05, "optimizer_s": 0.002, "exposed_sync_s": 0.004}
 
 
@@ -28,6 +31,7 @@ class Page(HTMLParser):
         self.text, self.scripts, self.links, self.ids, self.open = "", [], [], [], []
         self.feed(text)
         self.close()
+        self.text = " ".join(self.text.split())
         assert self.open == [], "unclosed"
 
     def handle_starttag(self, tag, attrs):
@@ -98,21 +102,31 @@ def test_the_verdict_comes_first(run):
     assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
 
 
-def test_hostile_names_are_text(run):
-    rundir = run(corpus=HOSTILE, device=HOSTILE)
+@pytest.mark.parametrize("verdict", ["failed", "stopped", "finished", "running", HOSTILE])
+def test_hostile_names_are_text(run, verdict):
+    rundir = run(corpus=HOSTILE, device=HOSTILE, name=HOSTILE_NAME, verdict=verdict)
     rundir.add_event("failure", rank=1, error=HOSTILE, kind="exit", hint=HOSTILE)
     rundir.add_event(HOSTILE, what=HOSTILE)
     page = page_of(rundir)
     assert len(page.scripts) == 3
-    assert HOSTILE in page.text
+    assert page.links == []
+    assert page.text.startswith(f"{HOSTILE_NAME}: evener training run {HOSTILE_NAME}")
+    assert page.text.count(f"rank 1: {HOSTILE}") == {"failed": 3, "finished": 1}.get(verdict, 2)
 
 
 def test_a_hostile_name_in_a_figure_stays_in_it(tmp_path, run):
-    run(name="a")
-    write_atomic(tmp_path / "bench.json", json.dumps({"format": 1, "series": {HOSTILE: ["a"]}}).encode())
+    run(name=HOSTILE_NAME)
+    write_atomic(tmp_path / "bench.json", json.dumps({"format": 1, "series": {HOSTILE: [HOSTILE_NAME]}}).encode())
     page = page_of(RunDir(tmp_path))
     assert page.figures["scaling"]["data"][0]["name"] == HOSTILE
     assert HOSTILE in page.text
+    assert len(page.scripts) == 3
+    assert [unquote(link) for link in page.links] == [f"{HOSTILE_NAME}/report.html"]
+
+
+def test_a_name_that_a_template_lacks_is_an_error_and_no_empty_place():
+    with pytest.raises(UndefinedError, match="is undefined"):
+        document("run.html", title="x", figures={})
 
 
 def test_one_rank(run):
@@ -139,15 +153,15 @@ def test_the_first_failure_is_told_first(run):
     rundir.add_event("failure", rank=0, error="something that followed", kind="RuntimeError", hint="")
     text = page_of(rundir).text
     assert "after 20 steps: rank 1: killed by SIGKILL." in text
-    assert "The first failure:  rank 1: killed by SIGKILL evener train --resume x" in text
+    assert "The first failure: rank 1: killed by SIGKILL evener train --resume x" in text
 
 
 def test_a_run_that_says_nothing_is_not_called_running(run):
     rundir = run(verdict="running", evaluations={})
     last = rundir.records(0)[-1].ended
     speaking, silent = Page(run_page(rundir, now=last + 5)), Page(run_page(rundir, now=last + 3600))
-    assert "running 20 steps of 20 done" in re.sub(r"\s+", " ", speaking.text)
-    assert "no word for 1 h 00 min, 20 steps done. Its processes hang or are gone" in re.sub(r"\s+", " ", silent.text)
+    assert "running 20 steps of 20 done" in speaking.text
+    assert "no word for 1 h 00 min, 20 steps done. Its processes hang or are gone" in silent.text
 
 
 def test_a_stopped_run_says_how_to_go_on(run):
@@ -199,7 +213,7 @@ def test_a_bench(tmp_path, run, write_run):
     measured, ideal = page.figures["scaling"]["data"]
     assert measured["x"] == [1, 2]
     assert ideal["y"][1] == pytest.approx(2 * measured["y"][0], rel=1e-4)
-    assert "best on verbs 2 processes 18.1k tokens/s, 1 process 0.54 times" in re.sub(r"\s+", " ", page.text)
+    assert "best on verbs 2 processes 18.1k tokens/s, 1 process 0.54 times" in page.text
     assert "The run with 4 processes recorded no step (failed)" in page.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,8 +13,8 @@ from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir
 from evener.core.units import count, seconds
 from evener.report import figures
-from evener.report.explain import scaling_story, speedup, worth_it
-from evener.report.markup import Html, document, facts, joined, legend, panel, plot, section, table, tag
+from evener.report.explain import Story, scaling_story, speedup, worth_it
+from evener.report.markup import Fact, document
 from evener.report.predicted import NO_PREDICTION, against
 from evener.report.ranks import first_done, plural
 from evener.report.summary import Summary, summarize
@@ -65,81 +66,81 @@ def summaries(folder: Path) -> dict[str, list[Summary]]:
     return {corpus: [summarize(RunDir(folder / name)) for name in names] for corpus, names in read(folder).items()}
 
 
+@dataclass(frozen=True)
+class Row:
+    """A run in the table of its corpus."""
+
+    link: str  # to its own page
+    processes: int
+    cells: list[str]  # the other columns
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A corpus: what its runs say, and their figures."""
+
+    corpus: str
+    story: Story
+    rows: list[Row]
+    is_predicted: bool
+    figure: str
+
+
 def page(folder: Path) -> str:
     """The page of a bench."""
-    found = summaries(folder)
+    found, name = summaries(folder), folder.resolve().name
     drawn = {"scaling": figures.scaling(found)}
     chapters = []
     for index, (corpus, runs) in enumerate(found.items()):
-        measured = [run for run in runs if run.step_p50_s]
-        drawn[f"parts-{index}"] = figures.bars(
-            {plural(run.manifest.world_size, "process"): first_done(run).typical for run in measured}
+        figure = f"parts-{index}"
+        drawn[figure] = figures.bars(
+            {plural(run.manifest.world_size, "process"): first_done(run).typical for run in runs if run.step_p50_s}
         )
-        chapters.append(
-            section(
-                corpus,
-                _story(runs),
-                table(COLUMNS, _rows(runs), numbers=range(1, len(COLUMNS))),
-                "" if any(run.predicted for run in runs) else tag("p", NO_PREDICTION, class_="soft small"),
-                tag("p", "The median step and its parts, on the rank that waits most.", class_="soft small"),
-                panel(legend(drawn[f"parts-{index}"]), plot(f"parts-{index}")),
-            )
-        )
-    body = [
-        _verdict(folder.resolve().name, found),
-        section("Speed", panel(legend(drawn["scaling"]), plot("scaling"))),
-        *chapters,
-        tag("footer", "The same global batches in every run of a corpus; rates are medians over steps."),
-    ]
-    return document(f"{folder.resolve().name}: evener bench", joined(body), drawn)
-
-
-def _story(runs: Sequence[Summary]) -> Html:
-    story = scaling_story(runs)
-    causes = tag("ul", *(tag("li", cause) for cause in story.causes)) if story.causes else ""
-    return tag("div", tag("p", " ".join(story.result)), causes, tag("p", " ".join(story.conclusion)), class_="story")
-
-
-def _verdict(name: str, found: dict[str, list[Summary]]) -> Html:
-    shown: dict[str, tuple[object, object]] = {}
-    for corpus, runs in found.items():
-        measured = [run for run in runs if run.tokens_per_s]
-        if not measured:
-            shown[corpus] = (None, "no step was recorded")
-            continue
-        best = worth_it(measured)
-        others = [
-            f"{plural(run.manifest.world_size, 'process')} {speedup(run, best):.2f} times"
-            for run in measured
-            if run is not best
-        ]
-        remark = ", ".join([f"{count(best.tokens_per_s)} tokens/s", *others])
-        shown[f"best on {corpus}"] = (plural(best.manifest.world_size, "process"), remark)
-    machines = {host.cpu: host.cores for runs in found.values() for run in runs for host in run.manifest.hosts}
-    models = sorted({run.manifest.spec.model.model for runs in found.values() for run in runs})
-    what = [*models, *(f"{cpu}, {plural(cores, 'core')}" for cpu, cores in machines.items())]
-    return tag(
-        "header",
-        tag("p", "bench", class_="kind"),
-        tag("h1", name),
-        tag("p", " · ".join(what), class_="soft small"),
-        facts(shown),
+        base = next((run for run in runs if run.tokens_per_s), None)
+        rows = [_row(run, base) for run in runs]
+        chapters.append(Chapter(corpus, scaling_story(runs), rows, any(run.predicted for run in runs), figure))
+    return document(
+        "bench.html",
+        title=f"{name}: evener bench",
+        figures=drawn,
+        name=name,
+        what=_what(found),
+        shown=[_best(corpus, runs) for corpus, runs in found.items()],
+        columns=COLUMNS,
+        chapters=chapters,
+        no_prediction=NO_PREDICTION,
     )
 
 
-def _rows(runs: Sequence[Summary]) -> list[list[object]]:
-    base = next((run for run in runs if run.tokens_per_s), None)
-    return [_row(run, base) for run in runs]
+def _what(found: dict[str, list[Summary]]) -> list[str]:
+    """Which models were trained on which machines."""
+    machines = {host.cpu: host.cores for runs in found.values() for run in runs for host in run.manifest.hosts}
+    models = sorted({run.manifest.spec.model.model for runs in found.values() for run in runs})
+    return [*models, *(f"{cpu}, {plural(cores, 'core')}" for cpu, cores in machines.items())]
 
 
-def _row(run: Summary, base: Summary | None) -> list[object]:
+def _best(corpus: str, runs: Sequence[Summary]) -> Fact:
+    """How many processes train a corpus best, and how the others compare."""
+    measured = [run for run in runs if run.tokens_per_s]
+    if not measured:
+        return Fact(corpus, None, "no step was recorded")
+    best = worth_it(measured)
+    others = [
+        f"{plural(run.manifest.world_size, 'process')} {speedup(run, best):.2f} times"
+        for run in measured
+        if run is not best
+    ]
+    remark = ", ".join([f"{count(best.tokens_per_s)} tokens/s", *others])
+    return Fact(f"best on {corpus}", plural(best.manifest.world_size, "process"), remark)
+
+
+def _row(run: Summary, base: Summary | None) -> Row:
     alone = run.manifest.world_size == 1
     cost = first_done(run).typical
-    return [
-        tag("a", run.manifest.world_size, href=quote(Path(run.run_dir).name) + "/report.html"),
-        run.threads,
+    cells = [
+        str(run.threads),
         count(run.tokens_per_s),
-        f"{speedup(run, base):.2f}" if base and run.tokens_per_s else None,
+        f"{speedup(run, base):.2f}" if base and run.tokens_per_s else "not measured",
         f"{seconds(run.step_p50_s)} / {seconds(run.step_p95_s)}",
         seconds(cost.compute_s),
         "–" if alone else f"{seconds(run.sync_p50_s)} / {seconds(run.sync_p95_s)}",
@@ -148,3 +149,4 @@ def _row(run: Summary, base: Summary | None) -> list[object]:
         seconds(cost.optimizer_s),
         *against(run),
     ]
+    return Row(quote(Path(run.run_dir).name) + "/report.html", run.manifest.world_size, cells)

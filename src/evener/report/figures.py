@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evener.core.step import PARTS, StepCost, StepRecord
@@ -30,6 +31,21 @@ PART_COLOURS = {
 }
 SERIES_COLOURS = ("#2a7fc1", "#d9752b", "#0a9e76", "#cc6d9f", "#e69f00", "#8fc7ea")
 assert set(PART_NAMES) == set(PART_COLOURS) == set(PARTS)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a legend."""
+
+    name: str
+    colour: str
+    dashed: bool
+
+
+def legend(figure: Figure) -> list[Entry]:
+    """What the colours of a figure mean."""
+    styles = [(trace["name"], trace.get("line", {}) | trace.get("marker", {})) for trace in figure["data"]]
+    return [Entry(name, style["color"], "dash" in style) for name, style in styles]
 
 
 def loss(losses: Sequence[float | None], evaluations: Sequence[tuple[int, float]]) -> Figure:

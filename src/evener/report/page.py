@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -17,41 +18,17 @@ from evener.core.step import StepRecord
 from evener.core.units import count, seconds, size
 from evener.plan.search import what_if
 from evener.report import benchpage, figures
+from evener.report.events import evaluations, first_failure, tell
 from evener.report.explain import explain_measured, limit
-from evener.report.markup import (
-    Html,
-    document,
-    fact_table,
-    facts,
-    html,
-    joined,
-    legend,
-    panel,
-    plot,
-    section,
-    share_bar,
-    table,
-    tag,
-)
-from evener.report.predicted import (
-    NO_PREDICTION,
-    Row,
-    cells,
-    explain_prediction,
-    percent,
-    rank_rows,
-    step_rows,
-)
+from evener.report.markup import Fact, document
+from evener.report.predicted import NO_PREDICTION, cells, explain_prediction, percent, rank_rows, step_rows
 from evener.report.ranks import last_done, plural, straggles
 from evener.report.summary import Summary, summarize
-from evener.report.whatif import correction, what_if_table
+from evener.report.whatif import corrected_step_s, correction, what_if_table
 
 SILENT_S = 60.0  # a running job that wrote nothing for so long (or for 20 steps) is not running any more
 SILENT_STEPS = 20
-FAILURES = ("failure", "run.nonfinite", "run.diverged")
-CONSEQUENCES = ("run.peer-exit",)  # a rank that lost its peer is loud, and not the one that failed
-NOTE = "soft small"
-BESIDE = "Predicted beside measured"
+Text: TypeAlias = "dict[str, Text] | list[Text] | str"  # nested facts, each in words
 MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "bad", "no word": "bad"}
 
 
@@ -73,136 +50,82 @@ def write_page(rundir: RunDir) -> Path:
 def run_page(rundir: RunDir, now: float) -> str:
     """The page of one run; `now` tells a run that is silent from one that is running."""
     summary, events = summarize(rundir), rundir.events()
-    records = [rundir.records(rank)[: summary.num_steps] for rank in range(summary.manifest.world_size)]
-    evaluations = _evaluations(events)
-    name = rundir.path.resolve().name
-    drawn: dict[str, figures.Figure] = {}
-    body = [_verdict(name, summary, events, evaluations, _last_word(summary, records, events), now)]
-    if summary.num_steps:
-        if evaluations or any(loss is not None for loss in summary.losses):
-            drawn["loss"] = figures.loss(summary.losses, evaluations)
-        drawn["parts"] = figures.bars({f"rank {rank.rank}": rank.typical for rank in summary.ranks})
-        drawn["areas"] = figures.areas(records)
-        body += [_losses(summary, drawn.get("loss")), _where_time_goes(summary, drawn)]
-    if summary.sync_p50_s is not None:
-        drawn["sync"] = figures.all_reduce(records, summary)
-        body.append(_all_reduces(summary, drawn["sync"]))
-    story = tag("div", *(tag("p", paragraph) for paragraph in explain_measured(summary)), class_="story")
-    body += [
-        section("What happened, and why", story),
-        _predicted(summary),
-        _events(summary.manifest, events),
-        _manifest(summary.manifest),
-    ]
-    body.append(tag("footer", f"Written {_moment(now)}. All rates are medians over steps after the warm-up."))
-    return document(f"{name}: evener", joined(body), drawn)
+    manifest = summary.manifest
+    records = [rundir.records(rank)[: summary.num_steps] for rank in range(manifest.world_size)]
+    name, failure = rundir.path.resolve().name, first_failure(events)
+    return document(
+        "run.html",
+        title=f"{name}: evener",
+        figures=_figures(summary, records, evaluations(events)),
+        name=name,
+        what=_what(summary),
+        outcome=_outcome(summary, events, _last_word(summary, records, events), now),
+        limit=limit(summary) if summary.num_steps else "",
+        shown=_shown(summary, events),
+        summary=summary,
+        steps_per_point=-(-summary.num_steps // figures.MAX_POINTS),
+        unmeasured=[figures.PART_NAMES[part] for part in figures.unmeasured(rank.typical for rank in summary.ranks)],
+        parts=_parts(summary),
+        story=explain_measured(summary),
+        predicted=_beside(summary),
+        no_prediction=NO_PREDICTION,
+        events=[tell(event, manifest.started) for event in events],
+        failure=tell(failure, manifest.started) if failure and manifest.verdict != "finished" else None,
+        parameters=_parameters(manifest),
+        num_params=f"{manifest.num_params:,}",
+        manifest=_manifest(manifest),
+        written=_moment(now),
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the template's `table` shows: columns of figures beside one of names."""
+
+    head: list[str]
+    rows: list[list[str]]
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def _verdict(
-    name: str,
-    summary: Summary,
-    events: list[dict[str, Any]],
-    evaluations: list[tuple[int, float]],
-    last_word: float,
-    now: float,
-) -> Html:
-    manifest, result = summary.manifest, summary.manifest.result
-    verdict, told = _outcome(summary, events, last_word, now)
-    losses = [loss for loss in summary.losses if loss is not None]
-    loss = result.loss if result and result.loss is not None else losses[-1] if losses else None
-    val_step, val_loss = evaluations[-1] if evaluations else (None, None)
-    if result and result.val_loss is not None:
-        val_step, val_loss = result.steps, result.val_loss
-    shown = {
-        "tokens/s": (count(summary.tokens_per_s), f"{summary.tokens_per_step:,} a step"),
-        "step": (seconds(summary.step_p50_s), _step_remark(summary)),
-        "loss": (None if loss is None else f"{loss:.4f}", f"after {_steps(summary)}" if losses else ""),
-        "validation loss": (
-            None if val_loss is None else f"{val_loss:.4f}",
-            "" if val_step is None else f"after {plural(val_step, 'step')}",
-        ),
-        "replicas": _agreement(summary, events),
-        "peak memory": _memory(summary),
-    }
-    if not summary.num_steps:
-        shown |= {"tokens/s": (None, ""), "step": (None, "")}
-    machine = ", ".join(f"{host.cpu}, {plural(host.cores, 'core')}" for host in manifest.hosts)
-    what = [
-        f"{manifest.spec.model.model} ({count(manifest.num_params)} parameters)",
-        manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
-        f"{plural(manifest.world_size, 'process')} with {plural(summary.threads, 'thread')}",
-        *([manifest.backend] if manifest.world_size > 1 else []),
-        manifest.dtype + (", compiled" if manifest.compiled else ""),
-        machine,
-        _moment(manifest.started),
-    ]
-    return tag(
-        "header",
-        tag("p", "training run", class_="kind"),
-        tag("h1", name),
-        tag("p", " · ".join(what), class_=NOTE),
-        tag("p", tag("span", verdict, class_=f"verdict {MARKS.get(verdict, 'warn')}"), told, class_="lead"),
-        tag("p", limit(summary), class_="lead") if summary.num_steps else "",
-        facts(shown),
-    )
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: a word, and a sentence about it."""
+
+    verdict: str
+    told: str
+    command: str = ""  # by which it goes on
+
+    @property
+    def mark(self) -> str:
+        """The verdict's colour."""
+        return MARKS.get(self.verdict, "warn")
 
 
-def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, now: float) -> tuple[str, Html]:
-    """The verdict in a word, and a sentence about it."""
+def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, now: float) -> Outcome:
     manifest = summary.manifest
-    if manifest.verdict == "finished":
+    verdict, done = manifest.verdict, plural(summary.num_steps, "step")
+    resume = f"evener train --resume {summary.run_dir}"
+    if verdict == "finished":
         took = "" if manifest.ended is None else f" in {seconds(manifest.ended - manifest.started)}"
-        return "finished", html(f"{plural(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
-    resume = tag("code", f"evener train --resume {summary.run_dir}")
-    if manifest.verdict == "stopped":
+        return Outcome(verdict, f"{plural(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
+    if verdict == "stopped":
         max_s = manifest.spec.train.max_s
         in_time = max_s is not None and manifest.ended is not None and manifest.ended - manifest.started >= max_s
         why = f"when its {seconds(max_s)} were over" if in_time else "before its end"
-        return "stopped", joined([f"after {_steps(summary)}, {why}. It goes on with ", resume, "."])
-    if manifest.verdict == "failed":
-        failure = _first_failure(events)
-        why = f": {_describe(failure)}" if failure else ", and no rank could say why: see its logs"
-        return "failed", html(f"after {_steps(summary)}{why}.")
-    if manifest.verdict != "running":
-        return manifest.verdict, html(f"after {_steps(summary)}.")
+        return Outcome(verdict, f"after {done}, {why}.", resume)
+    if verdict == "failed":
+        failure = first_failure(events)
+        why = f": {tell(failure, manifest.started).what}" if failure else ", and no rank could say why: see its logs"
+        return Outcome(verdict, f"after {done}{why}.")
+    if verdict != "running":
+        return Outcome(verdict, f"after {done}.")
     silence_s = now - last_word
     if silence_s > max(SILENT_S, SILENT_STEPS * (summary.step_p50_s or 0.0)):
-        told = f"for {seconds(silence_s)}, {_steps(summary)} done. Its processes hang or are gone. It goes on with "
-        return "no word", joined([told, resume, "."])
-    return "running", html(f"{_steps(summary)} of {manifest.spec.train.steps} done.")
-
-
-def _steps(summary: Summary) -> str:
-    return plural(summary.num_steps, "step")
-
-
-def _agreement(summary: Summary, events: list[dict[str, Any]]) -> tuple[str | None, str]:
-    result = summary.manifest.result
-    if summary.manifest.world_size == 1:
-        return "one", "nothing to compare"
-    if any(event.get("event") == "run.diverged" for event in events) or (result and result.replicas_agree is False):
-        return "differ", ""
-    checks = [event for event in events if event.get("event") == "replicas.agree"]
-    if result and result.replicas_agree:
-        return "agree", "to the bit"
-    return ("agreed", f"to the bit, after step {checks[-1].get('step')}") if checks else (None, "")
-
-
-def _step_remark(summary: Summary) -> str:
-    remark, option = f"p50; p95 {seconds(summary.step_p95_s)}", summary.predicted
-    if option is None or not summary.step_p50_s:
-        return remark
-    return f"{remark}; predicted {seconds(option.step_s)}, {percent(summary.step_p50_s / option.step_s - 1)}"
-
-
-def _memory(summary: Summary) -> tuple[str | None, str]:
-    result = summary.manifest.result
-    if result is None or not result.peak_memory_bytes:
-        return None, ""
-    return size(max(result.peak_memory_bytes)), "of one rank" if summary.manifest.world_size > 1 else ""
+        told = f"for {seconds(silence_s)}, {done} done. Its processes hang or are gone."
+        return Outcome("no word", told, resume)
+    return Outcome(verdict, f"{done} of {manifest.spec.train.steps} done.")
 
 
 def _last_word(summary: Summary, records: Sequence[Sequence[StepRecord]], events: list[dict[str, Any]]) -> float:
@@ -212,222 +135,189 @@ def _last_word(summary: Summary, records: Sequence[Sequence[StepRecord]], events
     return max([summary.manifest.started, *times])
 
 
-def _evaluations(events: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Validation loss by step; of a step that a resumed run took again, the later one."""
-    found = {}
-    for event in events:
-        step, val_loss = event.get("step"), event.get("val_loss")
-        if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(val_loss, float):
-            found[step] = val_loss
-    return sorted(found.items())
+def _what(summary: Summary) -> list[str]:
+    """What was trained, on what, when."""
+    manifest = summary.manifest
+    return [
+        f"{manifest.spec.model.model} ({count(manifest.num_params)} parameters)",
+        manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
+        f"{plural(manifest.world_size, 'process')} with {plural(summary.threads, 'thread')}",
+        *([manifest.backend] if manifest.world_size > 1 else []),
+        manifest.dtype + (", compiled" if manifest.compiled else ""),
+        ", ".join(f"{host.cpu}, {plural(host.cores, 'core')}" for host in manifest.hosts),
+        _moment(manifest.started),
+    ]
+
+
+def _shown(summary: Summary, events: list[dict[str, Any]]) -> list[Fact]:
+    """The large figures."""
+    result, has_steps = summary.manifest.result, summary.num_steps > 0
+    losses = [loss for loss in summary.losses if loss is not None]
+    loss = result.loss if result and result.loss is not None else losses[-1] if losses else None
+    evaluated = evaluations(events)
+    if result and result.val_loss is not None:
+        evaluated.append((result.steps, result.val_loss))
+    done = f"after {plural(summary.num_steps, 'step')}"
+    return [
+        Fact("tokens/s", count(summary.tokens_per_s) if has_steps else None,
+             f"{summary.tokens_per_step:,} a step" if has_steps else ""),
+        Fact("step", seconds(summary.step_p50_s) if has_steps else None, _step_remark(summary) if has_steps else ""),
+        Fact("loss", None if loss is None else f"{loss:.4f}", done if losses else ""),
+        Fact("validation loss", f"{evaluated[-1][1]:.4f}", f"after {plural(evaluated[-1][0], 'step')}")
+        if evaluated else Fact("validation loss", None),
+        _agreement(summary, events),
+        _memory(summary),
+    ]  # fmt: skip
+
+
+def _step_remark(summary: Summary) -> str:
+    remark, option = f"p50; p95 {seconds(summary.step_p95_s)}", summary.predicted
+    if option is None or not summary.step_p50_s:
+        return remark
+    return f"{remark}; predicted {seconds(option.step_s)}, {percent(summary.step_p50_s / option.step_s - 1)}"
+
+
+def _agreement(summary: Summary, events: list[dict[str, Any]]) -> Fact:
+    name, result = "replicas", summary.manifest.result
+    if summary.manifest.world_size == 1:
+        return Fact(name, "one", "nothing to compare")
+    if any(event.get("event") == "run.diverged" for event in events) or (result and result.replicas_agree is False):
+        return Fact(name, "differ")
+    if result and result.replicas_agree:
+        return Fact(name, "agree", "to the bit")
+    checks = [event for event in events if event.get("event") == "replicas.agree"]
+    return Fact(name, "agreed", f"to the bit, after step {checks[-1].get('step')}") if checks else Fact(name, None)
+
+
+def _memory(summary: Summary) -> Fact:
+    name, result = "peak memory", summary.manifest.result
+    if result is None or not result.peak_memory_bytes:
+        return Fact(name, None)
+    return Fact(name, size(max(result.peak_memory_bytes)), "of one rank" if summary.manifest.world_size > 1 else "")
 
 
 # --- figures with their words -----------------------------------------------------------------------------------------
 
 
-def _losses(summary: Summary, figure: figures.Figure | None) -> Html:
-    if figure is None:
-        return section("Loss", tag("p", "It was not measured.", class_="soft"))
-    per_point = -(-summary.num_steps // figures.MAX_POINTS)
-    note = f"Each point of a line is the mean of {per_point} steps." if per_point > 1 else ""
-    return section("Loss", panel(legend(figure), plot("loss")), tag("p", note, class_=NOTE) if note else "")
+def _figures(
+    summary: Summary, records: Sequence[Sequence[StepRecord]], evaluated: Sequence[tuple[int, float]]
+) -> dict[str, figures.Figure]:
+    """What the page draws, by the name of its place."""
+    if not summary.num_steps:
+        return {}
+    drawn = {
+        "parts": figures.bars({f"rank {rank.rank}": rank.typical for rank in summary.ranks}),
+        "areas": figures.areas(records),
+    }
+    if evaluated or any(loss is not None for loss in summary.losses):
+        drawn["loss"] = figures.loss(summary.losses, evaluated)
+    if summary.sync_p50_s is not None:
+        drawn["sync"] = figures.all_reduce(records, summary)
+    return drawn
 
 
-def _where_time_goes(summary: Summary, drawn: dict[str, figures.Figure]) -> Html:
-    columns = list(figures.PART_NAMES)
-    costs = [rank.typical for rank in summary.ranks]
+def _parts(summary: Summary) -> Table:
+    """The parts of each rank's median step."""
     rows = [
-        [f"rank {rank}", *(seconds(getattr(cost, part)) for part in columns), seconds(cost.total_s)]
-        for rank, cost in enumerate(costs)
-    ]
-    head = ["", *(figures.PART_NAMES[part] for part in columns), "sum"]
-    layers = [f"rank {rank.rank}" for rank in summary.ranks]
-    if len(layers) > 1:
-        layers.insert(0, figures.ALL_RANKS)
-    chooser = tag(
-        "label",
-        "show ",
-        tag("select", *(tag("option", layer) for layer in layers), data_figure="areas"),
-        class_="choose",
-    )
-    missing = [figures.PART_NAMES[part] for part in figures.unmeasured(costs)]
-    return section(
-        "Where each step’s time goes",
-        tag("p", "The median step of each rank, and its parts: means over the middle half of the steps.", class_=NOTE),
-        panel(legend(drawn["parts"]), plot("parts")),
-        tag("p", f"Not measured: {', '.join(missing)}.", class_=NOTE) if missing else "",
-        tag("details", tag("summary", "in figures"), table(head, rows, numbers=range(1, len(head)))),
-        tag("p", "Every step as it came.", class_=NOTE),
-        panel(chooser if len(layers) > 1 else "", legend(drawn["parts"]), plot("areas")),
-    )
-
-
-def _all_reduces(summary: Summary, figure: figures.Figure) -> Html:
-    told = (
-        f"Of one step, on the slowest rank: in flight p50 {seconds(summary.sync_p50_s)}, p95 "
-        f"{seconds(summary.sync_p95_s)}. Backward may compute meanwhile; exposed is what it did not hide, while the "
-        "ranks stood still."
-    )
-    return section("All-reduce", tag("p", told, class_=NOTE), panel(legend(figure), plot("sync")))
+        [f"rank {rank.rank}", *(seconds(getattr(rank.typical, part)) for part in figures.PART_NAMES),
+         seconds(rank.typical.total_s)]
+        for rank in summary.ranks
+    ]  # fmt: skip
+    return Table(["", *figures.PART_NAMES.values(), "sum"], rows)
 
 
 # --- predicted beside measured ----------------------------------------------------------------------------------------
 
 
-def _predicted(summary: Summary) -> Html:
+@dataclass(frozen=True)
+class WhatIf:
+    """Other set-ups beside this one."""
+
+    options: Table
+    own_step: str | None  # of this run, as corrected by itself; None: it measured nothing
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What was predicted of a run beside what was measured: sentences, and tables where the two can be compared."""
+
+    told: str
+    causes: list[str]
+    assumed: list[str]
+    step: list[list[str]]
+    last: str  # the rank that was done last
+    of_last: list[list[str]]
+    of_others: dict[str, list[list[str]]]  # by rank
+    what_if: WhatIf | None
+
+
+def _beside(summary: Summary) -> Beside | None:
     prediction, option = summary.prediction, summary.predicted
     if prediction is None:
-        return section(BESIDE, tag("p", NO_PREDICTION, class_="soft"))
+        return None
     told, *causes = explain_prediction(summary, prediction)
-    listed = tag("ul", *(tag("li", cause) for cause in causes)) if causes else ""
-    children: list[object] = [tag("div", tag("p", told), listed, class_="story")]
-    if option is not None:
-        slow = last_done(summary).rank
-        rest = [rank for rank in range(len(option.ranks)) if rank != slow]
-        more = [joined([tag("h3", _rank(option, rank)), _beside(rank_rows(summary, option, rank))]) for rank in rest]
-        last = f"{_rank(option, slow)}, for which the others wait" if straggles(summary) else _rank(option, slow)
-        children += [
-            tag("h3", "The step"),
-            _beside(step_rows(summary, option)),
-            tag("h3", f"Its parts on {last}"),
-            _beside(rank_rows(summary, option, slow)),
-            tag("details", tag("summary", "the other ranks"), *more) if more else "",
-        ]
-    if prediction.cluster.assumed:
-        assumed = tag("ul", *(tag("li", sentence) for sentence in prediction.cluster.assumed), class_=NOTE)
-        children += [tag("p", "What nobody had measured, and what stood in for it:", class_=NOTE), assumed]
-    if option is not None and (others := what_if(prediction)):
-        children += _what_if(summary, option, others)
-    return section(BESIDE, *children)
-
-
-def _what_if(summary: Summary, option: Option, others: Sequence[Option]) -> list[Html]:
-    measured = summary.step_p50_s is not None
-    head, rows = what_if_table(others, option, correction(summary, option) if measured else None)
-    note = "These are predictions, not measurements. "
-    if measured:
-        note += (
-            "Corrected means: computing and update of each host, and communication, as much slower or faster than "
-            "predicted as they were in this run, and waiting for input as it was here. A host that took no part keeps "
-            f"its prediction. This run itself comes out at {rows[0][4]} so; it took {seconds(summary.step_p50_s)}."
-        )
-    return [tag("h3", "What if"), tag("p", note, class_=NOTE), table(head, rows, numbers=range(1, len(head)))]
-
-
-def _rank(option: Option, rank: int) -> str:
-    return f"rank {rank} ({option.ranks[rank].host})"
-
-
-def _beside(rows: Sequence[Row]) -> Html:
-    return table(["", "predicted", "measured", "difference", ""], map(cells, rows), numbers=range(1, 5))
-
-
-# --- events and manifest ----------------------------------------------------------------------------------------------
-
-
-def _events(manifest: Manifest, events: list[dict[str, Any]]) -> Html:
-    if not events:
-        return section("Events", tag("p", "None was recorded.", class_="soft"))
-    first = _first_failure(events)
-    alarm: list[Html] = []
-    if first and manifest.verdict != "finished":
-        hint = tag("p", first["hint"]) if first.get("hint") else ""
-        alarm = [panel(tag("strong", "The first failure: ", class_="bad"), _describe(first), hint)]
-    rows = [
-        [
-            _offset(event.get("time"), manifest.started),
-            tag("span", event.get("event"), class_="bad" if event.get("event") in FAILURES + CONSEQUENCES else ""),
-            _describe(event),
-        ]
-        for event in events
-    ]
-    listed = tag("div", table(["since start", "event", "what"], rows, numbers=[0]), class_="events")
-    return section("Events", *alarm, listed)
-
-
-def _first_failure(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What ended the run since it was last started: a failure before what merely followed from one."""
-    starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
-    since = events[starts[-1] :] if starts else events
-    for kinds in (FAILURES, CONSEQUENCES):
-        found = [event for event in since if event.get("event") in kinds]
-        if found:
-            return found[0]
-    return None
-
-
-def _describe(event: dict[str, Any]) -> str:
-    """An event in words; one that is not known in its own."""
-    step = event.get("step")
-    match event.get("event"):
-        case "start":
-            return f"ranks: {event.get('ranks')}, from step {step}"
-        case "evaluation":
-            loss = event.get("val_loss")
-            return f"step {step}: validation loss " + (f"{loss:.4f}" if isinstance(loss, float) else "not measured")
-        case "checkpoint":
-            return f"step {step} saved"
-        case "replicas.agree":
-            return f"step {step}: all {event.get('tensors')} tensors are equal on all ranks, to the bit"
-        case "finished" | "stopped":
-            return f"step {step}"
-        case "run.nonfinite":
-            return f"step {step}: the loss is not finite, on rank {str(event.get('ranks')).strip('[]')}"
-        case "run.diverged":
-            return f"step {step}: the replicas differ: {msgspec.json.encode(event.get('differences')).decode()}"
-        case "failure" | "run.peer-exit":
-            return f"rank {event.get('rank')}: {event.get('error')}"
-        case _:
-            rest = {key: value for key, value in event.items() if key not in ("event", "time")}
-            return ", ".join(f"{key} {value}" for key, value in rest.items())
-
-
-def _offset(moment: object, started: float) -> str:
-    return seconds(moment - started) if isinstance(moment, int | float) else "not measured"
-
-
-def _manifest(manifest: Manifest) -> Html:
-    total = manifest.num_params or 1
-    groups = [
-        [group, f"{num:,}", f"{num / total:.1%}", share_bar(num / total)]
-        for group, num in manifest.params_by_group.items()
-        if num
-    ]
-    groups.append([tag("strong", "all"), tag("strong", f"{manifest.num_params:,}"), "", ""])
-    tree = msgspec.to_builtins(manifest)
-    run: dict[str, Any] = {"command": tag("code", shlex.join(manifest.argv))}
-    run |= {key: tree[key] for key in ("verdict", "backend", "sync", "dtype", "compiled", "code_hash")}
-    run |= {"started": _moment(manifest.started), "ended": None if manifest.ended is None else _moment(manifest.ended)}
-    parts = {
-        "Run": run | {"versions": tree["versions"], "result": tree["result"]},
-        "What was asked for": tree["spec"],
-        "Shape of the model": tree["shape"],
-        "Corpus": tree["corpus"],
-        "Machines": tree["hosts"],
-        "Processes": tree["ranks"],
-        "Contention: each rank alone, and all together": tree["contention"],
-    }
-    return section(
-        "Manifest",
-        tag("h3", "Parameters"),
-        table(["group", "parameters", "share", ""], groups, numbers=[1, 2]),
-        *(
-            tag("details", tag("summary", name), _tree(part, "default" if name == "What was asked for" else "–"))
-            for name, part in parts.items()
-        ),
+    assumed = prediction.cluster.assumed
+    if option is None:
+        return Beside(told, causes, assumed, step=[], last="", of_last=[], of_others={}, what_if=None)
+    names = [f"rank {rank} ({planned.host})" for rank, planned in enumerate(option.ranks)]
+    tables = [[cells(row) for row in rank_rows(summary, option, rank)] for rank in range(len(names))]
+    last, others = last_done(summary).rank, what_if(prediction)
+    return Beside(
+        told,
+        causes,
+        assumed,
+        step=[cells(row) for row in step_rows(summary, option)],
+        last=f"{names[last]}, for which the others wait" if straggles(summary) else names[last],
+        of_last=tables[last],
+        of_others={name: table for rank, (name, table) in enumerate(zip(names, tables, strict=True)) if rank != last},
+        what_if=_what_if(summary, option, others) if others else None,
     )
 
 
-def _tree(value: Any, absent: str) -> Html:
-    """Nested facts as nested tables; `absent` stands for None."""
+def _what_if(summary: Summary, option: Option, others: Sequence[Option]) -> WhatIf:
+    by = correction(summary, option) if summary.step_p50_s is not None else None
+    return WhatIf(Table(*what_if_table(others, option, by)), seconds(corrected_step_s(option, by)) if by else None)
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def _parameters(manifest: Manifest) -> list[tuple[str, str, str]]:
+    """Group, parameters, share of all."""
+    return [
+        (group, f"{num:,}", f"{num / (manifest.num_params or 1):.1%}")
+        for group, num in manifest.params_by_group.items()
+        if num
+    ]
+
+
+def _manifest(manifest: Manifest) -> dict[str, Text]:
+    """The manifest by chapter."""
+    tree = msgspec.to_builtins(manifest)
+    run: dict[str, Any] = {"command": shlex.join(manifest.argv)}
+    run |= {key: tree[key] for key in ("verdict", "backend", "sync", "dtype", "compiled", "code_hash")}
+    run |= {"started": _moment(manifest.started), "ended": None if manifest.ended is None else _moment(manifest.ended)}
+    return {
+        "Run": _text(run | {"versions": tree["versions"], "result": tree["result"]}),
+        "What was asked for": _text(tree["spec"], absent="default"),
+        "Shape of the model": _text(tree["shape"]),
+        "Corpus": _text(tree["corpus"]),
+        "Machines": _text(tree["hosts"]),
+        "Processes": _text(tree["ranks"]),
+        "Contention: each rank alone, and all together": _text(tree["contention"]),
+    }
+
+
+def _text(value: Any, absent: str = "–") -> Text:
+    """Facts as a person writes them; `absent` stands for None."""
     if isinstance(value, dict):
-        return fact_table({key: _tree(_with_unit(key, inner), absent) for key, inner in value.items()})
+        return {key: _text(_with_unit(key, inner), absent) for key, inner in value.items()}
     if isinstance(value, list):
-        between = Html() if any(isinstance(inner, dict) for inner in value) else html(", ")
-        return Html(between.join(_tree(inner, absent) for inner in value))
+        inner = [_text(each, absent) for each in value]
+        return inner if any(isinstance(each, dict) for each in value) else ", ".join(map(str, inner))
     if isinstance(value, bool):
-        return html("yes" if value else "no")
-    return html(absent if value is None else f"{value:.6g}" if isinstance(value, float) else value)
+        return "yes" if value else "no"
+    return absent if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _with_unit(name: str, value: Any) -> Any:

@@ -1,0 +1,83 @@
+"""What happened during a run, in words, and what of it ended the run?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from evener.core.units import seconds
+
+FAILURES = ("failure", "run.nonfinite", "run.diverged")
+CONSEQUENCES = ("run.peer-exit",)  # a rank that lost its peer is loud, and not the one that failed
+
+
+@dataclass(frozen=True)
+class Told:
+    """A line of events.jsonl as a person reads it."""
+
+    since_start: str | None  # None: it does not say when
+    name: str
+    what: str
+    hint: str
+    is_bad: bool
+
+
+def tell(event: dict[str, Any], started: float) -> Told:
+    """An event in words; one that is not known in its own. `started`: of the run, Unix time."""
+    moment, name = event.get("time"), str(event.get("event"))
+    return Told(
+        since_start=seconds(moment - started) if isinstance(moment, int | float) else None,
+        name=name,
+        what=_describe(event),
+        hint=str(event.get("hint") or ""),
+        is_bad=name in FAILURES + CONSEQUENCES,
+    )
+
+
+def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What ended the run since it was last started: a failure before what merely followed from one."""
+    starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
+    since = events[starts[-1] :] if starts else events
+    for kinds in (FAILURES, CONSEQUENCES):
+        found = [event for event in since if event.get("event") in kinds]
+        if found:
+            return found[0]
+    return None
+
+
+def evaluations(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Validation loss by step; of a step that a resumed run took again, the later one."""
+    found = {}
+    for event in events:
+        step, val_loss = event.get("step"), event.get("val_loss")
+        if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(val_loss, float):
+            found[step] = val_loss
+    return sorted(found.items())
+
+
+def _describe(event: dict[str, Any]) -> str:
+    step = event.get("step")
+    match event.get("event"):
+        case "start":
+            return f"ranks: {event.get('ranks')}, from step {step}"
+        case "evaluation":
+            loss = event.get("val_loss")
+            return f"step {step}: validation loss " + (f"{loss:.4f}" if isinstance(loss, float) else "not measured")
+        case "checkpoint":
+            return f"step {step} saved"
+        case "replicas.agree":
+            return f"step {step}: all {event.get('tensors')} tensors are equal on all ranks, to the bit"
+        case "finished" | "stopped":
+            return f"step {step}"
+        case "run.nonfinite":
+            return f"step {step}: the loss is not finite, on rank {str(event.get('ranks')).strip('[]')}"
+        case "run.diverged":
+            return f"step {step}: the replicas differ: {msgspec.json.encode(event.get('differences')).decode()}"
+        case "failure" | "run.peer-exit":
+            return f"rank {event.get('rank')}: {event.get('error')}"
+        case _:
+            rest = {key: value for key, value in event.items() if key not in ("event", "time")}
+            return ", ".join(f"{key} {value}" for key, value in rest.items())
