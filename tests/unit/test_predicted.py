@@ -130,7 +130,7 @@ def run(tmp_path, write_run):
         for rank, records in enumerate(lines):
             write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(each) + b"\n" for each in records))
         if predicted:
-            write_plan(rundir, Plan(kind="train", backend="gloo", spec=None, prediction=prediction or predict()))
+            write_plan(rundir, Plan(kind="train", spec=None, prediction=prediction or predict()))
         return summarize(rundir)
 
     return make
@@ -369,7 +369,7 @@ def test_another_number_of_ranks(run):
 
 def test_no_step(tmp_path, write_run):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=0, verdict="failed")
-    write_plan(rundir, Plan(kind="train", backend="gloo", spec=None, prediction=predict()))
+    write_plan(rundir, Plan(kind="train", spec=None, prediction=predict()))
     assert told(summarize(rundir)) == ["A step was predicted to take 36.10 s; none was recorded."]
     assert "Predicted beside measured" in run_page(rundir, now=0.0)
 
