@@ -9,7 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,11 +18,8 @@ from evener.lab import state
 from evener.lab.init import PATH
 from evener.lab.needs import find_programs
 from evener.lab.spec import HostSpec
-from evener.lab.state import HostState
+from evener.lab.state import HostState, LabFolder
 from evener.lab.switch import Switch
-
-if TYPE_CHECKING:
-    from evener.lab.lab import Lab
 
 TIMED_OUT = 124  # what timeout(1) exits with
 
@@ -37,18 +34,18 @@ class Counters(NamedTuple):
 class Host:
     """One host of a lab: run things in it, and break it."""
 
-    def __init__(self, lab: Lab, name: str) -> None:
-        self.lab = lab
+    def __init__(self, lab: LabFolder, name: str) -> None:
+        self._lab = lab
         self.name = name
 
     @property
     def spec(self) -> HostSpec:
         """What it is now: `set_rate` and `set_mtu` change it."""
-        return self.lab.state.spec.hosts[self.name]
+        return self._lab.state.spec.hosts[self.name]
 
     @property
     def _state(self) -> HostState:
-        return self.lab.state.hosts[self.name]
+        return self._lab.state.hosts[self.name]
 
     @property
     def address(self) -> str:
@@ -68,7 +65,7 @@ class Host:
     @property
     def home(self) -> Path:
         """The home of whoever logs in, as a path of this machine."""
-        return self.lab.path / "hosts" / self.name / "home"
+        return self._lab.of_host(self.name) / "home"
 
     def is_alive(self) -> bool:
         """Whether it runs."""
@@ -81,11 +78,11 @@ class Host:
 
     def argv(self, command: Sequence[str]) -> list[str]:
         """The command line that enters the host: its limits, its namespaces, its user's home and environment."""
-        folder = self.lab.path / "hosts" / self.name
+        folder = self._lab.of_host(self.name)
         limits = "".join(f"echo $$ >{shlex.quote(procs)}; " for procs in json.loads((folder / "cgroups").read_text()))
         nsenter, setpriv, taskset = find_programs("nsenter", "setpriv", "taskset")
         pin = [taskset, "-c", ",".join(map(str, self.spec.cores))] if self.spec.cores else []
-        user = ["--user", "--preserve-credentials"] if self.lab.rootless else []
+        user = ["--user", "--preserve-credentials"] if self._lab.state.rootless else []
         enter = [nsenter, "-t", str(self.pid), *user, "-m", "-u", "-i", "-n", "-p", "-C", "--"]
         environment = [f"PATH={PATH}", f"HOME={self.home}", "LANG=C.UTF-8", f"TERM={os.environ.get('TERM', 'dumb')}"]
         inside = [setpriv, "--pdeathsig", "KILL", "env", "-i", "-C", str(self.home), *environment, *command]
@@ -131,7 +128,7 @@ class Host:
         self._change_network("set_mtus", hosts=[
             {"pid": host.pid, "interface": host.spec.interface, "port": host._state.port,
              "mtu": host.spec.mtu, "path_mtu": host.spec.path_mtu or host.spec.mtu}
-            for host in self.lab.hosts if host.is_alive()])  # fmt: skip
+            for host in (Host(self._lab, name) for name in self._lab.state.hosts) if host.is_alive()])  # fmt: skip
 
     def link_up(self, up: bool) -> None:
         """Pull its cable out of the switch (False), or plug it in again."""
@@ -156,7 +153,7 @@ class Host:
         if content is None:
             self.exec(["umount", path])
             return
-        folder = self.lab.path / "hosts" / self.name / "faces"
+        folder = self._lab.of_host(self.name) / "faces"
         folder.mkdir(exist_ok=True)
         file = folder / f"{len(list(folder.iterdir()))}"
         file.write_text(content)
@@ -165,7 +162,7 @@ class Host:
     def look_wireless(self, interface: str) -> None:
         """Give an interface the folder by which programs know a Wi-Fi card: /sys/class/net/wlan0/wireless."""
         layers = f"/run/evener-lab/{interface}"
-        options = f"lowerdir=$D,upperdir={layers}/upper,workdir={layers}/work" + ",userxattr" * self.lab.rootless
+        options = f"lowerdir=$D,upperdir={layers}/upper,workdir={layers}/work" + ",userxattr" * self._lab.state.rootless
         make = f"mkdir -p {layers}/upper/wireless {layers}/work; D=$(readlink -f /sys/class/net/{interface})"
         self.exec(["sh", "-ec", f"{make}; mount -t overlay -o {options} overlay $D"])
 
@@ -196,21 +193,19 @@ class Host:
     def _changed(self, **values: Any) -> HostSpec:
         """Check and write down what this host is from now on."""
         self.check_alive()
-        lab = self.lab
+        lab = self._lab.state
         spec = msgspec.structs.replace(self.spec, **values)
-        whole = msgspec.structs.replace(lab.state.spec, hosts={**lab.state.spec.hosts, self.name: spec})
+        whole = msgspec.structs.replace(lab.spec, hosts={**lab.spec.hosts, self.name: spec})
         whole.check()
-        lab.state = msgspec.structs.replace(lab.state, spec=whole)
-        state.save(lab.path, lab.state)
+        self._lab.write(msgspec.structs.replace(lab, spec=whole))
         return spec
 
     def _change_network(self, call: str, **arguments: Any) -> None:
         self.check_alive()
         with Switch() as switch:
-            switch.do(self.lab.state.desk.pid, self.lab.rootless, call, arguments)
+            switch.do(self._lab.state.desk.pid, self._lab.state.rootless, call, arguments)
 
     def check_alive(self) -> None:
         if not self.is_alive():
-            raise EvenerError(
-                f"host {self.name} of lab {self.lab.name} is dead", hint=f"evener lab down {self.lab.name}"
-            )
+            lab = self._lab.state.spec.name
+            raise EvenerError(f"host {self.name} of lab {lab} is dead", hint=f"evener lab down {lab}")

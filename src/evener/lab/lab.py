@@ -16,15 +16,14 @@ from evener.lab import files, make, state
 from evener.lab.host import Host
 from evener.lab.needs import check_machine, find_programs
 from evener.lab.spec import LabSpec, without_limits
-from evener.lab.state import LabState
+from evener.lab.state import LabFolder, LabState
 
 
 class Lab:
     """A lab that is up. As a context manager it is ended on the way out."""
 
     def __init__(self, path: Path, made: LabState) -> None:
-        self.path = path
-        self.state = made
+        self._folder = LabFolder(path, made)
 
     @classmethod
     def up(cls, spec: LabSpec, out: Path | None = None) -> Lab:
@@ -68,6 +67,16 @@ class Lab:
         return cls(path, made)
 
     @property
+    def path(self) -> Path:
+        """Where everything about it is written."""
+        return self._folder.path
+
+    @property
+    def state(self) -> LabState:
+        """What it is now: its hosts may change."""
+        return self._folder.state
+
+    @property
     def name(self) -> str:
         """What `evener lab down` calls it."""
         return self.state.spec.name
@@ -80,13 +89,13 @@ class Lab:
     @property
     def hosts(self) -> list[Host]:
         """Every host, in the order of the spec."""
-        return [Host(self, name) for name in self.state.hosts]
+        return [Host(self._folder, name) for name in self.state.hosts]
 
     def host(self, name: str) -> Host:
         """One host."""
         if name not in self.state.hosts:
             raise UsageError(f"lab {self.name} has no host {name}; hosts: {', '.join(self.state.hosts)}")
-        return Host(self, name)
+        return Host(self._folder, name)
 
     def is_alive(self) -> bool:
         """Whether its network and every host are there."""

@@ -66,6 +66,23 @@ class LabState(msgspec.Struct, frozen=True, kw_only=True):
     fleet_text: str
 
 
+class LabFolder:
+    """A lab's state directory, and what is written there now: a lab and its hosts have it in common."""
+
+    def __init__(self, path: Path, state: LabState) -> None:
+        self.path = path
+        self.state = state
+
+    def write(self, state: LabState) -> None:
+        """Replace lab.json."""
+        self.state = state
+        save(self.path, state)
+
+    def of_host(self, name: str) -> Path:
+        """A host's own folder."""
+        return self.path / "hosts" / name
+
+
 def root() -> Path:
     """Where this user's labs are; made, and checked to be his alone."""
     path = Path(f"/var/tmp/evener-lab-{os.getuid()}")  # noqa: S108  owner and mode are checked
