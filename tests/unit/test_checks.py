@@ -10,9 +10,10 @@ import pytest
 
 from evener.core.errors import HostError
 from evener.core.fleet import Fleet, Host, Link
-from evener.hosts.checks import Seen, check
+from evener.hosts.checks import check
 from evener.hosts.facts import Address, Candidate, Facts, GlooChoice, Interface, Limit, Process
 from evener.hosts.pairs import Network, Pair, Try
+from evener.hosts.seen import Seen
 from evener.hosts.ways import NAMED, Way, choose, in_order, only_host, ways_of
 
 GIGABIT_BPS = 118e6

@@ -19,9 +19,10 @@ from evener.core.errors import HostError
 from evener.core.finding import Finding, by_severity
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.rundir import code_hash
-from evener.hosts import checks
+from evener.hosts.checks import check, names_to_resolve
 from evener.hosts.facts import Facts, to_facts
 from evener.hosts.pairs import Asker, Network, Pair, examine
+from evener.hosts.seen import Seen
 from evener.hosts.session import Sessions
 from evener.hosts.ways import Way, only_host, ways_of
 
@@ -75,12 +76,12 @@ def survey(
             ways,
             port=port,
             ssh_ports=ssh_ports,
-            names=checks.names_to_resolve(fleet, facts),
+            names=names_to_resolve(fleet, facts),
             quick=quick,
             told=told,
         )
     facts = {name: facts[name] for name in facts if name not in failed}
-    findings = checks.check(checks.Seen(
+    findings = check(Seen(
         fleet=fleet, facts=facts, candidates=ways, network=network, errors=failed, port=port, own_hash=own_hash,
     ))  # fmt: skip
     return Survey(

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from evener.core.finding import Finding
 from evener.core.units import link_rate, seconds, size
-from evener.hosts.checks import Seen, sudo
 from evener.hosts.facts import Facts, Interface
 from evener.hosts.pairs import Pair
+from evener.hosts.seen import Seen
 from evener.hosts.ways import Way
 
 SLOW_PORT_MBIT = 100
@@ -55,7 +55,7 @@ def _slow_ports(seen: Seen, name: str, facts: Facts, way: Way) -> Iterator[Findi
             check="net.slow-link", severity="warning", host=name,
             evidence=f"{card.name} runs at {card.speed_Mbit} Mbit/s, {card.duplex or 'unknown'} duplex",
             fix=f"another cable (all eight wires) or port of the switch; on {name}: "
-            f"{sudo(seen, name)}ethtool -s {card.name} autoneg on",
+            f"{seen.sudo(name)}ethtool -s {card.name} autoneg on",
         )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _mtu(seen: Seen, both: list[Pair]) -> Iterator[Finding]:
 
 
 def _set_mtu(seen: Seen, name: str, mtu: int) -> str:
-    return f"on {name}: {sudo(seen, name)}ip link set dev {seen.network.ways[name].interface} mtu {mtu}"
+    return f"on {name}: {seen.sudo(name)}ip link set dev {seen.network.ways[name].interface} mtu {mtu}"
 
 
 def _asymmetry(pairs: Pairs) -> Iterator[Finding]:
@@ -210,6 +210,6 @@ def _losses(seen: Seen, pairs: Pairs, limit: float) -> Iterator[Finding]:
                 check="net.stack-loss", severity="warning", host=source, peer=target,
                 evidence=f"{share:.0%} of what {source} sends to {target} is lost and sent again "
                 f"({size(pair.goodput_Bps)} a second arrive{f', congestion control {control}' if control else ''})",
-                fix=f"on {source}: {sudo(seen, source)}sysctl -w net.ipv4.tcp_congestion_control=cubic; "
-                f"{sudo(seen, source)}tc qdisc replace dev {way.interface} root fq; then evener probe wire",
+                fix=f"on {source}: {seen.sudo(source)}sysctl -w net.ipv4.tcp_congestion_control=cubic; "
+                f"{seen.sudo(source)}tc qdisc replace dev {way.interface} root fq; then evener probe wire",
             )  # fmt: skip

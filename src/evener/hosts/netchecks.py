@@ -13,9 +13,9 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 
 from evener.core.finding import Finding, Severity
-from evener.hosts.checks import Seen, is_address, listed, sudo
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Pair
+from evener.hosts.seen import Seen, is_address, listed
 from evener.hosts.ways import CLASS, NAMED, WORDS, Way
 
 MANY = 3  # peers, from which on they are told together
@@ -157,7 +157,7 @@ def _overlays(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 check="net.overlay", severity="warning", host=pair.source, peer=pair.target,
                 evidence=f"its way to {to.address} leaves through {leaves.name} ({WORDS[leaves.kind]})",
-                fix=f"on {pair.source}: {sudo(seen, pair.source)}ip route replace {to.address} dev "
+                fix=f"on {pair.source}: {seen.sudo(pair.source)}ip route replace {to.address} dev "
                 f"{seen.network.ways[pair.source].interface}",
             )  # fmt: skip
 
@@ -252,7 +252,7 @@ def _open(seen: Seen, target: str, pairs: Sequence[Pair]) -> str:
     many = len(pairs) > 1
     source = (way.network or way.address) if many else pairs[0].sent_from or seen.network.ways[pairs[0].source].address
     family = "ip6" if ":" in source else "ip"
-    root = sudo(seen, target)
+    root = seen.sudo(target)
     if facts.firewall == "ufw":
         command = f"{root}ufw allow from {source}"
     elif facts.firewall == "firewalld":
@@ -320,7 +320,7 @@ def _rendezvous(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 check="net.rendezvous-loopback", severity="warning", host=name, peer=head,
                 evidence=f"{name} takes {seen.facts[head].hostname} for {answers[0]}, itself{BY_NAMES}",
-                fix=_in_place_of(name, seen.facts[head].hostname, way.address, sudo(seen, name))
+                fix=_in_place_of(name, seen.facts[head].hostname, way.address, seen.sudo(name))
                 if way is not None else f"on {name}: look for {seen.facts[head].hostname} in /etc/hosts",
             )  # fmt: skip
 
@@ -391,7 +391,7 @@ def _families(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 check="net.family-mismatch", severity="warning", host=six[0], peer=four_host,
                 evidence=f"{name} is {number} on {six[0]} and {other} on {four_host}{BY_NAMES}",
-                fix=_in_place_of(six[0], name, other, sudo(seen, six[0])),
+                fix=_in_place_of(six[0], name, other, seen.sudo(six[0])),
             )  # fmt: skip
     alone = {name: facts.gloo.address for name, facts in seen.facts.items()
              if not _is_loopback(facts.gloo.address) and facts.gloo.hostname not in told}  # fmt: skip
@@ -414,7 +414,7 @@ def checked_names(seen: Seen) -> list[str]:
 def _hosts_line(seen: Seen, host: str, target: str) -> str:
     way = seen.network.ways.get(target)
     hostname = seen.facts[target].hostname
-    return f"on {host}: echo '{way.address if way else '…'} {hostname}' | {sudo(seen, host)}tee -a /etc/hosts"
+    return f"on {host}: echo '{way.address if way else '…'} {hostname}' | {seen.sudo(host)}tee -a /etc/hosts"
 
 
 def _in_place_of(host: str, name: str, address: str, as_root: str) -> str:

@@ -1,0 +1,264 @@
+"""What keeps one machine from training as it could: its cards, room, limits, processor, power, clock, environment?
+
+Pure: facts in, findings out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from evener.core.finding import Finding
+from evener.core.fleet import Host
+from evener.core.units import seconds, size
+from evener.hosts.facts import Facts
+from evener.hosts.seen import Seen, each, finding_of, listed
+
+GIB = 2**30
+MEMORY_LOW_BYTES, MEMORY_NEEDED_BYTES = GIB, 400e6  # a worker that has only imported torch takes 300 MB
+DISK_LOW_BYTES, DISK_NEEDED_BYTES = 3e9, 300e6
+SHM_LOW_BYTES = 256e6  # Docker gives 64 MB
+SWAP_BUSY_BPS = 1e6
+SKEW_S = 1.0
+THROTTLED = 0.5  # of the processor's maximum, while a core is busy
+FILES_OF_A_RANK, FILES_A_PEER = 128, 8
+MEMLOCK_BYTES = GIB
+READ_BY_GLOO = {
+    "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT", "GLOO_LOG_LEVEL", "GLOO_DISABLE_CONNECTION_RETRIES",
+    "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_ENABLE_STORE_V2_API", "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY",
+    "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE",
+    "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_PATH",
+}  # fmt: skip   # the names in libtorch_cpu.so of torch 2.13
+
+
+def check_machines(seen: Seen) -> list[Finding]:
+    """Findings about the hosts one by one, and about their processors and variables together."""
+    found: list[Finding] = []
+    for name, facts in seen.facts.items():
+        host = seen.fleet.hosts[name]
+        found += [*_gpu(seen, name, facts), *_room(name, facts), *_limits(seen, name, facts)]
+        found += [*_processor(seen, name, facts, host), *_power(name, facts), *_clock(name, facts)]
+        found += _environment(name, facts)
+    return [*found, *_nccl_on_gloo(seen), *_slow_bf16(seen)]
+
+
+# --- graphics cards ----------------------------------------------------------------------------------------------
+
+
+def _gpu(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
+    wanted = seen.fleet.hosts[name].devices
+    if wanted == "cpu":
+        return
+    if facts.gpu_error is not None and not facts.gpus and (facts.gpu_cards or wanted == "cuda"):
+        cards = f"{facts.gpu_cards or 'no'} NVIDIA card{'s' * (facts.gpu_cards != 1)}"
+        yield Finding(
+            check="gpu.driver", severity="error" if wanted == "cuda" else "warning", host=name,
+            evidence=f"{cards} on the bus; {facts.gpu_error}",
+            fix=f'on {name}: install the driver (Ubuntu: sudo ubuntu-drivers install) and reboot; or devices = "cpu"',
+        )  # fmt: skip
+    elif wanted == "cuda" and not facts.gpus:
+        yield Finding(
+            check="gpu.missing", severity="error", host=name, evidence="devices is cuda, and there is no NVIDIA GPU",
+            fix=f'[hosts.{name}] devices = "cpu"' + ("; or docker run --gpus all" if facts.in_container else ""),
+        )  # fmt: skip
+    if facts.gpus and facts.torch_version is not None and facts.torch_version.endswith("+cpu"):
+        release = facts.torch_version.partition("+")[0]
+        yield Finding(
+            check="gpu.missing", severity="error", host=name,
+            evidence=f"{len(facts.gpus)} × {facts.gpus[0]}, but torch {facts.torch_version} is built without CUDA",
+            fix=f"on {name}: {facts.python} -m pip install --force-reinstall torch=={release}; "
+            f'or [hosts.{name}] devices = "cpu"',
+        )  # fmt: skip
+    if facts.gpu_iommu and len(facts.gpus) > 1:
+        yield Finding(
+            check="gpu.p2p", severity="info", host=name,
+            evidence=f"an IOMMU translates between its {len(facts.gpus)} GPUs: on some boards direct copies freeze",
+            fix="should a run stand still at 100 % GPU: NCCL_P2P_DISABLE=1, or iommu=pt on the kernel's command line",
+        )  # fmt: skip
+
+
+# --- room and limits ---------------------------------------------------------------------------------------------
+
+
+def _room(name: str, facts: Facts) -> Iterator[Finding]:
+    free = facts.memory_free_bytes
+    if free is not None and free < MEMORY_LOW_BYTES:
+        yield Finding(
+            check="mem.space", severity="error" if free < MEMORY_NEEDED_BYTES else "warning", host=name,
+            evidence=f"{size(free)} of {size(facts.memory_bytes or 0)} are free; a rank takes 300 MB beside its model",
+            fix=f"on {name}: ps aux --sort=-rss | head shows what could be ended",
+        )  # fmt: skip
+    if facts.swap_Bps is not None and facts.swap_Bps > SWAP_BUSY_BPS:
+        yield Finding(
+            check="mem.swap", severity="warning", host=name,
+            evidence=f"it is swapping, {size(facts.swap_Bps)} a second; {size(free or 0)} of memory are free",
+            fix=f"on {name}: ps aux --sort=-rss | head shows what could be ended",
+        )  # fmt: skip
+    if facts.disk_writable is False:
+        yield Finding(
+            check="disk.space", severity="error", host=name,
+            evidence=f"{facts.user or 'the user'} may not write to {facts.workdir}",
+            fix=f'[hosts.{name}] workdir = "…" names a folder that may be written',
+        )  # fmt: skip
+    elif facts.disk_free_bytes is not None and facts.disk_free_bytes < DISK_LOW_BYTES:
+        yield Finding(
+            check="disk.space", severity="error" if facts.disk_free_bytes < DISK_NEEDED_BYTES else "warning", host=name,
+            evidence=f"{size(facts.disk_free_bytes)} are free where {facts.workdir} is",
+            fix=f'on {name}: du -xh {facts.workdir} | sort -h | tail; or workdir = "…" on a larger disk',
+        )  # fmt: skip
+    if facts.shm_bytes is not None and facts.shm_bytes < SHM_LOW_BYTES:
+        yield Finding(
+            check="shm.size", severity="warning", host=name,
+            evidence=f"shared memory, /dev/shm, has {size(facts.shm_bytes)}: NCCL and DataLoader workers need more",
+            fix="docker run --shm-size=1g …, or --ipc=host"
+            if facts.in_container
+            else f"on {name}: sudo mount -o remount,size=1G /dev/shm",
+        )  # fmt: skip
+
+
+def _limits(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
+    world = sum(seen.num_ranks(one) for one in seen.facts)
+    limits = "sudo tee /etc/security/limits.d/evener.conf"
+    files = facts.limits.get("nofile")
+    need = FILES_OF_A_RANK + FILES_A_PEER * world
+    if files is not None and files.soft is not None and files.soft < need:
+        yield Finding(
+            check="limit.nofile", severity="warning", host=name,
+            evidence=f"{files.soft} open files are allowed, and {world} ranks may need {need}",
+            fix=f"on {name}: echo '{facts.user or '*'} - nofile 65536' | {limits}",
+        )  # fmt: skip
+    locked = facts.limits.get("memlock")
+    if facts.has_infiniband and locked is not None and locked.soft is not None and locked.soft < MEMLOCK_BYTES:
+        yield Finding(
+            check="limit.memlock", severity="warning", host=name,
+            evidence=f"{size(locked.soft)} of memory may be locked: InfiniBand needs more",
+            fix=f"on {name}: echo '{facts.user or '*'} - memlock unlimited' | {limits}",
+        )  # fmt: skip
+
+
+# --- processor, power, clock -------------------------------------------------------------------------------------
+
+
+def _processor(seen: Seen, name: str, facts: Facts, host: Host) -> Iterator[Finding]:
+    ranks = seen.num_ranks(name)
+    threads = host.threads or max(1, facts.cores // ranks)
+    if ranks * threads > facts.cores:
+        fits = max(1, facts.cores // ranks)
+        yield Finding(
+            check="cpu.oversubscribed", severity="warning", host=name,
+            evidence=f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)} on {facts.cores} "
+            f"core{'s' * (facts.cores > 1)}",
+            fix=f"[hosts.{name}] " + (f"threads = {fits}" if fits * ranks <= facts.cores else f"ranks = {facts.cores}"),
+        )  # fmt: skip
+    if facts.cpu_throttle_events:
+        times = f"{facts.cpu_throttle_events} times while we looked"
+        yield _throttled(
+            name, f"its processor is too hot: throttled {times}", f"on {name}: free its vents; see sensors"
+        )
+    elif facts.cpu_max_MHz and facts.cpu_limit_MHz and facts.cpu_limit_MHz < THROTTLED * facts.cpu_max_MHz:
+        yield _throttled(name, f"it is held to {facts.cpu_limit_MHz:.0f} of {facts.cpu_max_MHz:.0f} MHz",
+                         f"on {name}: sudo cpupower frequency-set -u {facts.cpu_max_MHz:.0f}MHz")  # fmt: skip
+    elif facts.cpu_max_MHz and facts.cpu_busy_MHz and facts.cpu_busy_MHz < THROTTLED * facts.cpu_max_MHz:
+        yield _throttled(name, f"a busy core runs at {facts.cpu_busy_MHz:.0f} of {facts.cpu_max_MHz:.0f} MHz",
+                         f"on {name}: plug it in; sudo cpupower frequency-set -g performance")  # fmt: skip
+
+
+def _throttled(name: str, evidence: str, fix: str) -> Finding:
+    return Finding(check="cpu.throttled", severity="warning", host=name, evidence=evidence, fix=fix)
+
+
+def _power(name: str, facts: Facts) -> Iterator[Finding]:
+    reasons = []
+    if facts.on_battery:
+        reasons.append("it runs on its battery")
+    if facts.lid_suspends:
+        reasons.append("it sleeps when its lid is closed")
+    if facts.idle_sleeps:
+        reasons.append("it sleeps when nobody uses it")
+    if reasons:
+        awake = "sudo systemctl mask sleep.target suspend.target hibernate.target hybrid-sleep.target"
+        awake = "sudo pmset -a sleep 0 disablesleep 1" if facts.system.startswith("Darwin") else awake
+        fixes = ["plug it in"] if facts.on_battery else []
+        fixes += [awake] if facts.lid_suspends or facts.idle_sleeps else []
+        yield Finding(
+            check="power.sleep", severity="warning", host=name, evidence=f"a run would stop: {listed(reasons)}",
+            fix=f"on {name}: {'; '.join(fixes)}",
+        )  # fmt: skip
+
+
+def _clock(name: str, facts: Facts) -> Iterator[Finding]:
+    offset, error = facts.clock_offset_s, facts.clock_error_s or 0.0
+    if offset is not None and abs(offset) - error > SKEW_S:
+        yield Finding(
+            check="clock.skew", severity="warning", host=name,
+            evidence=f"its clock is {seconds(abs(offset))} {'ahead' if offset > 0 else 'behind'}, give or take "
+            f"{seconds(error)}",
+            fix=f"on {name}: sudo sntp -sS time.apple.com"
+            if facts.system.startswith("Darwin")
+            else f"on {name}: sudo timedatectl set-ntp true",
+        )  # fmt: skip
+
+
+def _slow_bf16(seen: Seen) -> Iterator[Finding]:
+    slow = [name for name, one in seen.facts.items() if not seen.uses_gpu(name) and one.bf16_units == []]
+    if slow:
+        mixed = len(slow) < len(seen.facts)
+        yield finding_of(slow, "dtype.slow", "info",
+                  f"{each(slow, lambda name: 'its processor has no units for bf16')}"
+                  + (", others have: all ranks compute in one type" if mixed else ""),
+                  "leave --dtype at auto, which takes fp32 here")  # fmt: skip
+
+
+# --- environment -------------------------------------------------------------------------------------------------
+
+
+def _environment(name: str, facts: Facts) -> Iterator[Finding]:
+    unread = sorted(one for one in facts.environment if one.startswith("GLOO_") and one not in READ_BY_GLOO)
+    if unread:
+        yield Finding(
+            check="env.ineffective", severity="warning", host=name,
+            evidence=f"{listed(f'{one}={facts.environment[one]}' for one in unread)}: Gloo reads no such variable",
+            fix=f"on {name}: unset {' '.join(unread)}"
+            + ("; Gloo's ports come from net.ipv4.ip_local_port_range" if "GLOO_PORT_RANGE" in unread else ""),
+        )  # fmt: skip
+    told = facts.environment.get("GLOO_SOCKET_IFNAME", "")
+    names = [one.name for one in facts.interfaces]
+    wrong = [one for one in told.split(",") if one not in names]
+    if len(told) > 1 and wrong:  # torch ignores a value of one letter
+        yield Finding(
+            check="env.interface-syntax", severity="warning", host=name,
+            evidence=f"GLOO_SOCKET_IFNAME={told}: Gloo takes exact names, and there is no interface {wrong[0]}",
+            fix=f"on {name}: unset GLOO_SOCKET_IFNAME; evener sets it for its runs",
+        )  # fmt: skip
+    nccl = facts.environment.get("NCCL_SOCKET_IFNAME", "")
+    if nccl and facts.gpus and not _nccl_matches(nccl, names):
+        yield Finding(
+            check="env.interface-syntax", severity="warning", host=name,
+            evidence=f"NCCL_SOCKET_IFNAME={nccl} matches none of {listed(names)}",
+            fix=f"on {name}: unset NCCL_SOCKET_IFNAME; evener sets it for its runs",
+        )  # fmt: skip
+
+
+def _nccl_matches(value: str, names: Sequence[str]) -> bool:
+    """NCCL's syntax: prefixes, = before exact names, ^ before what is left out.
+
+    >>> [_nccl_matches(value, ["lo", "eth0"]) for value in ("eth", "=eth", "^lo")]
+    [True, False, True]
+    """
+    leaves_out = value.startswith("^")
+    exact = value.lstrip("^").startswith("=")
+    words = value.lstrip("^=").split(",")
+    hits = [any(name == word if exact else name.startswith(word) for word in words) for name in names]
+    return not all(hits) if leaves_out else any(hits)
+
+
+def _nccl_on_gloo(seen: Seen) -> Iterator[Finding]:
+    if all(seen.uses_gpu(name) for name in seen.facts):
+        return
+    usual = {"NCCL_VERSION"}  # which every image of NVIDIA's sets
+    found = {name: sorted(one for one in facts.environment if one.startswith("NCCL_") and one not in usual)
+             for name, facts in seen.facts.items()}  # fmt: skip
+    hosts = [name for name, variables in found.items() if variables]
+    if hosts:
+        yield finding_of(hosts, "env.ineffective", "info",
+                  f"{each(hosts, lambda name: listed(found[name]))}: this fleet runs on Gloo, which reads none of it",
+                  "of Gloo's own: GLOO_SOCKET_IFNAME; evener sets it for its runs")  # fmt: skip

@@ -1,0 +1,85 @@
+"""What is known of the hosts when the findings are made, and in which words is it told?"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from evener.core.errors import HostError
+from evener.core.finding import Finding, Severity
+from evener.core.fleet import Fleet
+from evener.hosts.facts import Facts
+from evener.hosts.pairs import Network
+from evener.hosts.ways import Way
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known when the findings are made."""
+
+    fleet: Fleet
+    facts: Mapping[str, Facts]  # of the hosts that answered
+    candidates: Mapping[str, Sequence[Way]]
+    network: Network
+    errors: Mapping[str, HostError]  # of those that did not
+    port: int
+    own_hash: str  # of the evener that asks
+
+    @property
+    def head(self) -> str | None:
+        """The host of the rendezvous: the fleet's first."""
+        first = next(iter(self.fleet.hosts))
+        return first if first in self.facts else None
+
+    @property
+    def is_one_host(self) -> bool:
+        """Nothing leaves it."""
+        return len(self.fleet.hosts) == 1
+
+    def uses_gpu(self, name: str) -> bool:
+        """Will its ranks have a GPU each?"""
+        return self.fleet.hosts[name].devices != "cpu" and bool(self.facts[name].gpus)
+
+    def num_ranks(self, name: str) -> int:
+        """Processes that a run starts there."""
+        return self.fleet.hosts[name].ranks or (len(self.facts[name].gpus) if self.uses_gpu(name) else 1)
+
+    def sudo(self, name: str) -> str:
+        """What a command needs in front of it there."""
+        return "" if name in self.facts and self.facts[name].is_root else "sudo "
+
+
+def is_address(text: str) -> bool:
+    """A number, not a name?"""
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def finding_of(hosts: Sequence[str], check: str, severity: Severity, evidence: str, fix: str) -> Finding:
+    """One finding for whatever number of hosts."""
+    host = hosts[0] if len(hosts) == 1 else None
+    return Finding(check=check, severity=severity, host=host, evidence=evidence, fix=fix)
+
+
+def each(hosts: Sequence[str], say: Callable[[str], str]) -> str:
+    """'a: torch 2.12; b, c: torch 2.11': hosts with the same to be said stand together; one alone is not named."""
+    groups: dict[str, list[str]] = {}
+    for name in hosts:
+        groups.setdefault(say(name), []).append(name)
+    if len(hosts) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{listed(names)}: {what}" for what, names in groups.items())
+
+
+def listed(words: Iterable[str]) -> str:
+    """All of a few, the first of many.
+
+    >>> listed(["a", "b", "c"]), listed("abcdefgh")
+    ('a, b, c', 'a, b, c, d and 4 more')
+    """
+    known = list(words)
+    return ", ".join(known) if len(known) <= 5 else f"{', '.join(known[:4])} and {len(known) - 4} more"
