@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from evener.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from evener.worker.run import join as join

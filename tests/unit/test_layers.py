@@ -1,8 +1,10 @@
-"""A folder's name says what it may import."""
+"""The house: a folder's name says what it may import, no two files import each other, torch is the worker's alone."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,23 +12,41 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "evener"
-MAY_IMPORT = {
+LAYERS = {  # layer: the layers that it may import
     "core": set(),
-    "plan": {"core"},
     "corpus": {"core"},
-    "worker": {"core", "plan", "corpus"},
+    "plan": {"core"},
     "hosts": {"core"},
-    "launch": {"core", "hosts"},
+    "worker": {"core", "corpus", "plan"},
+    "launch": {"core", "hosts", "plan"},
     "report": {"core", "plan"},
     "lab": {"core", "hosts"},
-    "bench": {"core", "plan", "corpus", "launch", "report"},
-    "cli": {"core", "plan", "corpus", "launch", "report", "bench", "hosts", "lab"},
+    "bench": {"core", "plan", "hosts", "launch", "report"},
+    "cli": {"core", "corpus", "plan", "hosts", "launch", "report", "lab", "bench"},  # everything but worker
 }
-MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE)
+PACKAGES = {  # layer: all packages of others that it may import; others name none
+    "core": {"msgspec", "tomlkit"},
+    "plan": {"msgspec"},
+    "hosts": {"msgspec"},
+}
+TORCH = {"torch", "safetensors", "accelerate", "transformers"}  # what loads torch
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+IN_LAYERS = {module: path for module, path in MODULES.items() if path.parent != SOURCE}
+
+
+@functools.cache
 def imports(path: Path, *, lazy: bool = True) -> set[str]:
-    """Modules that a file imports; without those inside functions where `lazy` is False."""
+    """Modules that a file imports, and names that may be modules; without those inside functions where not `lazy`.
+
+    Those for the type checker's eyes alone count too: who needs another's types stands on it.
+    """
     tree = ast.parse(path.read_text())
     inside = set()
     for node in ast.walk(tree):
@@ -44,18 +64,37 @@ def imports(path: Path, *, lazy: bool = True) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_follow_the_table(path):
-    layer = path.relative_to(SOURCE).parts[0]
-    allowed = MAY_IMPORT[layer] | {layer}
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "evener" and len(parts) > 1 and (SOURCE / parts[1]).is_dir():
-            assert parts[1] in allowed, f"{layer} may not import {name}"
-        if parts[0] in ("torch", "safetensors"):
-            assert layer == "worker", f"{layer} may not import {name}: torch belongs to the worker"
-        if layer == "core":
-            assert parts[0] in {*sys.stdlib_module_names, "msgspec", "tomlkit", "evener"}, f"core may not import {name}"
+def packages(path: Path) -> set[str]:
+    """Packages of others that a file imports, wherever in it."""
+    return {name.partition(".")[0] for name in imports(path)} - {*sys.stdlib_module_names, "evener"}
+
+
+GRAPH = {module: imports(path) & MODULES.keys() - {module} for module, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("module", IN_LAYERS)
+def test_imports_follow_the_table(module):
+    layer = module.split(".")[1]
+    others = {other.split(".")[1] for other in GRAPH[module] if other in IN_LAYERS} - {layer}
+    assert others <= LAYERS[layer], f"{layer} may not import {others - LAYERS[layer]}"
+    outside = packages(IN_LAYERS[module])
+    if layer in PACKAGES:
+        assert outside <= PACKAGES[layer], f"{layer} may not import {outside - PACKAGES[layer]}"
+    if layer != "worker":
+        assert not outside & TORCH, "torch belongs to the worker"
+
+
+def test_no_two_files_import_each_other():
+    """Nor do three in a circle; inside functions and for types neither."""
+    try:
+        graphlib.TopologicalSorter(GRAPH).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" is imported by ".join(error.args[1]))
+
+
+def test_a_circle_would_be_found():
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(GRAPH | {"evener.core.errors": {"evener.cli.main"}}).prepare()
 
 
 PIPED = sorted(path for path in (SOURCE / "hosts" / "remote").glob("*.py") if path.name != "__init__.py")
@@ -77,29 +116,55 @@ def test_verbs_import_their_layer_when_called(path):
     assert not {name.split(".")[0] for name in imports(path, lazy=False)} & heavy
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        [],
-        ["train"],
-        ["plan"],
-        ["bench"],
-        ["report"],
-        ["verify"],
-        ["sample"],
-        ["data"],
-        ["data", "text"],
-        ["doctor"],
-        ["lab", "up"],
-        ["probe", "host"],
-    ],
-)
-def test_help_loads_no_torch(verb):
-    code = (
-        "import sys; from evener.cli.main import main; sys.argv = ['evener', *sys.argv[1:], '--help']\n"
-        "try: main()\n"
-        "finally: assert not {'torch', 'numpy', 'matplotlib'} & sys.modules.keys(), sorted(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *verb], capture_output=True, text=True, check=False)
+def test_no_verb_reaches_torch():
+    """Whatever a verb does, no file that it can come to imports torch."""
+    reached, waiting = set(), [module for module in MODULES if module.startswith("evener.cli")]
+    while waiting:
+        module = waiting.pop()
+        assert "evener.join" not in imports(MODULES[module]), f"{module}: join, which loads torch, is for users"
+        if module not in reached and module != "evener":  # which loads it for `join` alone
+            reached.add(module)
+            waiting += GRAPH[module]
+    loaders = {module for module in MODULES if packages(MODULES[module]) & TORCH}
+    assert {module.split(".")[1] for module in loaders} == {"worker"}
+    assert not reached & loaders
+
+
+WITHOUT = """
+import sys
+from typer.main import get_command
+from evener.cli.main import app
+sys.modules |= dict.fromkeys({without!r})  # to import one of them raises ImportError
+def run(words):
+    try:
+        get_command(app).main(words, prog_name="evener", standalone_mode=False)
+    except SystemExit as ended:
+        assert not ended.code, words
+def leaves(command, words):
+    if not getattr(command, "commands", None):
+        yield words
+    for name, child in getattr(command, "commands", {{}}).items():
+        yield from leaves(child, [*words, name])
+"""
+
+
+def run_without(modules: set[str], code: str, cwd: Path | None = None) -> str:
+    code = WITHOUT.format(without=sorted(modules)) + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
+    return done.stdout
+
+
+def test_help_of_every_verb_loads_nothing_heavy():
+    code = 'for words in leaves(get_command(app), []): run([*words, "--help"])'
+    assert run_without({*TORCH, "numpy", "matplotlib"}, code).count("Usage:") > 20
+
+
+def test_verbs_that_start_no_worker_run_where_torch_cannot_be_imported(tmp_path):
+    verbs = [
+        ["data", "verbs", "--sentences", "50", "--out", "verbs"],
+        ["plan", "--model", "gpt2", "--nodes", "2", "--link", "1GbE", "--compute-tokens-per-s", "500"],
+        ["runs", "."],
+        ["lab", "drill", "--list"],
+    ]
+    assert "tokens/s" in run_without(TORCH, f"for words in {verbs!r}: run(words)", tmp_path)

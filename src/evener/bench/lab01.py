@@ -13,13 +13,12 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from evener import __version__
 from evener.core.corpus import load_corpus
 from evener.core.errors import RunError, UsageError
 from evener.core.machine import this_machine
@@ -28,7 +27,7 @@ from evener.core.shape import preset_shape
 from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.core.step import StepCost, StepRecord, split_blocked
 from evener.core.units import percentile
-from evener.corpus.tokenizer import load_tokenizer
+from evener.core.version import __version__
 from evener.launch.local import session
 from evener.launch.tool import lines_of
 from evener.launch.torchrun import module_argv
@@ -43,17 +42,18 @@ LAST = 50  # the first 50 steps are warm-up
 BATCH = 16  # sentences a rank takes in one step
 BLOCK_SIZE = 64
 TOLERANCE = 1e-5
+Encode = Callable[[str], Iterable[int]]  # text to token ids
 
 
-def run(corpus: Path, out: Path, *, force: bool, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Run the lab and return its manifest. The folder appears when everything is in it."""
+def run(corpus: Path, out: Path, encode: Encode, *, force: bool, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run the lab and return its manifest; `encode` is the corpus's. The folder appears when everything is in it."""
     if out.exists() and any(out.iterdir()) and not force:
         raise UsageError(f"{out}: exists and is not empty", hint="--force replaces it, or another --out")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        manifest = _fill(corpus, partial, out, tell)
+        manifest = _fill(corpus, partial, out, encode, tell)
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
     finally:
@@ -61,11 +61,11 @@ def run(corpus: Path, out: Path, *, force: bool, tell: Callable[[str], None]) ->
     return manifest
 
 
-def _fill(corpus_path: Path, folder: Path, out: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    corpus, tokenizer = load_corpus(corpus_path), load_tokenizer(corpus_path)
+def _fill(corpus_path: Path, folder: Path, out: Path, encode: Encode, tell: Callable[[str], None]) -> dict[str, Any]:
+    corpus = load_corpus(corpus_path)
     texts = _sentences(corpus_path)
     sentences = folder / "sentences.jsonl"
-    lines = ({"text": text, "ids": [int(i) for i in tokenizer.encode(text)]} for text in texts)
+    lines = ({"text": text, "ids": [int(i) for i in encode(text)]} for text in texts)
     sentences.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shape = preset_shape("tiny", corpus.vocab_size, BLOCK_SIZE, width=128, num_layers=4)
     spec = RunSpec(

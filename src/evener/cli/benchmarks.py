@@ -28,6 +28,7 @@ from evener.core.prediction import Prediction
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.lines import lines_here
 from evener.report.explain import explain_scaling, largest_loss_gap
 from evener.report.page import write_page
@@ -114,7 +115,8 @@ def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -
         raise UsageError("--preset lab01 takes one corpus")
     corpus = data[0] if data else _prepared("data/verbs", console)
     folder = Path(out or "experiments/35-ddp-cpu")
-    found = lab.run(Path(corpus), folder, force=force, tell=lambda text: console.print(text, markup=False))
+    encode = load_tokenizer(Path(corpus)).encode
+    found = lab.run(Path(corpus), folder, encode, force=force, tell=lambda text: console.print(text, markup=False))
     if as_json:
         json.dump(found, sys.stdout)
         print()

@@ -6,7 +6,6 @@ import sys
 
 import typer
 
-from evener import __version__
 from evener.cli import (
     bench,
     data,
@@ -25,6 +24,7 @@ from evener.cli import (
     verify,
 )
 from evener.core.errors import EvenerError
+from evener.core.version import __version__
 
 app = typer.Typer(
     name="evener",

@@ -31,7 +31,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-import evener
 from evener.core.corpus import TOKENIZER_FILES
 from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import is_consequence
@@ -41,6 +40,7 @@ from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir, code_
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
+from evener.core.version import __version__
 from evener.plan.balance import equal_shares, micro_batch_sizes
 from evener.plan.compute import compile_pays
 from evener.worker import checkpoint as checkpoints
@@ -219,7 +219,7 @@ class Run:
             started=self.dir.manifest().started if resume else time.time(),
             argv=sys.argv,
             versions={
-                "evener": evener.__version__,
+                "evener": __version__,
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },

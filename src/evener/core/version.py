@@ -1,0 +1,3 @@
+"""Which evener is this?"""
+
+__version__ = "0.1.0"
