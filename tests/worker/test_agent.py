@@ -147,6 +147,23 @@ def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
     assert '"exitcode": 3' in (agents.folder / "b.json").read_text()
 
 
+def test_a_signal_that_comes_while_a_line_is_logged_is_obeyed(agents: Agents) -> None:
+    """As when another host has failed just now, too: torchrun logs its own failure as it is told to end."""
+    change = """
+import logging, os, signal
+write = logging.StreamHandler.format
+def told_to_end_meanwhile(self, record):
+    if "failed (exitcode" in str(record.msg):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return write(self, record)
+logging.StreamHandler.format = told_to_end_meanwhile
+"""
+    agents.start(0, "raise SystemExit(3)", nodes=1, change=change)
+    assert agents.wait(0) == 143
+    assert "Logging error" not in agents.said("a")
+    assert "Traceback" not in agents.said("a")
+
+
 def test_a_taken_port_is_named_by_everyone(agents: Agents) -> None:
     """The first host cannot bind; the other finds somebody who says nothing, and torch would wait for ever."""
     with socket.create_server(("127.0.0.1", agents.port)):

@@ -22,6 +22,7 @@ import contextlib
 import datetime
 import errno
 import json
+import logging
 import os
 import signal
 import socket
@@ -246,6 +247,7 @@ def main() -> int:
     timeout_s = int(settings.get("timeout", JOIN_S))
     rendezvous = Rendezvous(address, port, int(settings["rank"]), int(args.nnodes), args.rdzv_id, timeout_s)
     handler_registry.register("evener", lambda parameters: rendezvous)
+    _let_signals_through_logging()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _stop)  # until torchrun does the same
     try:
@@ -289,6 +291,20 @@ def _take_part(rendezvous: Rendezvous, args: Namespace) -> tuple[int, str | None
 
 def _stop(signum: int, frame: Any) -> None:
     raise SignalException(f"got signal {signum}", signal.Signals(signum))
+
+
+def _let_signals_through_logging() -> None:
+    """logging prints an exception that comes while it writes a line, and goes on. One that a signal raises is an order:
+    printed it is 37 lines that look like a failure, and nobody obeys it.
+    """
+    tell = logging.Handler.handleError
+
+    def handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
+        if isinstance(sys.exception(), SignalException):
+            raise  # what emit() caught
+        tell(handler, record)
+
+    logging.Handler.handleError = handle_error  # type: ignore[method-assign]
 
 
 def _fail(store: Store, host: str, why: str) -> None:
