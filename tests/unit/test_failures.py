@@ -36,9 +36,11 @@ def died(rank: int, exitcode: int, time: float, signal: str | None = None) -> li
     return [{"rank": rank, "local_rank": 0, "pid": 1, "exitcode": exitcode, "time": time, "signal": signal}]
 
 
-def log(rundir: RunDir, name: str, text: str) -> None:
-    lines = "".join(f"2026-11-21T05:52:47.123Z E {line}\n" for line in text.splitlines())
-    write_atomic(rundir.path / "logs" / f"{name}.log", lines.encode())
+def log(rundir: RunDir, name: str, text: str, *, second: int = 97) -> None:
+    """More of a log, stamped so many seconds after 1970; the run began in the 50th."""
+    path = rundir.path / "logs" / f"{name}.log"
+    lines = "".join(f"1970-01-01T00:{second // 60:02}:{second % 60:02}.123Z E {line}\n" for line in text.splitlines())
+    write_atomic(path, (path.read_bytes() if path.exists() else b"") + lines.encode())
 
 
 def say(rundir: RunDir, rank: int, kind: str, error: str, time: float) -> None:
@@ -111,6 +113,19 @@ def test_what_a_rank_said_comes_first(rundir: RunDir) -> None:
 def test_what_was_said_of_an_earlier_start_does_not_count(rundir: RunDir) -> None:
     say(rundir, 0, "RunError", "of long ago", 49.0)
     assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"
+
+
+def test_what_a_log_holds_of_an_earlier_start_does_not_count(rundir: RunDir) -> None:
+    """Neither as what it printed last, nor as the sign that another was gone."""
+    log(rundir, "a.0", PEER, second=49)
+    log(rundir, "b.1", "error: of long ago", second=49)
+    killed = died(0, -9, 97.0, "SIGKILL")
+    states = {"a": state(status=1, failures=killed), "b": state(status=1, failures=died(1, 1, 98.0)), "c": state()}
+    found = first_failure(rundir, PLAN, states)
+    assert found is not None
+    assert (found.how, found.output) == ("rank 0 on a was killed by SIGKILL", "")
+    log(rundir, "a.0", "step 7")
+    assert found.output == "step 7"
 
 
 def test_an_error_of_somebody_elses_is_shown_by_its_log(rundir: RunDir) -> None:

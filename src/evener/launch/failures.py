@@ -6,6 +6,7 @@ only lost its peers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     how: str  # "rank 1 on b was killed by SIGKILL"
     time: float
     log: Path
+    since: float  # when this start of the run began: what the log holds of earlier ones says nothing of this failure
     by_itself: bool  # not because of another
     hint: str = ""
 
     @property
     def output(self) -> str:
         """What it printed last; nothing of a rank that said what was wrong."""
-        return "" if self.hint else "\n".join(last_lines(self.log, LAST_LINES))
+        return "" if self.hint else "\n".join(last_lines(self.log, LAST_LINES, self.since))
 
     def error(self, rundir: RunDir, plan: Plan) -> RunError:
         """For a person."""
@@ -63,11 +65,15 @@ def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Fa
 def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
     found = []
     for host, state in states.items():
+        since = _began(state)
         for one in state.get("failures", []):
             log = rundir.log_path(host, one["rank"])
-            by_itself = not CONSEQUENCE.search("\n".join(last_lines(log, SEARCHED_LINES)))
+            by_itself = not CONSEQUENCE.search("\n".join(last_lines(log, SEARCHED_LINES, since)))
             how = f"rank {one['rank']} on {host} {_ending(one['exitcode'], one.get('signal'))}"
-            found.append(Failure(host=host, rank=one["rank"], how=how, time=one["time"], log=log, by_itself=by_itself))
+            found.append(
+                Failure(host=host, rank=one["rank"], how=how, time=one["time"], log=log, since=since,
+                        by_itself=by_itself)
+            )  # fmt: skip
     return found
 
 
@@ -76,15 +82,17 @@ def _hosts(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
     found = []
     for host, state in states.items():
         log, ended = rundir.path / "logs" / f"{host}.log", state.get("ended") or 0.0
-        status = state.get("status")
+        status, by_itself = state.get("status"), True
         if state.get("lost"):
-            found.append(
-                Failure(host=host, rank=None, how=f"{host}: {state['lost']}", time=ended, log=log, by_itself=True)
-            )
+            how = f"{host}: {state['lost']}"
         elif status not in (0, None) and not state.get("failures"):
             how = f"the launcher on {host} {_ending(status, state.get('signal'))}"
             by_itself = status != TOLD_TO_END
-            found.append(Failure(host=host, rank=None, how=how, time=ended, log=log, by_itself=by_itself))
+        else:
+            continue
+        found.append(
+            Failure(host=host, rank=None, how=how, time=ended, log=log, since=_began(state), by_itself=by_itself)
+        )
     return found
 
 
@@ -95,20 +103,28 @@ def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | 
         if event["event"] != "failure" or rank is None or not 0 <= rank < plan.world_size:
             continue
         kind, host = getattr(errors, event["kind"], None), plan.host_of(rank).name
-        began = states[host].get("started") or 0.0
+        began = _began(states[host])
         is_ours = isinstance(kind, type) and issubclass(kind, EvenerError)
         if is_ours and event["time"] >= began and not CONSEQUENCE.search(event["error"]):
             log = rundir.log_path(host, rank)
             how, hint = f"rank {rank} on {host}: {event['error']}", event["hint"] or f"all that it printed: {log}"
-            return Failure(host=host, rank=rank, how=how, time=event["time"], log=log, by_itself=True, hint=hint)
+            return Failure(
+                host=host, rank=rank, how=how, time=event["time"], log=log, since=began, by_itself=True, hint=hint
+            )
     return None
 
 
-def last_lines(log: Path, num: int) -> list[str]:
-    """The end of a log, without the time stamps."""
+def last_lines(log: Path, num: int, since: float) -> list[str]:
+    """The end of a log from a time on (by the host's own clock, which wrote it), without the time stamps."""
     if not log.exists():
         return []
-    return [line.split(" ", 2)[-1] for line in log.read_text(errors="replace").splitlines()[-num:]]
+    first = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(since)) + f".{int(since % 1 * 1000):03d}Z"
+    lines = (line.split(" ", 2) for line in log.read_text(errors="replace").splitlines()[-num:])
+    return [line[-1] for line in lines if line[0] >= first]
+
+
+def _began(state: State) -> float:
+    return state.get("started") or 0.0
 
 
 def _ending(status: int, signal_name: str | None) -> str:

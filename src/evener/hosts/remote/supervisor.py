@@ -186,7 +186,7 @@ class Supervisor:
         self.folder = os.path.join(run, "host")
         with open(os.path.join(self.folder, "spec.json")) as file:
             self.spec = json.load(file)
-        self.state = {"state": "running", "supervisor": os.getpid(), "pid": None, "started": time.time(), "ended": None,
+        self.state = {"state": "running", "supervisor": os.getpid(), "pid": None, "started": None, "ended": None,
                       "status": None, "signal": None, "stopped": False, "failures": []}  # fmt: skip
         self.asked = 0
         self.asked_at = None
@@ -203,6 +203,7 @@ class Supervisor:
         _become_subreaper()
         guard = start_guard(self.run, self.spec["id"])
         take_over(self.run)
+        self.state["started"] = time.time()  # every line that is stamped from now on is this start's
         ranks = self._begin()
         log = Log(os.path.join(self.run, "logs", log_name(self.spec["host"])))
         env = dict(os.environ, **self.spec["env"])
