@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from evener.core.errors import RunError
 from evener.core.fleet import Host
-from evener.core.plan import HostPlan
+from evener.core.plan import HostPlan, Plan, write_plan
 from evener.core.rundir import RunDir, follow_lines, write_atomic
 from evener.launch.mirror import BehindError, HostMirror
 
@@ -31,13 +32,18 @@ def there(tmp_path: Path) -> Path:
 @pytest.fixture
 def make(tmp_path: Path, there: Path) -> Callable[..., HostMirror]:
     def make(node_rank: int = 0) -> HostMirror:
-        plan = HostPlan(
-            name="b", host=Host(address="local"), node_rank=node_rank, first_rank=2 * node_rank, num_ranks=2,
-            address="", interface="", run=str(there), code=None, cwd="", argv=[], env={},
-        )  # fmt: skip
+        plan = part(there, node_rank)
+        write_plan(RunDir(tmp_path / "here"), Plan(kind="train", backend="gloo", spec=None, hosts=[plan]))
         return HostMirror(RunDir(tmp_path / "here"), plan)
 
     return make
+
+
+def part(there: Path, node_rank: int = 0) -> HostPlan:
+    return HostPlan(
+        name="b", host=Host(address="local"), node_rank=node_rank, first_rank=2 * node_rank, num_ranks=2,
+        address="", interface="", run=str(there), code=None, cwd="", argv=[], env={},
+    )  # fmt: skip
 
 
 def test_files_come_home_and_grow(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
@@ -90,10 +96,56 @@ def test_a_file_that_was_replaced_comes_anew(make: Callable[..., HostMirror], th
 def test_a_host_writes_only_what_is_its_own(
     make: Callable[..., HostMirror], tmp_path: Path, path: str, node_rank: int, is_taken: bool
 ) -> None:
+    mirror = make(node_rank)
     before = set(tmp_path.rglob("*"))
-    make(node_rank)._add({"path": path, "offset": 0, "identity": "1 0", "size": 1}, b"x")
+    mirror._add({"path": path, "offset": 0, "identity": "1 0", "size": 1}, b"x")
     made = {file for file in set(tmp_path.rglob("*")) - before if file.is_file() and "mirror." not in file.name}
     assert made == ({tmp_path / "here" / path} if is_taken else set())
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "steps/rank-0.jsonl", "logs/b.1.log"])
+def test_a_file_that_was_rewritten_here_is_not_appended_to(
+    make: Callable[..., HostMirror], there: Path, tmp_path: Path, name: str
+) -> None:
+    """As by a run that went on here: shorter or longer than the host's, its content is not the beginning of it."""
+    (there / name).write_bytes(b"there 1\n")
+    make().catch_up()
+    write_atomic(tmp_path / "here" / name, b"here\n")
+    with (there / name).open("ab") as file:
+        file.write(b"there 2\n")
+    make().catch_up()
+    assert (tmp_path / "here" / name).read_bytes() == b"there 1\nthere 2\n"
+
+
+def test_what_the_controller_wrote_into_the_manifest_stays_until_the_host_writes_anew(
+    make: Callable[..., HostMirror], there: Path, tmp_path: Path
+) -> None:
+    """A rank 0 that was killed could not say that the run failed."""
+    write_atomic(there / "manifest.json", b"running, and a long story")
+    make().catch_up()
+    write_atomic(tmp_path / "here/manifest.json", b"failed")
+    make().catch_up()
+    assert (tmp_path / "here/manifest.json").read_bytes() == b"failed"
+    write_atomic(there / "manifest.json", b"running again")
+    make().catch_up()
+    assert (tmp_path / "here/manifest.json").read_bytes() == b"running again"
+
+
+def test_a_host_that_the_run_has_left_changes_nothing_any_more(
+    make: Callable[..., HostMirror], there: Path, tmp_path: Path
+) -> None:
+    """Somebody still follows it there, as where the host was out of sight, while the run goes on elsewhere."""
+    mirror = make()
+    mirror.catch_up()
+    write_plan(RunDir(tmp_path / "here"),
+               Plan(kind="train", backend="gloo", spec=None, hosts=[part(tmp_path / "elsewhere")]))  # fmt: skip
+    before = {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()}
+    (there / "manifest.json").write_bytes(b"late news")
+    with pytest.raises(RunError, match="it was started again elsewhere; b has nothing more to tell"):
+        mirror.catch_up()
+    mirror.follow(lambda: None)
+    assert isinstance(mirror.broken, RunError)
+    assert {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()} == before
 
 
 def test_two_terminals_leave_no_hole(make: Callable[..., HostMirror], tmp_path: Path) -> None:
@@ -133,8 +185,8 @@ def test_two_terminals_at_once(make: Callable[..., HostMirror], there: Path, tmp
 
 
 def test_a_copy_that_cannot_be_written_is_told(make: Callable[..., HostMirror], tmp_path: Path) -> None:
-    (tmp_path / "here").write_text("a file is in the way")
     mirror = make()
+    (tmp_path / "here/hosts").write_text("a file is in the way")
     mirror.follow(lambda: None)
     assert mirror.is_done
     assert isinstance(mirror.broken, OSError)

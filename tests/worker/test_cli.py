@@ -106,6 +106,50 @@ def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, started):
     assert [record.step for record in run.records(1)] == list(range(steps))
 
 
+def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
+    """On a fleet, there again although no file here names it, then on this machine, and on the fleet again."""
+    fleet = tmp_path / "elsewhere" / "machines.toml"
+    fleet.parent.mkdir()
+    fleet.write_text(f'[hosts.box]\naddress = "local"\nworkdir = "{tmp_path}/box"\n')
+    run, there = RunDir(tmp_path / "run"), ("--fleet", str(fleet))
+
+    def goes_on(steps, where, *flags):
+        done = evener(tmp_path, "train", "--resume", "run", "--steps", str(steps), *flags)
+        assert done.returncode == 0, done.stderr
+        assert f"going on from step {steps - 3} on {where}\n" in done.stderr
+        assert [record.step for record in run.records(0)] == list(range(steps))
+        listed = json.loads(evener(tmp_path, "runs", ".", "--json").stdout)["runs"]
+        assert [(one["state"], one["steps"]) for one in listed] == [("finished", steps)]
+
+    flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--min-lr", "3e-4")
+    first = evener(tmp_path, "train", *there, *flags, "--steps", "3", "--out", "run")
+    assert first.returncode == 0, first.stderr
+    goes_on(6, "box")
+    goes_on(9, "this machine", "--fleet", "local")
+    goes_on(12, "box", *there)
+    whole = evener(tmp_path, "train", *flags, "--steps", "12", "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert [r.loss for r in run.records(0)] == [r.loss for r in RunDir(tmp_path / "whole").records(0)]
+
+
+def test_a_resumed_run_that_is_killed_is_not_blamed_on_an_earlier_start(tmp_path, started):
+    process, run, _ = started
+    process.send_signal(signal.SIGINT)
+    process.wait(TIMEOUT_S)
+    told = (tmp_path / "told").read_text
+    had = len(run.records(1))
+    for log in (run.path / "logs").glob("*.log"):
+        log.write_text("error: of long ago\n")
+    argv = [*EVENER, "train", "--resume", "run"]
+    with (tmp_path / "told").open("w") as file:
+        resumed = subprocess.Popen(argv, cwd=tmp_path, env=ENV, stdout=file, stderr=file)
+    wait_until(lambda: len(run.records(1)) > had + 3, told)
+    os.kill(run.manifest().ranks[1].pid, signal.SIGKILL)
+    assert resumed.wait(TIMEOUT_S) == 1
+    assert "error: rank 1 was killed by SIGKILL" in told()
+    assert "long ago" not in told()
+
+
 def test_the_launcher_killed_takes_the_run_with_it(started):
     process, _, family = started
     process.kill()

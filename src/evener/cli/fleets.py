@@ -20,6 +20,31 @@ def fleet_path(given: str | None) -> str | None:
     return DEFAULT_FLEET if Path(DEFAULT_FLEET).exists() else None
 
 
+def chosen(given: str | None, names: str | None, before: Any = None) -> Any:
+    """The hosts that a training runs on: of the fleet file given, else those where the run was before, else of
+    fleet.toml where there is one; None is this machine alone.
+
+    What a file here measured on those hosts is taken along.
+    """
+    import msgspec
+
+    from evener.core.errors import EvenerError, UsageError
+    from evener.core.fleet import DEFAULT_FLEET, Fleet, load_fleet, only
+
+    if given is None and before is not None:
+        fleet = Fleet(hosts={host.name: host.host for host in before.hosts}) if before.hosts else None
+        with contextlib.suppress(EvenerError):
+            known = load_fleet(DEFAULT_FLEET)
+            if fleet is not None and fleet.hosts.items() <= known.hosts.items():
+                fleet = msgspec.structs.replace(fleet, links=known.links, rates=known.rates)
+    else:
+        path = fleet_path(given)
+        fleet = None if path is None else load_fleet(path)
+    if fleet is None and names is not None:
+        raise UsageError("--hosts names hosts of a fleet, and there is none", hint="--fleet FILE")
+    return None if fleet is None else only(fleet, names)
+
+
 def say(text: str) -> None:
     """One line for a person."""
     print(text, file=sys.stderr, flush=True)
@@ -57,6 +82,22 @@ def predicted(fleet: Any, resolved: Any, *, keep_order: bool = False) -> Any:
         if fewer := prediction.recommended and prediction.option(prediction.recommended).hosts:
             say(f"hint:  --hosts {','.join(fewer)}")
     return prediction
+
+
+def predicted_again(fleet: Any, resolved: Any, before: Any) -> Any:
+    """The same of a run that is resumed: what was said of it before where nothing has changed and nobody knows more."""
+    spec, was = resolved.spec, before.spec
+    same_work = (spec.data, spec.model, spec.machine) == (was.data, was.model, was.machine) and (
+        (spec.train.batch, spec.train.micro_batch) == (was.train.batch, was.train.micro_batch)
+    )
+    if (
+        before.prediction
+        and not fleet.rates
+        and same_work
+        and list(fleet.hosts) == [host.name for host in before.hosts]
+    ):
+        return before.prediction
+    return predicted(fleet, resolved, keep_order=True)
 
 
 def predicted_here(resolved: Any) -> Any:
@@ -171,11 +212,11 @@ class Lines:
 
 
 @contextlib.contextmanager
-def connected(path: str, names: str | None = None) -> Iterator[tuple[Any, Any, Any]]:
-    """(fleet, sessions, errors) of a fleet file, or of some of its hosts."""
-    from evener.core.fleet import load_fleet, only
+def connected(path: str) -> Iterator[tuple[Any, Any, Any]]:
+    """(fleet, sessions, errors) of a fleet file."""
+    from evener.core.fleet import load_fleet
     from evener.hosts.session import connect
 
-    fleet = only(load_fleet(path), names)
+    fleet = load_fleet(path)
     with connect(fleet) as (sessions, errors):
         yield fleet, sessions, errors

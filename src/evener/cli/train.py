@@ -29,22 +29,24 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     import json
 
     from evener.cli import fleets, follow
-    from evener.core.errors import UsageError
+    from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.corpus.check import check_token_ids
     from evener.report.summary import as_result, summarize
 
-    path = fleets.fleet_path(fleet)
+    before = None if resume is None else find_plan(RunDir(resume))
+    chosen = fleets.chosen(fleet, hosts, before)
     resolved = _resolved(spec_file, resume, flags)
     check_token_ids(resolved.corpus)
     spec, resumes = resolved.spec, resume is not None
-    if path is not None:
-        status = _on_fleet(path, hosts, resolved, resumes, detach, dry_run, as_json)
+    if resolved.resume is not None:
+        where = "this machine" if chosen is None else ", ".join(chosen.hosts)
+        fleets.say(f"going on from step {resolved.resume.step} on {where}")
+    if chosen is not None:
+        status = _on_fleet(chosen, before, resolved, detach, dry_run, as_json)
         if status is not None:
             return status
     else:
-        if hosts is not None:
-            raise UsageError("--hosts names hosts of a fleet, and there is none", hint="--fleet FILE")
         from evener.launch import local
         from evener.launch.torchrun import worker_argv, worker_env
 
@@ -63,30 +65,32 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     return follow.exit_status(summary.manifest)
 
 
-def _on_fleet(path: str, names: str | None, resolved: Any, resumes: bool, detach: bool, dry_run: bool,
-              as_json: bool) -> int | None:  # fmt: skip
-    """Train on a fleet; the exit status where there is nothing to tell of an end."""
+def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool) -> int | None:
+    """Train on a fleet; the exit status where there is nothing to tell of an end. `before` is the plan of a run that is
+    resumed.
+    """
     import contextlib
 
     import msgspec
 
     from evener.cli import fleets, follow
     from evener.core.errors import EvenerError, UsageError
-    from evener.core.plan import is_on_fleet, read_plan
+    from evener.core.plan import is_on_fleet
     from evener.core.rundir import RunDir
+    from evener.hosts.session import connect
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
-    rundir = RunDir(resolved.spec.out)
+    rundir, resumes = RunDir(resolved.spec.out), resolved.resume is not None
     if is_on_fleet(rundir) and not resumes:
         raise UsageError(
             f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
         )
-    before = read_plan(rundir) if is_on_fleet(rundir) else None
-    with fleets.connected(path, names) as (hosts, sessions, errors):
+    with connect(fleet) as (sessions, errors):
+        hosts = fleet
         if before is not None:
             hosts = fleets.in_order(hosts, [host.name for host in before.hosts])  # ranks stay where they were
-        prediction = fleets.predicted(hosts, resolved, keep_order=before is not None)
+        prediction = fleets.predicted_again(hosts, resolved, before) if before else fleets.predicted(hosts, resolved)
         hosts = fleets.in_order(hosts, fleets.ring_order(prediction))
         prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, before.id if before else None)
         fleets.tell_warnings(prepared)
@@ -149,16 +153,16 @@ def _spec_of(resume: str) -> Any:
     """The spec of a run that is resumed; from a fleet its records and newest checkpoint are brought home first."""
     from evener.cli import fleets
     from evener.core.errors import HostError, UsageError
-    from evener.core.plan import is_on_fleet, read_plan
+    from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
 
     rundir = RunDir(resume)
-    if not is_on_fleet(rundir):
+    plan = find_plan(rundir)
+    if plan is None or not plan.hosts:
         return rundir.manifest().spec
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
-    plan = read_plan(rundir)
     for name, state in launcher.states(plan).items():
         if not isinstance(state, HostError) and state["state"] == "running":
             raise UsageError(

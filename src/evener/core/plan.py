@@ -71,15 +71,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return next(host for host in self.hosts if host.first_rank <= rank < host.first_rank + host.num_ranks)
 
 
+def find_plan(rundir: RunDir) -> Plan | None:
+    """The plan of a run; None where there is none, as of a worker that was started by hand."""
+    try:
+        return msgspec.json.decode(_path(rundir).read_bytes(), type=Plan)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{_path(rundir)}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{_path(rundir)}: damaged: {error}") from None
+
+
 def is_on_fleet(rundir: RunDir) -> bool:
     """Was it started on a fleet, whose hosts know more of it than this directory?"""
-    plan = _read(rundir)
+    plan = find_plan(rundir)
     return plan is not None and bool(plan.hosts)
 
 
 def read_plan(rundir: RunDir) -> Plan:
     """The plan of a run on a fleet; UsageError where there is none."""
-    plan = _read(rundir)
+    plan = find_plan(rundir)
     if plan is None or not plan.hosts:
         raise UsageError(
             f"{rundir}: not a run on a fleet: no host has a part in it", hint="evener runs shows the runs made here"
@@ -89,7 +101,7 @@ def read_plan(rundir: RunDir) -> Plan:
 
 def read_prediction(rundir: RunDir) -> Prediction | None:
     """What was predicted of a run, wherever it ran; None where nothing was."""
-    plan = _read(rundir)
+    plan = find_plan(rundir)
     return None if plan is None else plan.prediction
 
 
@@ -100,14 +112,3 @@ def write_plan(rundir: RunDir, plan: Plan) -> None:
 
 def _path(rundir: RunDir) -> Path:
     return rundir.path / "plan.json"
-
-
-def _read(rundir: RunDir) -> Plan | None:
-    try:
-        return msgspec.json.decode(_path(rundir).read_bytes(), type=Plan)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(f"{_path(rundir)}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{_path(rundir)}: damaged: {error}") from None

@@ -37,21 +37,28 @@ def bring_checkpoint(rundir: RunDir, plan: Plan) -> int | None:
 
 
 def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
-    """Put checkpoint, manifest and records of a run that is resumed on every host that lacks them."""
+    """Put on every host of a run that is resumed what it has of it here: a host goes on from nothing of its own.
+
+    Its own files may be those of an earlier start, after which the run went on elsewhere.
+    """
     checkpoint = rundir.checkpoint_path(step)
     parts = ["state.json", *read_checkpoint(checkpoint).files]
 
     def put(name: str) -> None:
-        host = next(host for host in plan.hosts if host.name == name)
-        files = {"manifest.json": rundir.manifest_path}
-        if checkpoint.name not in sessions[name].call("runs", "checkpoints", run=host.run):
-            files |= {f"checkpoints/{checkpoint.name}/{part}": checkpoint / part for part in parts}
-        for rank in range(host.first_rank, host.first_rank + host.num_ranks):
-            if rundir.steps_path(rank).exists():
-                files[f"steps/rank-{rank}.jsonl"] = rundir.steps_path(rank)
-        arrived = send_to(sessions[name], host.host.workdir, pack(files))
+        host, session = plan.host(name), sessions[name]
+        ranks = range(host.first_rank, host.first_rank + host.num_ranks)
+        paths = [rundir.manifest_path, rundir.path / "logs" / f"{name}.log"]
+        paths += [path for rank in ranks for path in (rundir.steps_path(rank), rundir.log_path(name, rank))]
+        files = {path.relative_to(rundir.path).as_posix(): path for path in paths if path.exists()}
         try:
-            sessions[name].call("runs", "adopt", run=host.run, tree=arrived.path, timeout_s=WORK_S)
+            ours = {path: [file.size, file.digest] for path, file in pack(files).files.items()}
+            lacking = session.call("runs", "lacking", run=host.run, files=ours, timeout_s=WORK_S)
+            files = {path: files[path] for path in lacking}
+            if checkpoint.name not in session.call("runs", "checkpoints", run=host.run):
+                files |= {f"checkpoints/{checkpoint.name}/{part}": checkpoint / part for part in parts}
+            if files:
+                arrived = send_to(session, host.host.workdir, pack(files))
+                session.call("runs", "adopt", run=host.run, tree=arrived.path, timeout_s=WORK_S)
         except RemoteError as error:
             raise host_failed(error) from None
 

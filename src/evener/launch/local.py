@@ -25,7 +25,7 @@ import psutil
 
 from evener.core import errors
 from evener.core.errors import EvenerError, RunError
-from evener.core.plan import Plan, is_on_fleet, write_plan
+from evener.core.plan import Plan, write_plan
 from evener.core.prediction import Prediction
 from evener.core.rundir import Manifest, RunDir, follow_lines
 from evener.core.spec import RunSpec
@@ -49,13 +49,13 @@ def run(spec: RunSpec, observe: Observer, *, resume: bool = False, prediction: P
     (rundir.path / "logs").mkdir(parents=True, exist_ok=True)
     log_path = rundir.path / "logs" / "launcher.log"
     before = len(rundir.events())
-    if not is_on_fleet(rundir):  # a fleet's run that goes on here can go on there again
-        write_plan(rundir, Plan(kind="train", spec=spec, prediction=prediction))
+    logged = {path: path.stat().st_size for path in log_path.parent.glob("*.log")}  # by earlier starts
+    write_plan(rundir, Plan(kind="train", spec=spec, prediction=prediction))
     with session(worker_argv(spec, resume=resume), worker_env(spec), log_path) as process:
         status = _follow(process, rundir, before, observe)
     shutil.rmtree(rundir.path / "logs" / "torchrun", ignore_errors=True)  # empty folders: the ranks keep their own logs
     if status != 0:
-        error = _failure(rundir, before, process.pid, status, log_path)
+        error = _failure(rundir, before, logged, status, log_path)
         if created and not rundir.is_run():
             shutil.rmtree(rundir.path)
         elif rundir.is_run() and rundir.manifest().verdict == "running":
@@ -160,7 +160,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _failure(rundir: RunDir, before: int, pid: int, status: int, log_path: Path) -> EvenerError:
+def _failure(rundir: RunDir, before: int, logged: dict[Path, int], status: int, log_path: Path) -> EvenerError:
     """The first failure, as its rank told it; else as torchrun or the kernel did."""
     failures = [event for event in rundir.events()[before:] if event["event"] == "failure"]
     if failures:
@@ -172,7 +172,7 @@ def _failure(rundir: RunDir, before: int, pid: int, status: int, log_path: Path)
             f"rank {first['rank']}: {first['kind']}: {first['error']}", hint=_logs_hint(rundir, first["rank"])
         )
     logs = sorted(log_path.parent.glob("*.log"))  # a rank's own, and what came before it had one
-    log = "".join(path.read_text(errors="replace") for path in logs)
+    log = b"".join(path.read_bytes()[logged.get(path, 0) :] for path in logs).decode(errors="replace")
     told = re.search(r"^error: (.*)\n(?:hint:  (.*))?", log, re.MULTILINE)
     if told:
         return errors.UsageError(told[1], hint=told[2] or "")

@@ -3,6 +3,10 @@ where the copy ends: no gap, no line twice.
 
     host's RUN/steps, RUN/logs, RUN/manifest.json   → the same place here: names tell ranks and hosts apart
     host's RUN/events.jsonl, RUN/host/state.json    → RUN/hosts/NAME/…; RUN/events.jsonl is all of them by time
+
+What is not the mirror's own it never touches. Whose files these are plan.json says: when the run was started again
+elsewhere, its earlier hosts have nothing more to tell here. And mirror.json says of every copy which file on the host
+it is of and which file here it is: one that somebody has replaced meanwhile is not appended to.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from typing import Any
 
 import msgspec
 
-from evener.core.errors import HostError
-from evener.core.plan import HostPlan, Plan
+from evener.core.errors import HostError, RunError
+from evener.core.plan import HostPlan, Plan, read_plan
 from evener.core.rundir import RunDir, write_atomic
 from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 SILENCE_S = 30.0  # a host that follows tells several times a second
+
+WHOLE = ("manifest.json", "host/state.json")  # replaced on the host, not appended to: they come in one piece
 
 State = dict[str, Any]
 GONE: State = {"state": "ended", "status": None, "failures": [], "stopped": False, "lost": "its folder there is gone"}
@@ -32,6 +38,13 @@ GONE: State = {"state": "ended", "status": None, "failures": [], "stopped": Fals
 
 class BehindError(Exception):
     """Another program copies the same run, and the file changed under us: ask again from where it is now."""
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """Which file a copy is of, and which it is."""
+
+    there: str  # the identity that the host told
+    here: int  # inode
 
 
 class HostMirror:
@@ -114,46 +127,59 @@ class HostMirror:
     def _have(self) -> dict[str, list[Any]]:
         """What is here: a file counts with the bytes that it really has."""
         return {
-            path: [identity, local.stat().st_size]
-            for path, identity in self._known().items()
-            if (local := self._local(path)) is not None and local.exists()
+            path: [copy.there, local.stat().st_size]
+            for path, copy in self._known().items()
+            if (local := self._local(path)) is not None and self._is_ours(path, local, copy)
         }
 
     def _add(self, header: dict[str, Any], content: bytes) -> None:
         """Write what lies beyond the end of the copy; a file that is another one now takes the copy's place."""
-        path, offset = self._local(header["path"]), header["offset"]
+        name, offset = header["path"], header["offset"]
+        path = self._local(name)
         if path is None:
             return
         with self._locked():
             known = self._known()
-            is_same = known.get(header["path"]) == header["identity"] and path.exists()
+            copy = known.get(name)
+            is_same = copy is not None and copy.there == header["identity"] and self._is_ours(name, path, copy)
             here = path.stat().st_size if is_same else 0
             if offset > here:
                 raise BehindError
             if not is_same:
                 write_atomic(path, content, mode=0o600)  # under a new inode: who follows the old one sees that
-                write_atomic(self._known_path, msgspec.json.encode(known | {header["path"]: header["identity"]}))
-            elif len(content) > here - offset:
+                known[name] = Copy(header["identity"], path.stat().st_ino)
+                write_atomic(self._known_path, msgspec.json.encode(known))
+            elif name not in WHOLE and len(content) > here - offset:
                 with path.open("ab") as file:
                     file.write(content[here - offset :])
+
+    @staticmethod
+    def _is_ours(name: str, path: Path, copy: Copy) -> bool:
+        """Is this still the file that was copied here? The controller itself may write its verdict into a manifest."""
+        return path.exists() and (name in WHOLE or path.stat().st_ino == copy.here)
 
     @property
     def _known_path(self) -> Path:
         return self._folder / "mirror.json"
 
-    def _known(self) -> dict[str, str]:
-        """Which file on the host each copy is of."""
+    def _known(self) -> dict[str, Copy]:
+        """The copies that are here."""
         try:
-            return msgspec.json.decode(self._known_path.read_bytes(), type=dict[str, str])
+            return msgspec.json.decode(self._known_path.read_bytes(), type=dict[str, Copy])
         except (OSError, msgspec.MsgspecError):
             return {}
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Two terminals may look at one run."""
+        """Two terminals may look at one run. RunError where the run has left this host, or this folder of it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "mirror.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            if (now := _part(self._rundir, self.name)) is None or now.run != self._plan.run:
+                raise RunError(
+                    f"{self._rundir}: it was started again elsewhere; {self.name} has nothing more to tell of it",
+                    hint=f"evener logs -f {self._rundir}",
+                )
             yield
 
     def _local(self, path: str) -> Path | None:
@@ -206,6 +232,11 @@ class Mirror:
 
     def _tell(self) -> None:
         self._changed.set()
+
+
+def _part(rundir: RunDir, host: str) -> HostPlan | None:
+    """The part that a host has in the run now."""
+    return next((one for one in read_plan(rundir).hosts if one.name == host), None)
 
 
 def host_failed(error: RemoteError) -> HostError:

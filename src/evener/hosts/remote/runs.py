@@ -6,6 +6,7 @@ RUN/host/lock is locked: no pid is trusted beyond that.
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -139,17 +140,34 @@ def checkpoints(run):
     return sorted((name for name in names if re.fullmatch("step-[0-9]{6,12}", name)), key=lambda name: int(name[5:]))
 
 
+def lacking(run, files):
+    """Of {path: [size, blake2b]} the paths whose file here does not begin with that content."""
+    found = []
+    for path, (size, wanted) in files.items():
+        digest = hashlib.blake2b(digest_size=32)
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(_absolute(run), path), "rb") as file:
+            left = size
+            while left:
+                chunk = file.read(min(CHUNK, left))
+                if not chunk:
+                    break
+                digest.update(chunk)
+                left -= len(chunk)
+        if digest.hexdigest() != wanted:
+            found.append(path)
+    return found
+
+
 def adopt(run, tree):
-    """Before a run is resumed: take over the files of a tree that the run's folder does not have."""
+    """Before a run is resumed: the files of a tree take the place of the run's own."""
     run, tree = _absolute(run), _absolute(tree)
     for root, _, names in os.walk(tree):
         for name in names:
             source = os.path.join(root, name)
             target = os.path.join(run, os.path.relpath(source, tree))
-            if not os.path.exists(target):
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                shutil.copyfile(source, target + ".tmp")
-                os.replace(target + ".tmp", target)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copyfile(source, target + ".tmp")
+            os.replace(target + ".tmp", target)
 
 
 def free_port(address, wanted, low, high):
@@ -189,7 +207,7 @@ def _news(run, path, have):
         # Inode numbers are used again; a file that is replaced time and again is told by its time as well.
         identity = f"{facts.st_ino} {facts.st_mtime_ns if path in WHOLE else 0}"
         known, offset = have.get(path, ["", 0])
-        if known == identity and offset == facts.st_size:
+        if known == identity and (path in WHOLE or offset == facts.st_size):
             return
         if known != identity or offset > facts.st_size:
             offset = 0
@@ -197,7 +215,7 @@ def _news(run, path, have):
         chunk = None
         while chunk is None or chunk:
             first = chunk is None
-            chunk = file.read(CHUNK)
+            chunk = file.read(-1 if path in WHOLE else CHUNK)
             if chunk or first:
                 yield {"path": path, "offset": offset, "identity": identity, "size": len(chunk)}
                 if chunk:
