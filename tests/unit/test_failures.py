@@ -23,7 +23,7 @@ def host(name: str, rank: int) -> HostPlan:
     )  # fmt: skip
 
 
-PLAN = Plan(id="1d", kind="train", address="10.0.0.1", port=1, backend="gloo", grace_s=1.0, spec=None,
+PLAN = Plan(id="1d", kind="train", address="10.0.0.1", port=1, grace_s=1.0, spec=None,
             hosts=[host("a", 0), host("b", 1), host("c", 2)])  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def there(tmp_path: Path) -> Path:
 def make(tmp_path: Path, there: Path) -> Callable[..., HostMirror]:
     def make(node_rank: int = 0) -> HostMirror:
         plan = part(there, node_rank)
-        write_plan(RunDir(tmp_path / "here"), Plan(kind="train", backend="gloo", spec=None, hosts=[plan]))
+        write_plan(RunDir(tmp_path / "here"), Plan(kind="train", spec=None, hosts=[plan]))
         return HostMirror(RunDir(tmp_path / "here"), plan)
 
     return make
@@ -138,7 +138,7 @@ def test_a_host_that_the_run_has_left_changes_nothing_any_more(
     mirror = make()
     mirror.catch_up()
     write_plan(RunDir(tmp_path / "here"),
-               Plan(kind="train", backend="gloo", spec=None, hosts=[part(tmp_path / "elsewhere")]))  # fmt: skip
+               Plan(kind="train", spec=None, hosts=[part(tmp_path / "elsewhere")]))  # fmt: skip
     before = {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()}
     (there / "manifest.json").write_bytes(b"late news")
     with pytest.raises(RunError, match="it was started again elsewhere; b has nothing more to tell"):
