@@ -25,7 +25,7 @@ from evener.core.machine import this_machine
 from evener.core.rundir import Manifest, Rank, Result, RunDir, code_hash, write_atomic
 from evener.core.shape import preset_shape
 from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
-from evener.core.step import StepCost, StepRecord, split_blocked
+from evener.core.step import StepCost, StepRecord, aligned, split_blocked
 from evener.core.units import percentile
 from evener.core.version import __version__
 from evener.launch.local import session
@@ -34,7 +34,7 @@ from evener.launch.torchrun import module_argv
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.report.explain import explain_scaling
 from evener.report.picture import scaling_png
-from evener.report.summary import Summary, summarize
+from evener.report.summary import Summary, records_of, summarize
 
 SEED = 35000
 STEPS = 100
@@ -207,9 +207,9 @@ def _manifest(spec: RunSpec, shape: Any, corpus: Any, num_ranks: int, threads: i
 
 def _tokens_per_s(summary: Summary) -> float:
     """Tokens over seconds of the last steps, rank 0's clock."""
-    rundir = RunDir(summary.run_dir)
-    records = [rundir.records(rank)[-LAST:] for rank in range(summary.manifest.world_size)]
-    return sum(record.tokens for of_rank in records for record in of_rank) / math.fsum(r.wall_s for r in records[0])
+    steps = aligned(records_of(RunDir(summary.run_dir)))[-LAST:]
+    tokens = sum(record.tokens for of_step in steps for record in of_step.values())
+    return tokens / math.fsum(of_step[0].wall_s for of_step in steps)
 
 
 def _timing(row: dict[str, Any]) -> bytes:

@@ -5,7 +5,7 @@ The planner fills a StepCost from formulas, the recorder fills it from clocks; e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -59,3 +59,17 @@ def split_blocked(blocked_s: Sequence[float]) -> list[tuple[float, float]]:
     """
     transfer = min(blocked_s)
     return [(transfer, blocked - transfer) for blocked in blocked_s]
+
+
+def aligned(records: Mapping[int, Iterable[StepRecord]]) -> list[dict[int, StepRecord]]:
+    """Records of ranks, which need not be in step, as the records of steps: of each step by rank, steps ascending.
+
+    Only steps that every rank which took part has recorded: what one rank did is beside nothing but what the others did
+    in the same step. Where a rank recorded a step twice the later record counts.
+    """
+    by_step: dict[int, dict[int, StepRecord]] = {}
+    for rank, of_rank in sorted(records.items()):
+        for record in of_rank:
+            by_step.setdefault(record.step, {})[rank] = record
+    found = (of_step for _, of_step in sorted(by_step.items()))
+    return [of_step for of_step in found if all(len(of_step) == record.members for record in of_step.values())]

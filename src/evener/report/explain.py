@@ -246,11 +246,12 @@ def scaling_story(summaries: Sequence[Summary]) -> Story:
 
 def largest_loss_gap(summaries: Sequence[Summary], num_steps: int | None = None) -> float | None:
     """The largest relative difference of losses between the first run and any other, over all or the first steps."""
+    base, *others = (summary.losses for summary in summaries)
     gaps = [
         abs(ours - theirs) / abs(theirs)
-        for summary in summaries[1:]
-        for ours, theirs in zip(summary.losses[:num_steps], summaries[0].losses, strict=False)
-        if ours is not None and theirs
+        for losses in others
+        for step, ours in losses.items()
+        if ours is not None and (theirs := base.get(step)) and (num_steps is None or step < num_steps)
     ]
     return max(gaps, default=None)
 
@@ -345,7 +346,7 @@ def _unmeasured(c: Comparison, costs: dict[Cause, float | None]) -> list[str]:
 
 
 def _same_model(runs: list[Summary]) -> str:
-    base, steps = runs[0], min(run.num_steps for run in runs)
+    base, steps = runs[0], len(set.intersection(*(set(run.losses) for run in runs)))
     if any(run.tokens_per_step != base.tokens_per_step for run in runs):
         return "The runs did not train on the same batches, so their losses cannot be compared."
     gap, early = largest_loss_gap(runs), largest_loss_gap(runs, EARLY_STEPS)

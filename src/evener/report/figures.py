@@ -48,9 +48,9 @@ def legend(figure: Figure) -> list[Entry]:
     return [Entry(name, style["color"], "dash" in style) for name, style in styles]
 
 
-def loss(losses: Sequence[float | None], evaluations: Sequence[tuple[int, float]]) -> Figure:
+def loss(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, float]]) -> Figure:
     """Loss of every step, and of the validation split where it was evaluated."""
-    steps, values = thinned([(step, value) for step, value in enumerate(losses) if value is not None])
+    steps, values = thinned([(step, value) for step, value in losses.items() if value is not None])
     training = {
         "type": "scatter",
         "mode": "lines",
@@ -105,25 +105,25 @@ def unmeasured(costs: Iterable[StepCost]) -> list[str]:
     return [part for part in PART_NAMES if all(getattr(cost, part) is None for cost in known)]
 
 
-def areas(records: Sequence[Sequence[StepRecord]]) -> Figure:
+def areas(steps: Sequence[Mapping[int, StepRecord]]) -> Figure:
     """The parts of every step stacked, in milliseconds: a layer of traces for the mean of all ranks and one for each.
 
-    `group` of a trace names its layer; the page shows one at a time.
+    `meta` of a trace names its layer; the page shows one at a time.
     """
-    num_steps = min(len(of_rank) for of_rank in records)
-    layers: dict[str, Sequence[Sequence[StepRecord]]] = {ALL_RANKS: records} if len(records) > 1 else {}
-    layers |= {f"rank {rank}": [of_rank] for rank, of_rank in enumerate(records)}
+    ranks = sorted({rank for of_step in steps for rank in of_step})
+    layers = {ALL_RANKS: ranks} if len(ranks) > 1 else {}
+    layers |= {f"rank {rank}": [rank] for rank in ranks}
     first = next(iter(layers))
     traces = []
-    for layer, of_ranks in layers.items():
+    for layer, shown in layers.items():
         for part in PART_NAMES:
             points = []
-            for step in range(num_steps):
-                costs = [getattr(of_rank[step].cost, part) for of_rank in of_ranks]
-                measured = [cost for cost in costs if cost is not None]
+            for of_step in steps:
+                found = [record for rank, record in of_step.items() if rank in shown]
+                measured = [cost for record in found if (cost := getattr(record.cost, part)) is not None]
                 if measured:
-                    points.append((of_ranks[0][step].step, sum(measured) / len(measured) * 1e3))
-            steps, values = thinned(points)
+                    points.append((found[0].step, sum(measured) / len(measured) * 1e3))
+            x, y = thinned(points)
             traces.append(
                 {
                     "type": "scatter",
@@ -132,15 +132,15 @@ def areas(records: Sequence[Sequence[StepRecord]]) -> Figure:
                     "meta": layer,
                     "visible": layer == first,
                     "name": PART_NAMES[part],
-                    "x": steps,
-                    "y": values,
+                    "x": x,
+                    "y": y,
                     "line": {"width": 0},
                     "fillcolor": PART_COLOURS[part],
                     "marker": {"color": PART_COLOURS[part]},
                     "hovertemplate": "%{y:.4~g} ms",
                 }
             )
-    walls_ms = [record.wall_s * 1e3 for of_rank in records for record in of_rank]
+    walls_ms = [record.wall_s * 1e3 for of_step in steps for record in of_step.values()]
     layout = {
         "height": 340,
         "hovermode": "x unified",
@@ -150,27 +150,28 @@ def areas(records: Sequence[Sequence[StepRecord]]) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def all_reduce(records: Sequence[Sequence[StepRecord]], summary: Summary) -> Figure:
+def all_reduce(steps: Sequence[Mapping[int, StepRecord]], summary: Summary) -> Figure:
     """All-reduces of every step on the slowest rank: the time they were in flight, and what backward did not hide."""
     in_flight, exposed = [], []
-    for of_step in zip(*records, strict=False):
-        total = [record.sync_s for record in of_step if record.sync_s is not None]
-        stood = [record.cost.exposed_sync_s for record in of_step if record.cost.exposed_sync_s is not None]
-        in_flight += [(of_step[0].step, max(total) * 1e3)] if total else []
-        exposed += [(of_step[0].step, max(stood) * 1e3)] if stood else []
+    for of_step in steps:
+        records = list(of_step.values())
+        total = [record.sync_s for record in records if record.sync_s is not None]
+        stood = [record.cost.exposed_sync_s for record in records if record.cost.exposed_sync_s is not None]
+        in_flight += [(records[0].step, max(total) * 1e3)] if total else []
+        exposed += [(records[0].step, max(stood) * 1e3)] if stood else []
     traces = []
     for name, points, colour in (
         ("in flight", in_flight, SERIES_COLOURS[0]),
         ("exposed", exposed, PART_COLOURS["exposed_sync_s"]),
     ):
-        steps, values = thinned(points)
+        x, y = thinned(points)
         traces.append(
             {
                 "type": "scatter",
                 "mode": "lines",
                 "name": name,
-                "x": steps,
-                "y": values,
+                "x": x,
+                "y": y,
                 "line": {"color": colour, "width": 1.5},
                 "hovertemplate": "%{y:.4~g} ms",
             }

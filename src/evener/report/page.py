@@ -14,7 +14,7 @@ import msgspec
 
 from evener.core.prediction import Option
 from evener.core.rundir import Manifest, RunDir, write_atomic
-from evener.core.step import StepRecord
+from evener.core.step import StepRecord, aligned
 from evener.core.units import count, seconds, size
 from evener.plan.search import what_if
 from evener.report import benchpage, figures
@@ -23,7 +23,7 @@ from evener.report.explain import explain_measured, limit
 from evener.report.markup import Fact, document
 from evener.report.predicted import NO_PREDICTION, cells, explain_prediction, percent, rank_rows, step_rows
 from evener.report.ranks import last_done, plural, straggles
-from evener.report.summary import Summary, summarize
+from evener.report.summary import Summary, records_of, summarize
 from evener.report.whatif import corrected_step_s, correction, what_if_table
 
 SILENT_S = 60.0  # a running job that wrote nothing for so long (or for 20 steps) is not running any more
@@ -51,19 +51,19 @@ def run_page(rundir: RunDir, now: float) -> str:
     """The page of one run; `now` tells a run that is silent from one that is running."""
     summary, events = summarize(rundir), rundir.events()
     manifest = summary.manifest
-    records = [rundir.records(rank)[: summary.num_steps] for rank in range(manifest.world_size)]
+    records = records_of(rundir)
     name, failure = rundir.path.resolve().name, first_failure(events)
     return document(
         "run.html",
         title=f"{name}: evener",
-        figures=_figures(summary, records, evaluations(events)),
+        figures=_figures(summary, aligned(records), evaluations(events)),
         name=name,
         what=_what(summary),
-        outcome=_outcome(summary, events, _last_word(summary, records, events), now),
-        limit=limit(summary) if summary.num_steps else "",
+        outcome=_outcome(summary, events, _last_word(manifest, records, events), now),
+        limit=limit(summary) if summary.step_p50_s else "",
         shown=_shown(summary, events),
         summary=summary,
-        steps_per_point=-(-summary.num_steps // figures.MAX_POINTS),
+        steps_per_point=-(-len(summary.losses) // figures.MAX_POINTS),
         unmeasured=[figures.PART_NAMES[part] for part in figures.unmeasured(rank.typical for rank in summary.ranks)],
         parts=_parts(summary),
         story=explain_measured(summary),
@@ -128,11 +128,11 @@ def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, n
     return Outcome(verdict, f"{done} of {manifest.spec.train.steps} done.")
 
 
-def _last_word(summary: Summary, records: Sequence[Sequence[StepRecord]], events: list[dict[str, Any]]) -> float:
+def _last_word(manifest: Manifest, records: dict[int, list[StepRecord]], events: list[dict[str, Any]]) -> float:
     """Unix time of the last thing that any process wrote."""
-    times = [of_rank[-1].ended for of_rank in records if of_rank]
+    times = [of_rank[-1].ended for of_rank in records.values() if of_rank]
     times += [event["time"] for event in events if isinstance(event.get("time"), int | float)]
-    return max([summary.manifest.started, *times])
+    return max([manifest.started, *times])
 
 
 def _what(summary: Summary) -> list[str]:
@@ -151,9 +151,8 @@ def _what(summary: Summary) -> list[str]:
 
 def _shown(summary: Summary, events: list[dict[str, Any]]) -> list[Fact]:
     """The large figures."""
-    result, has_steps = summary.manifest.result, summary.num_steps > 0
-    losses = [loss for loss in summary.losses if loss is not None]
-    loss = result.loss if result and result.loss is not None else losses[-1] if losses else None
+    result, has_steps = summary.manifest.result, summary.step_p50_s is not None
+    loss = result.loss if result and result.loss is not None else summary.last_loss
     evaluated = evaluations(events)
     if result and result.val_loss is not None:
         evaluated.append((result.steps, result.val_loss))
@@ -162,7 +161,7 @@ def _shown(summary: Summary, events: list[dict[str, Any]]) -> list[Fact]:
         Fact("tokens/s", count(summary.tokens_per_s) if has_steps else None,
              f"{summary.tokens_per_step:,} a step" if has_steps else ""),
         Fact("step", seconds(summary.step_p50_s) if has_steps else None, _step_remark(summary) if has_steps else ""),
-        Fact("loss", None if loss is None else f"{loss:.4f}", done if losses else ""),
+        Fact("loss", None if loss is None else f"{loss:.4f}", done if summary.last_loss is not None else ""),
         Fact("validation loss", f"{evaluated[-1][1]:.4f}", f"after {plural(evaluated[-1][0], 'step')}")
         if evaluated else Fact("validation loss", None),
         _agreement(summary, events),
@@ -200,19 +199,17 @@ def _memory(summary: Summary) -> Fact:
 
 
 def _figures(
-    summary: Summary, records: Sequence[Sequence[StepRecord]], evaluated: Sequence[tuple[int, float]]
+    summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated: Sequence[tuple[int, float]]
 ) -> dict[str, figures.Figure]:
     """What the page draws, by the name of its place."""
-    if not summary.num_steps:
-        return {}
-    drawn = {
-        "parts": figures.bars({f"rank {rank.rank}": rank.typical for rank in summary.ranks}),
-        "areas": figures.areas(records),
-    }
-    if evaluated or any(loss is not None for loss in summary.losses):
+    drawn = {}
+    if evaluated or summary.last_loss is not None:
         drawn["loss"] = figures.loss(summary.losses, evaluated)
+    if summary.step_p50_s is not None:
+        drawn["parts"] = figures.bars({f"rank {rank.rank}": rank.typical for rank in summary.ranks})
+        drawn["areas"] = figures.areas(steps)
     if summary.sync_p50_s is not None:
-        drawn["sync"] = figures.all_reduce(records, summary)
+        drawn["sync"] = figures.all_reduce(steps, summary)
     return drawn
 
 

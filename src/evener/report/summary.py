@@ -10,7 +10,7 @@ from evener.core.finding import Finding
 from evener.core.plan import read_prediction
 from evener.core.prediction import Option, Prediction
 from evener.core.rundir import Manifest, RunDir
-from evener.core.step import PARTS, StepCost, StepRecord
+from evener.core.step import PARTS, StepCost, StepRecord, aligned
 from evener.core.units import median, percentile
 
 WARMUP_STEPS = 3  # steps that are left out of rates, where the run is long enough
@@ -40,11 +40,11 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. Rates are medians over steps after the warm-up; None = not measured."""
+    """A run. Rates are medians over steps of the manifest's ranks after the warm-up; None = not measured."""
 
     run_dir: str
     manifest: Manifest
-    num_steps: int  # recorded
+    num_steps: int  # taken and recorded by all ranks, over all starts of the run
     tokens_per_step: int
     step_p50_s: float | None
     step_p95_s: float | None
@@ -52,7 +52,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sync_p50_s: float | None  # all-reduces of one step in flight, slowest rank
     sync_p95_s: float | None
     ranks: list[RankSummary]
-    losses: list[float | None]  # of every step
+    losses: dict[int, float | None]  # by step
     prediction: Prediction | None = None  # None: nothing was predicted
     findings: list[Finding] = []  # what was found wrong with hosts, as far as the events tell
 
@@ -74,6 +74,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         """Threads of each rank."""
         return self.manifest.ranks[0].threads
 
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last step in which it was measured."""
+        return next((loss for loss in reversed(self.losses.values()) if loss is not None), None)
+
     def mean_part(self, part: str) -> float | None:
         """The mean over ranks of one part's median."""
         values = [getattr(rank.cost, part) for rank in self.ranks]
@@ -81,24 +86,29 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return sum(measured) / len(measured) if measured else None
 
 
+def records_of(rundir: RunDir) -> dict[int, list[StepRecord]]:
+    """What every rank recorded, also those of an earlier start that had more of them."""
+    return {rank: rundir.records(rank) for rank in rundir.recorded_ranks()}
+
+
 def summarize(rundir: RunDir) -> Summary:
     """Read a run directory."""
     manifest = rundir.manifest()
-    records = [rundir.records(rank) for rank in range(manifest.world_size)]
-    num_steps = min(len(of_rank) for of_rank in records)
-    skipped = min(WARMUP_STEPS, num_steps // 4)
-    warm = [of_rank[skipped:num_steps] for of_rank in records]
-    walls = [record.wall_s for record in warm[0]]
-    of_steps = ([record.sync_s for record in step if record.sync_s is not None] for step in zip(*warm, strict=True))
+    steps = aligned(records_of(rundir))
+    ranks = list(range(manifest.world_size))
+    ours = [of_step for of_step in steps if list(of_step) == ranks]  # earlier starts may have had other ranks
+    warm = ours[min(WARMUP_STEPS, len(ours) // 4) :]
+    walls = [of_step[0].wall_s for of_step in warm]
+    of_steps = ([record.sync_s for record in step.values() if record.sync_s is not None] for step in warm)
     syncs = [max(of_step) for of_step in of_steps if of_step]
-    tokens = round(median([sum(record.tokens for record in step) for step in zip(*warm, strict=True)]) or 0)
+    tokens = round(median([sum(record.tokens for record in of_step.values()) for of_step in warm]) or 0)
     step_p50_s = median(walls)
-    by_wall = sorted(range(len(walls)), key=walls.__getitem__)
+    by_wall = sorted(warm, key=lambda of_step: of_step[0].wall_s)
     middle = by_wall[len(walls) // 4 : len(walls) - len(walls) // 4]
     return Summary(
         run_dir=str(rundir),
         manifest=manifest,
-        num_steps=num_steps,
+        num_steps=steps[-1][0].step + 1 if steps else 0,
         tokens_per_step=tokens,
         step_p50_s=step_p50_s,
         step_p95_s=percentile(walls, 0.95) if walls else None,
@@ -106,9 +116,10 @@ def summarize(rundir: RunDir) -> Summary:
         sync_p50_s=median(syncs),
         sync_p95_s=percentile(syncs, 0.95) if syncs else None,
         ranks=[
-            _rank_summary(rank, of_rank, [of_rank[i] for i in middle], step_p50_s) for rank, of_rank in enumerate(warm)
+            _rank_summary(rank, [step[rank] for step in warm], [step[rank] for step in middle], step_p50_s)
+            for rank in ranks
         ],
-        losses=[record.loss for record in records[0]],
+        losses={of_step[0].step: of_step[0].loss for of_step in steps},
         prediction=read_prediction(rundir),
         findings=_findings(rundir.events()),
     )
@@ -180,7 +191,7 @@ def as_result(summary: Summary) -> dict[str, Any]:
         "verdict": summary.manifest.verdict,
         "steps": summary.num_steps,
         "tokens_per_s": summary.tokens_per_s,
-        "loss": result.loss if result else summary.losses[-1] if summary.losses else None,
+        "loss": result.loss if result else summary.last_loss,
         "val_loss": result.val_loss if result else None,
         "replicas_agree": result.replicas_agree if result else None,
         "num_params": summary.manifest.num_params,

@@ -1,0 +1,136 @@
+"""What ranks recorded is compared step by step, whatever is missing and whatever their files look like."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from evener.core.rundir import write_atomic
+from evener.core.step import StepCost, aligned
+from evener.core.units import median
+from evener.report import figures
+from evener.report.explain import largest_loss_gap, scaling_story
+from evener.report.page import run_page
+from evener.report.summary import records_of, summarize
+
+STEPS = 40
+
+
+def step_of(step: int) -> list[dict[str, float]]:
+    """Two ranks, of which a different one is late in every step, by another time: no step is like another."""
+    draw = random.Random(step)
+    costs = [{"data_s": draw.uniform(0, 0.001), "compute_s": draw.uniform(0.05, 0.2),
+              "exposed_sync_s": 0.004 + 0.001 * draw.random(), "optimizer_s": 0.002} for _ in range(2)]  # fmt: skip
+    totals_s = [sum(cost.values()) for cost in costs]
+    return [cost | {"wait_s": max(totals_s) - total_s} for cost, total_s in zip(costs, totals_s, strict=True)]
+
+
+@pytest.fixture
+def run(tmp_path, write_run):
+    """Two ranks; `keep(rank)`: the steps of which a rank's file has records, in the order of the file."""
+
+    def make(keep, name="run"):
+        rundir = write_run(tmp_path / name, [{}, {}], steps=STEPS, sync_s=0.02, cpus=[0.99, 0.99])
+        for rank in range(2):
+            first = rundir.records(rank)[0]
+            lines = []
+            for step in keep(rank):
+                cost = StepCost(**step_of(step)[rank])
+                record = msgspec.structs.replace(
+                    first, step=step, loss=3.0 / (step + 1), cost=cost, wall_s=cost.total_s, sync_s=0.01 + 0.001 * step,
+                    cpu_s=0.9 * cost.total_s, ended=first.ended + step,
+                )  # fmt: skip
+                lines.append(msgspec.json.encode(record) + b"\n")
+            write_atomic(rundir.steps_path(rank), b"".join(lines))
+        return rundir
+
+    return make
+
+
+def without(*missing):
+    return [step for step in range(STEPS) if step not in missing]
+
+
+HOLES = {
+    "a hole": (range(STEPS), without(7, 8, 21)),
+    "begins late": (range(STEPS), range(11, STEPS)),
+    "the first begins late": (range(5, STEPS), range(STEPS)),
+    "ends early": (range(STEPS), range(STEPS - 6)),
+    "holes in both": (without(3, 30), without(4, 30, 31)),
+    "two processes wrote": (range(STEPS), [*range(20, STEPS), *range(20)]),
+}
+
+
+@pytest.mark.parametrize("kept", HOLES.values(), ids=HOLES)
+def test_all_figures_are_those_of_the_common_steps(run, kept):
+    common = sorted(set(kept[0]) & set(kept[1]))
+    found = summarize(run(lambda rank: kept[rank]))
+    expected = summarize(run(lambda rank: common, name="expected"))
+    assert msgspec.structs.replace(found, run_dir="", manifest=None) == msgspec.structs.replace(
+        expected, run_dir="", manifest=None
+    )
+    assert found.losses == {step: 3.0 / (step + 1) for step in common}
+    assert found.num_steps == common[-1] + 1
+    warm = common[3:]
+    for rank in found.ranks:
+        assert rank.cost.wait_s == pytest.approx(median([step_of(step)[rank.rank]["wait_s"] for step in warm]))
+    assert found.sync_p50_s == pytest.approx(median([0.01 + 0.001 * step for step in warm]))
+
+
+@pytest.mark.parametrize("kept", HOLES.values(), ids=HOLES)
+def test_pictures_show_a_step_where_it_belongs(run, kept):
+    common = sorted(set(kept[0]) & set(kept[1]))
+    rundir = run(lambda rank: kept[rank])
+    steps = aligned(records_of(rundir))
+    for trace in figures.areas(steps)["data"]:
+        part = next(part for part, name in figures.PART_NAMES.items() if name == trace["name"])
+        ranks = [0, 1] if trace["meta"] == figures.ALL_RANKS else [int(trace["meta"].removeprefix("rank "))]
+        expected_ms = [1e3 * sum(step_of(step)[rank][part] for rank in ranks) / len(ranks) for step in common]
+        assert trace["x"] == common
+        assert trace["y"] == pytest.approx(expected_ms, rel=1e-4)
+    in_flight, exposed = figures.all_reduce(steps, summarize(rundir))["data"]
+    assert in_flight["x"] == exposed["x"] == common
+    assert exposed["y"] == pytest.approx(
+        [1e3 * max(cost["exposed_sync_s"] for cost in step_of(step)) for step in common], rel=1e-4
+    )
+    assert figures.loss(summarize(rundir).losses, [])["data"][0]["x"] == common
+
+
+def test_losses_of_runs_are_compared_step_by_step(run):
+    whole = summarize(run(lambda rank: range(STEPS), name="whole"))
+    late = summarize(run(lambda rank: range(11, STEPS), name="late"))
+    assert largest_loss_gap([whole, late]) == 0.0
+    assert largest_loss_gap([late, whole], num_steps=12) == 0.0
+    assert largest_loss_gap([whole, late], num_steps=5) is None
+    assert "all 29 common steps are equal to the last digit" in " ".join(scaling_story([whole, late]).conclusion)
+
+
+def test_a_rank_that_recorded_nothing_leaves_nothing_to_compare(run):
+    rundir = run(lambda rank: range(STEPS if rank == 0 else 0))
+    summary = summarize(rundir)
+    assert (summary.num_steps, summary.step_p50_s, summary.losses) == (0, None, {})
+    assert "not measured" in run_page(rundir, now=0.0)
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (1, 4), (4, 2)])
+def test_rates_are_of_the_ranks_that_there_are_now(tmp_path, write_run, before, now):
+    """A run that went on with another number of processes after half of its steps."""
+    rundir = write_run(tmp_path / "now", [{"compute_s": 0.02}] * now, steps=STEPS)
+    earlier = write_run(tmp_path / "before", [{"compute_s": 0.3}] * before, steps=STEPS // 2)
+    for rank in range(max(before, now)):
+        records = [*earlier.records(rank), *rundir.records(rank)[STEPS // 2 :]]
+        write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    summary = summarize(rundir)
+    assert [rank.cost.compute_s for rank in summary.ranks] == [0.02] * now
+    assert summary.tokens_per_step == 1024
+    assert (summary.num_steps, list(summary.losses)) == (STEPS, list(range(STEPS)))
+    assert f"after {STEPS} steps" in run_page(rundir, now=0.0)
+
+
+def test_of_a_step_that_was_taken_twice_the_later_record_counts(run):
+    rundir = run(lambda rank: range(2))
+    (first, _), (other, _) = (rundir.records(rank) for rank in range(2))
+    again = msgspec.structs.replace(first, loss=99.0)
+    assert aligned({0: [first, again], 1: [other]}) == [{0: again, 1: other}]
