@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from evener.core.resolve import Resolved, resolve
@@ -25,6 +29,26 @@ def corpus() -> Path:
 
         verbs(out=folder)
     return folder
+
+
+def nanogpt_checkout(text: str) -> Path:
+    """For argparse: the folder of a checkout of https://github.com/karpathy/nanoGPT."""
+    folder = Path(text).absolute()
+    for name in ("train.py", "model.py", "configurator.py"):
+        if not (folder / name).is_file():
+            raise argparse.ArgumentTypeError(f"{text}: no checkout of nanoGPT: it has no {name}")
+    return folder
+
+
+def nanogpt_model(checkout: Path) -> ModuleType:
+    """nanoGPT's own model.py."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
 
 
 def two_ranks(script: str, args: list[str]) -> list[str]:
@@ -58,7 +82,7 @@ def our_steps(run: Run, resolved: Resolved) -> Iterator[float]:
     model = run.model(build(resolved))
     optimizer = run.optimizer(adamw(run.module, train))
     began = time.perf_counter()
-    for step in run.steps(TokenBlocks(resolved.corpus, "train", resolved.shape.block_size)):
+    for step in run.steps(TokenBlocks(resolved.corpus, "train", resolved.shape.block_size, train.sampling)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step.index, train)
         for tokens, targets in step.micro_batches():

@@ -53,7 +53,7 @@ def world(tmp_path_factory):
         Manifest(
             verdict="stopped", started=0.0, argv=[], versions={}, spec=spec, shape=shape, corpus=corpus, code_hash="",
             params_by_group=shape.params_by_group(), num_params=shape.num_params(), backend="none", sync="none",
-            dtype="float32", compiled=False, hosts=[machine],
+            dtype="float32", compiled=False, sampler="epochs-1", hosts=[machine],
             ranks=[Rank(rank=0, host=machine.host, device="cpu", threads=1, pid=0)],
         )
     )  # fmt: skip
@@ -194,6 +194,37 @@ def test_a_damaged_run(world, file, how, where, tmp_path_factory, monkeypatch):
             assert told.startswith("error: ")
             assert "Traceback" not in told
         assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("recorded", "flags", "told_of", "hint"),
+    [
+        (None, [], "uniform-1, and epochs-1", "start the run again with another --out"),
+        (None, ["--sampling=uniform"], "uniform-1, and uniform-2", "start the run again with another --out"),
+        ("uniform-2", [], "uniform-2, and epochs-1", "--sampling uniform"),
+        ("epochs-1", ["--sampling=uniform"], "epochs-1, and uniform-2", "--sampling epochs"),
+    ],
+)
+def test_a_run_that_began_with_another_sampler(world, recorded, flags, told_of, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(world, ".", dirs_exist_ok=True)
+    path = Path("runs/good/manifest.json")
+    manifest = json.loads(path.read_text())
+    if recorded is None:
+        del manifest["sampler"]
+    else:
+        manifest["sampler"] = recorded
+    path.write_text(json.dumps(manifest))
+    assert_refused(tmp_path, "train", "--resume", "runs/good", *flags)
+    _, told = call("train", "--resume", "runs/good", *flags)
+    assert f"its batches came from the sampler {told_of} would go on with others" in told
+    assert hint in told
+
+
+def test_a_run_goes_on_with_its_sampler(world, monkeypatch):
+    monkeypatch.chdir(world)
+    with pytest.raises(Launched):
+        call("train", "--resume", "runs/good")
 
 
 def damage(path: Path, how: str, where: float) -> None:

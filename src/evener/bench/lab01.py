@@ -199,6 +199,7 @@ def _manifest(spec: RunSpec, shape: Any, corpus: Any, num_ranks: int, threads: i
         sync="ddp" if num_ranks > 1 else "none",
         dtype="float32",
         compiled=False,
+        sampler="own",
         hosts=[machine],
         ranks=[Rank(rank=rank, host=machine.host, device="cpu", threads=threads, pid=0) for rank in range(num_ranks)],
         result=Result(steps=STEPS, loss=None, val_loss=None, replicas_agree=None, peak_memory_bytes=[]),

@@ -11,7 +11,7 @@ import msgspec
 
 from evener.core.corpus import Corpus, check_block, load_corpus
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.rundir import Checkpoint, RunDir, read_checkpoint
+from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
 
@@ -89,6 +89,13 @@ def _check_fits(rundir: RunDir, checkpoint: Checkpoint, shape: GPTShape, corpus:
         raise CheckpointError(
             f"{rundir}: it was trained on {manifest.corpus.path}; the tokenizer of {corpus.path} is another",
             hint=f"--data {manifest.corpus.path}",
+        )
+    if manifest.sampler != SAMPLERS[spec.train.sampling]:
+        flag = next((name for name, sampler in SAMPLERS.items() if sampler == manifest.sampler), None)
+        raise CheckpointError(
+            f"{rundir}: its batches came from the sampler {manifest.sampler}, and "
+            f"{SAMPLERS[spec.train.sampling]} would go on with others",
+            hint=f"--sampling {flag}" if flag else "this evener has it no more; start the run again with another --out",
         )
     if checkpoint.step >= spec.train.steps:
         raise UsageError(

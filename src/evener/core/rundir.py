@@ -31,6 +31,10 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 
 FORMAT = 1
+# --sampling: what it does, with a version that grows when the same seed and step come to mean other samples. A run is
+# resumed with the sampler with which it began. uniform-1, of manifests that name none, drew the same samples again step
+# after step.
+SAMPLERS = {"epochs": "epochs-1", "uniform": "uniform-2"}
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sync: str  # ddp; "none" of one rank
     dtype: str
     compiled: bool
+    sampler: str = "uniform-1"  # one of SAMPLERS; "own" of a program with data of its own
     hosts: list[Machine]
     ranks: list[Rank]
     contention: Contention | None = None

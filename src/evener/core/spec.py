@@ -61,6 +61,9 @@ class TrainSpec(Section, frozen=True, kw_only=True):
 
     steps: Annotated[Count, Meta(description="optimizer steps")] = 200
     batch: Annotated[Count, Meta(description="sequences in one global batch, over all ranks")] = 16
+    sampling: Annotated[
+        Literal["epochs", "uniform"], Meta(description="epochs: every block once, then all again; uniform: drawn")
+    ] = "epochs"
     micro_batch: Annotated[Count | None, Meta(description="sequences in one backward [16384 tokens at most]")] = None
     lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NotNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None

@@ -1,7 +1,7 @@
-"""Which samples make up the global batch of a step?
+"""Which tokens make up the global batch of a step?
 
-A fixed list, a pure function of (seed, step): any number of ranks reads the same samples, and a resumed run goes on
-with the very next ones. There is no sampler state.
+A fixed list of samples, a pure function of (seed, step): any number of ranks reads the same ones, and a resumed run
+goes on with the very next.
 """
 
 from __future__ import annotations
@@ -11,23 +11,32 @@ import torch
 from torch import Tensor
 
 from evener.core.corpus import Corpus
+from evener.core.rundir import SAMPLERS
+from evener.worker.sampling import epoch_positions, uniform_indices
 
 
 class TokenBlocks:
     """Blocks of consecutive tokens of one split of a corpus.
 
-    A sample is a position p: its input is tokens p … p+T-1, its target tokens p+1 … p+T, T = block_size.
+    A sample is a position p: its input is tokens p … p+T-1, its target tokens p+1 … p+T, T = block_size. `sampling` is
+    how a step's samples are chosen: in epochs, or uniformly from all positions.
     """
 
-    def __init__(self, corpus: Corpus, split: str, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, corpus: Corpus, split: str, block_size: int, sampling: str = "epochs") -> None:
+        assert sampling in SAMPLERS, sampling
+        self.block_size, self.sampling = block_size, sampling
         self._tokens = np.memmap(corpus.file(split), dtype=corpus.dtype, mode="r")
         self._num_positions = len(self._tokens) - block_size
 
     def global_batch(self, seed: int, step: int, num_sequences: int) -> np.ndarray:
-        """Positions of the global batch of a step: (num_sequences,) int64, drawn uniformly."""
-        draw = np.random.Generator(np.random.Philox(key=seed, counter=step))
-        return draw.integers(self._num_positions, size=num_sequences)
+        """Positions of the global batch of a step: (num_sequences,) int64.
+
+        In epochs no block comes twice before all have come, as long as num_sequences stays what it is.
+        """
+        if self.sampling == "uniform":
+            return uniform_indices(self._num_positions, seed, step, num_sequences)
+        first = step * num_sequences
+        return epoch_positions(self._num_positions, self.block_size, seed, first, num_sequences)
 
     def evenly_spaced(self, num_tokens: int) -> np.ndarray:
         """Positions of blocks that do not overlap, spread over the split: at most num_tokens of them, at least one."""

@@ -29,7 +29,7 @@ def train(resolved: Resolved) -> None:
     """Train what `resolved` describes, from its first step or from where it was left."""
     spec, shape = resolved.spec, resolved.shape
     with join(spec, resolved) as run:
-        train_set = TokenBlocks(resolved.corpus, "train", shape.block_size)
+        train_set = TokenBlocks(resolved.corpus, "train", shape.block_size, spec.train.sampling)
         val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
         model = run.model(build(resolved))
         optimizer = run.optimizer(adamw(run.module, spec.train))

@@ -36,7 +36,7 @@ from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import is_consequence
 from evener.core.machine import Machine, peak_memory_bytes, this_machine
 from evener.core.resolve import Resolved, new_run_path, newest_checkpoint
-from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir, code_hash, read_checkpoint
+from evener.core.rundir import SAMPLERS, Contention, Manifest, Rank, Result, RunDir, code_hash, read_checkpoint
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
@@ -233,6 +233,7 @@ class Run:
             sync=self._sync.name,
             dtype=str(self.dtype).removeprefix("torch."),
             compiled=self.compiled,
+            sampler=SAMPLERS[self.spec.train.sampling] if self._resolved else "own",
             hosts=list({host.host: host for host in hosts}.values()),
             ranks=ranks,
         )
