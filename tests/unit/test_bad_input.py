@@ -60,7 +60,7 @@ def world(tmp_path_factory):
     saved = run.checkpoint_path(3)
     write_atomic(saved / "weights.safetensors", b"weights")
     checkpoint = Checkpoint(
-        step=3, world_size=1, val_loss=None, param_names=[], scaler=None, replica_hashes=[[]],
+        step=3, world_size=1, val_loss=None, tensor_names=[], states={}, replica_hashes=[[]],
         files={"weights.safetensors": digest_of(saved / "weights.safetensors")},
     )  # fmt: skip
     write_atomic(saved / "state.json", msgspec.json.encode(checkpoint))

@@ -31,6 +31,7 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 
 FORMAT = 1
+CHECKPOINT_FORMAT = 2
 # --sampling: what it does, with a version that grows when the same seed and step come to mean other samples. A run is
 # resumed with the sampler with which it began. uniform-1, of manifests that name none, drew the same samples again step
 # after step.
@@ -203,24 +204,37 @@ class RunDir:
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """`state.json` of a checkpoint: all that is not a tensor, and the digests of the files that are."""
 
-    format: int = FORMAT
+    format: int = CHECKPOINT_FORMAT
     step: int  # optimizer steps taken: training goes on with this one
     world_size: int
     val_loss: float | None
-    param_names: list[str]
-    scaler: dict[str, float] | None
+    tensor_names: list[str]  # of weights.safetensors, in the order of the hashes
+    states: dict[str, Any]  # optimizers, schedulers, … by name: trees whose tensors are in state.safetensors
     replica_hashes: list[list[str]]  # [rank][tensor]: what every rank held
     files: dict[str, str]  # name: blake2b
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """The description of a checkpoint whose files are all there and unchanged; else CheckpointError."""
+class _Format(msgspec.Struct):
+    format: int
+
+
+def describe_checkpoint(folder: Path) -> Checkpoint:
+    """The description of a checkpoint; CheckpointError where it is missing, damaged or of another format."""
+    path = folder / "state.json"
     try:
-        checkpoint = msgspec.json.decode((folder / "state.json").read_bytes(), type=Checkpoint)
+        text = path.read_bytes()
+        if (found := msgspec.json.decode(text, type=_Format).format) != CHECKPOINT_FORMAT:
+            raise CheckpointError(f"{path}: format {found}, this evener reads {CHECKPOINT_FORMAT}")
+        return msgspec.json.decode(text, type=Checkpoint)
     except OSError as error:
         raise CheckpointError(f"{folder}: not a checkpoint: {error.strerror}: state.json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / 'state.json'}: damaged: {error}") from None
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The description of a checkpoint whose files are all there and unchanged; else CheckpointError."""
+    checkpoint = describe_checkpoint(folder)
     for name, digest in checkpoint.files.items():
         try:
             found = digest_of(folder / name)

@@ -3,60 +3,75 @@
 A checkpoint does not depend on the number of ranks: replicas are equal, so rank 0 writes one copy. What differs between
 ranks is the state of their random generators (dropout); it is kept for each and used again by the same number of ranks.
 
-    weights.safetensors     parameters and buffers by name
-    optimizer.safetensors   "exp_avg/PARAMETER", … of every tensor in the optimizer's state
-    rng.safetensors         "cpu/RANK", "cuda/RANK"
-    state.json              evener.core.rundir.Checkpoint
+    weights.safetensors   parameters and persistent buffers by name
+    state.safetensors     tensors of the states: optimizers, schedulers, scaler, the program's own (see statetree.py)
+    rng.safetensors       "cpu/RANK", "cuda/RANK"
+    state.json            evener.core.rundir.Checkpoint: the states' trees, and the digests of the other files
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from evener.core.errors import CheckpointError
-from evener.core.rundir import Checkpoint, RunDir, digest_of, write_atomic, write_folder_atomic
+from evener.core.errors import CheckpointError, RunError, UsageError
+from evener.core.rundir import Checkpoint, RunDir, describe_checkpoint, digest_of, write_atomic, write_folder_atomic
+from evener.worker.statetree import check_storable, pack, unpack
 
 REMOVED = ".removed"  # ends the name of a checkpoint that is on its way out
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a checkpoint holds, on the processor; nothing in it refers to the files any more."""
+
+    weights: dict[str, Tensor]
+    states: dict[str, Any]
+
+
 def save(
     rundir: RunDir,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, Tensor],
+    states: Mapping[str, object],
     *,
     step: int,
     val_loss: float | None,
     rng_states: list[dict[str, Tensor]],
     replica_hashes: list[list[str]],
-    scaler: dict[str, float] | None,
 ) -> Path:
-    """Write the checkpoint of `step`, or leave everything as it was."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    moments = {
-        f"{key}/{names[parameter]}": value.detach().cpu().contiguous()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    """Write the checkpoint of `step`, or leave everything as it was.
+
+    `weights` as `weights_of` gives them, on any device; `replica_hashes[rank]` are of the same tensors in the same
+    order; `states` are state_dicts by name. RunError where a weight is not finite: such a checkpoint would be the one
+    to go on from, and nothing can. CheckpointError where the disk refuses; UsageError where a state holds an object.
+    """
+    _check_finite(weights, step)
+    trees, tensors = {}, {}
+    for name, state in states.items():
+        trees[name], more = pack(state, name)
+        tensors |= more
 
     def write(folder: Path) -> None:
-        save_file(weights_of(module), folder / "weights.safetensors")
-        save_file(moments, folder / "optimizer.safetensors")
+        write_tensors(folder / "weights.safetensors", weights)
+        write_tensors(folder / "state.safetensors", tensors)
         rng = {f"{kind}/{rank}": state for rank, states in enumerate(rng_states) for kind, state in states.items()}
-        save_file(rng, folder / "rng.safetensors")
+        write_tensors(folder / "rng.safetensors", rng)
         checkpoint = Checkpoint(
             step=step,
             world_size=len(rng_states),
             val_loss=val_loss,
-            param_names=list(names.values()),
-            scaler=scaler,
+            tensor_names=list(weights),
+            states=trees,
             replica_hashes=replica_hashes,
             files={file.name: digest_of(file) for file in sorted(folder.iterdir())},
         )
@@ -65,43 +80,64 @@ def save(
     folder = rundir.checkpoint_path(step)
     try:
         write_folder_atomic(folder, write)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{folder}: {error.strerror or error}", hint="the last complete checkpoint is untouched; --resume goes on"
+            f"{folder}: {getattr(error, 'strerror', None) or error}",
+            hint="the last complete checkpoint is untouched; --resume goes on",
         ) from None
     return folder
 
 
-def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put the weights and the optimizer's state back, exactly as they were saved."""
-    load_weights(folder, module)
-    tensors = load_file(folder / "optimizer.safetensors")
-    parameters = dict(module.named_parameters())
-    for full_name, value in tensors.items():
-        key, _, name = full_name.partition("/")
-        if name not in parameters:
-            raise CheckpointError(f"{folder}: state of a parameter {name}, which this model does not have")
-        parameter = parameters[name]
-        device = "cpu" if value.ndim == 0 and not optimizer.defaults.get("fused") else parameter.device
-        optimizer.state[parameter][key] = value.to(device)
+def load(folder: Path) -> Saved:
+    """What `save` wrote there, to the bit."""
+    tensors = _read_tensors(folder / "state.safetensors")
+    states = {name: unpack(tree, tensors) for name, tree in describe_checkpoint(folder).states.items()}
+    return Saved(weights=_read_tensors(folder / "weights.safetensors"), states=states)
 
 
 def load_weights(folder: Path, module: nn.Module) -> None:
     """Copy the saved weights into a module of the same shape."""
-    saved = load_file(folder / "weights.safetensors")
-    ours = dict(module.named_parameters()) | dict(module.named_buffers())
-    if saved.keys() != ours.keys() or any(saved[name].shape != ours[name].shape for name in saved):
-        odd = sorted(saved.keys() ^ ours.keys()) or [name for name in saved if saved[name].shape != ours[name].shape]
-        raise CheckpointError(f"{folder}: weights of another model: {odd[0]} does not fit")
-    with torch.no_grad():
-        for name, value in saved.items():
-            ours[name].copy_(value)
+    put_weights(_read_tensors(folder / "weights.safetensors"), weights_of(module), folder)
+
+
+@torch.no_grad()
+def put_weights(saved: Mapping[str, Tensor], ours: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy saved tensors into ours; CheckpointError names the first that does not fit, before any is changed."""
+    for name in [*ours, *saved]:
+        if name not in saved or name not in ours:
+            problem = f"is {'not in it' if name not in saved else 'not in the model'}"
+        elif saved[name].shape != ours[name].shape:
+            problem = f"is {tuple(saved[name].shape)} there and {tuple(ours[name].shape)} in the model"
+        elif saved[name].dtype != ours[name].dtype:
+            problem = f"is {saved[name].dtype} there and {ours[name].dtype} in the model"
+        else:
+            continue
+        raise CheckpointError(f"{folder}: weights of another model: {name} {problem}")
+    for name, tensor in ours.items():
+        tensor.copy_(saved[name])
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, once each (a tied head has no copy), on the CPU."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+    """The module's own parameters and persistent buffers by name, once each: a tied head has no copy."""
+    saved = module.state_dict()
+    if strange := next((name for name, value in saved.items() if not isinstance(value, Tensor)), None):
+        raise UsageError(f"{strange}: not a tensor; a checkpoint of weights has no place for a module's extra state")
+    named: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor for name, tensor in named if name in saved}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of tensors on any device, of any strides, that may share their memory."""
+    seen: set[int] = set()
+    dense = {}
+    for name, tensor in tensors.items():
+        check_storable(tensor, name)
+        ours = tensor.detach().cpu().contiguous()
+        if ours.untyped_storage().data_ptr() in seen:  # the format has no views
+            ours = ours.clone()
+        seen.add(ours.untyped_storage().data_ptr())
+        dense[name] = ours
+    save_file(dense, path)
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
@@ -138,3 +174,21 @@ def prune(rundir: RunDir, keep: int, best: int | None) -> None:
                 path.rename(path.with_name(f".{path.name}{REMOVED}"))
     for path in rundir.checkpoints_path.glob(f".*{REMOVED}"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_finite(weights: Mapping[str, Tensor], step: int) -> None:
+    """A buffer may hold infinities, as masks do; a parameter may not, and NaN nobody."""
+    for name, tensor in weights.items():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        good = tensor.isfinite() if isinstance(tensor, nn.Parameter) else ~tensor.isnan()
+        if num_bad := int((~good).sum()):
+            raise RunError(
+                f"after step {step}: {name} is not finite: {num_bad} of {tensor.numel()} values; it is not saved",
+                hint="--resume goes on from the last checkpoint; a smaller --lr, a longer --warmup, or --dtype fp32",
+            )
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Copies: a loaded file is mapped, and an optimizer would hold on to a checkpoint that is removed later."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}

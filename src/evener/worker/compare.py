@@ -83,8 +83,8 @@ def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
     folder = rundir.checkpoint_path(step)
     checkpoint = read_checkpoint(folder)
     weights = load_file(folder / "weights.safetensors")
-    stored = hash_tensors((name, weights[name]) for name in checkpoint.param_names)
-    found = differences(checkpoint.param_names, [list(stored.values()), *checkpoint.replica_hashes])
+    stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
+    found = differences(checkpoint.tensor_names, [list(stored.values()), *checkpoint.replica_hashes])
     return {
         "what": f"checkpoint of step {step}: hashes of {checkpoint.world_size} ranks and the stored weights",
         "equal": not found,

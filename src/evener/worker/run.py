@@ -194,9 +194,11 @@ class Run:
         first = resume.step if resume else 0
         self._saved_step = resume.step if resume else None  # on every rank the same
         if resume:
-            checkpoints.load(self.dir.checkpoint_path(first), self.module, self._optimizer)
-            if resume.scaler:
-                self._scaler.load_state_dict(resume.scaler)
+            folder = self.dir.checkpoint_path(first)
+            saved = checkpoints.load(folder)
+            checkpoints.put_weights(saved.weights, checkpoints.weights_of(self.module), folder)
+            self._optimizer.load_state_dict(saved.states["optimizer"])
+            self._scaler.load_state_dict(saved.states["scaler"])
             if self.group.local_rank == 0:
                 for rank in self.dir.recorded_ranks():
                     self.dir.keep_records_before(rank, first)
@@ -270,21 +272,20 @@ class Run:
     def _save(self, step: int, val_loss: float | None) -> None:
         if step == self._saved_step:  # not what this host's disk says: checkpoints are written by the first host alone
             return
-        hashes = hash_tensors(self.module.named_parameters())
-        replica_hashes = gather_hashes(hashes, self.world_size, self.group.control)
+        weights = checkpoints.weights_of(self.module)
+        replica_hashes = gather_hashes(hash_tensors(weights.items()), self.world_size, self.group.control)
         rng = self.group.gather(safetensors.torch.save(checkpoints.rng_states(self.device)))
         failed = b""
         if self.rank == 0:
             try:
                 checkpoints.save(
                     self.dir,
-                    self.module,
-                    self._optimizer,
+                    weights,
+                    {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()},
                     step=step,
                     val_loss=val_loss,
                     rng_states=[safetensors.torch.load(state) for state in rng],
                     replica_hashes=replica_hashes,
-                    scaler=self._scaler.state_dict() or None,
                 )
             except EvenerError as error:
                 failed = msgspec.json.encode([str(error), error.hint])
@@ -308,7 +309,7 @@ class Run:
         if found:
             folder = self.dir.path / "replicas"
             folder.mkdir(exist_ok=True)
-            safetensors.torch.save_file(checkpoints.weights_of(self.module), folder / f"rank-{self.rank}.safetensors")
+            checkpoints.write_tensors(folder / f"rank-{self.rank}.safetensors", checkpoints.weights_of(self.module))
             if self.rank == 0:
                 self.dir.add_event("run.diverged", step=step, differences=msgspec.to_builtins(found))
             self.group.barrier()

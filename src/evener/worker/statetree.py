@@ -1,0 +1,128 @@
+"""How does any state_dict become JSON and tensors, and back?
+
+A state is a tree of dicts, lists and tuples; its leaves are tensors, numpy's arrays, numbers, text and None. Tensors
+and arrays go into a table of their own, the rest becomes JSON from which the same types come back: an int stays an int,
+a tuple a tuple, and 0 and "0" are two keys. Reading runs nothing, as reading a pickle would.
+
+    null, true, 1, 1.5, "text"     themselves
+    [NODE, …]                      a list
+    {"dict": [[NODE, NODE], …]}    keys and values in their order; so Counter and OrderedDict
+    {"tuple": [NODE, …]}
+    {"float": "nan"}               what JSON has no number for
+    {"tensor": KEY}                torch's, under this key of the table; numpy's: array, scalar
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evener.core.errors import UsageError
+
+Path = tuple[object, ...]  # keys and indices from the root to a node
+DTYPES = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+})  # fmt: skip  # what a safetensors file can hold
+DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+KEYS = (str, int, float, bool, tuple, type(None))
+
+
+def pack(state: object, name: str) -> tuple[Any, dict[str, Tensor]]:
+    """`state` as JSON (builtins that msgspec writes) and the table of its tensors, under keys that begin with `name`.
+
+    Tensors are the state's own, not copies; one that stands in it twice is two when it comes back. UsageError names the
+    first leaf that is neither tensor, number nor text.
+
+    >>> pack({"last_epoch": 3, "base_lrs": (0.1,)}, "scheduler")
+    ({'dict': [['last_epoch', 3], ['base_lrs', {'tuple': [0.1]}]]}, {})
+    """
+    tensors: dict[str, Tensor] = {}
+    return _pack(state, name, (), tensors), tensors
+
+
+def unpack(node: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state of which `pack` made this.
+
+    >>> unpack(*pack({0: [1, 1.0, True], "0": (None, float("inf"))}, "mine"))
+    {0: [1, 1.0, True], '0': (None, inf)}
+    """
+    if isinstance(node, list):
+        return [unpack(child, tensors) for child in node]
+    if not isinstance(node, dict):
+        return node
+    [(kind, content)] = node.items()
+    if kind in DICTS:
+        return DICTS[kind]({unpack(key, tensors): unpack(value, tensors) for key, value in content})
+    match kind:
+        case "tuple":
+            return tuple(unpack(child, tensors) for child in content)
+        case "float":
+            return float(content)
+        case "tensor":
+            return tensors[content]
+        case "array":
+            return tensors[content].numpy()
+        case "scalar":
+            return tensors[content].numpy()[()]
+    raise AssertionError(f"no state has a {kind}")
+
+
+def _pack(value: object, name: str, path: Path, tensors: dict[str, Tensor]) -> Any:
+    kind = type(value)  # exactly: a subclass would come back as something else
+    if isinstance(value, str | int | bool | None) and kind in KEYS:
+        return value
+    if isinstance(value, float) and kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, list | tuple) and kind in (list, tuple):
+        nodes = [_pack(child, name, (*path, i), tensors) for i, child in enumerate(value)]
+        return nodes if kind is list else {"tuple": nodes}
+    if isinstance(value, dict) and kind in DICTS.values():
+        if strange := next((key for key in value if type(key) not in KEYS), None):
+            raise _refusal(name, (*path, strange), f"the key {strange!r}")
+        return {kind.__name__: [[_pack(key, name, path, tensors), _pack(child, name, (*path, key), tensors)]
+                                for key, child in value.items()]}  # fmt: skip
+    if isinstance(value, Tensor) and kind in (Tensor, nn.Parameter, nn.Buffer):
+        check_storable(value, name, path)
+        return {"tensor": _add(value.detach(), name, path, tensors)}
+    if isinstance(value, np.ndarray | np.generic):
+        try:
+            tensor = torch.from_numpy(np.array(value))
+        except (TypeError, ValueError):
+            raise _refusal(name, path, f"{_with_article(kind.__name__)} of {value.dtype}") from None
+        check_storable(tensor, name, path)
+        return {"array" if isinstance(value, np.ndarray) else "scalar": _add(tensor, name, path, tensors)}
+    raise _refusal(name, path, _with_article(kind.__name__))
+
+
+def check_storable(tensor: Tensor, name: str, path: Path = ()) -> None:
+    """UsageError where a checkpoint cannot hold this tensor."""
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+        odd = tensor.layout if tensor.dtype in DTYPES else tensor.dtype
+        raise _refusal(name, path, f"a tensor of {odd}")
+
+
+def _add(tensor: Tensor, name: str, path: Path, tensors: dict[str, Tensor]) -> str:
+    key = "/".join([name, *map(str, path)])
+    while key in tensors:  # 0 and "0" are two keys of a dict
+        key += "'"
+    tensors[key] = tensor
+    return key
+
+
+def _refusal(name: str, path: Path, what: str) -> UsageError:
+    where = "".join(f".{part}" if isinstance(part, str) else f"[{part}]" for part in path).removeprefix(".")
+    return UsageError(
+        f"state of {name.removeprefix('user/')!r} holds {what}" + (f" at {where}" if where else ""),
+        hint="checkpoints hold tensors, numbers, text, None, and lists, tuples and dicts of them",
+    )
+
+
+def _with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
