@@ -1,0 +1,134 @@
+"""One signal asks for an orderly end, a second one ends a process whatever hangs in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from evener.worker.stopping import ECHO_S, Stopping
+
+from ..conftest import ENV, TIMEOUT_S, wait_until
+
+HANGS = """
+import torch, torch.distributed as dist
+from evener.worker.stopping import Stopping
+
+dist.init_process_group("gloo")
+stopping = Stopping()
+dist.barrier()
+print("here", flush=True)
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(3))  # which nobody answers
+else:
+    while True:
+        try:
+            input()  # until the test closes it
+        except EOFError:
+            break
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(signum):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", HANGS],
+            env=ENV | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["here\n"] * 2
+        hung = ranks[0]
+        wait_until(lambda: waits(hung.pid))
+        hung.send_signal(signum)
+
+        def again() -> bool:
+            hung.send_signal(signum)
+            return hung.poll() is not None
+
+        wait_until(again)
+        assert hung.returncode == 128 + signum
+        assert hung.stderr.read().endswith("ended at once, as asked; what was not saved is lost\n")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate(timeout=TIMEOUT_S)
+
+
+def waits(pid: int) -> bool:
+    """Is its main thread asleep? /proc says on Linux."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(") ")[2][0] == "S"
+    except FileNotFoundError:
+        return True
+
+
+def test_one_request_passed_on_twice_is_one():
+    stopping = Stopping()
+    try:
+        assert [stopping._is_second(at) for at in (100.0, 100.0 + ECHO_S / 2, 100.0 + ECHO_S)] == [False, False, True]
+    finally:
+        stopping.close()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_closing_gives_signals_back(signum):
+    heard = []
+    before = signal.signal(signum, lambda *_: heard.append("the program's own"))
+    try:
+        threads = threading.active_count()
+        stopping = Stopping()
+        os.kill(os.getpid(), signum)
+        wait_until(lambda: stopping.wanted)
+        assert heard == []
+        stopping.close()
+        stopping.close()  # does nothing
+        os.kill(os.getpid(), signum)
+        wait_until(lambda: heard == ["the program's own"])
+        assert signal.set_wakeup_fd(-1) == -1
+        wait_until(lambda: threading.active_count() == threads)
+    finally:
+        signal.signal(signum, before)
+
+
+def test_outside_of_the_main_thread_signals_stay_as_they_are():
+    handlers = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Stopping()))
+    thread.start()
+    thread.join()
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == handlers
+    made[0].close()
+    assert made[0].wanted is False
+
+
+def test_a_forked_child_can_be_ended_and_is_not_heard():
+    """A worker that loads data: the program terminates it, and has not been asked to stop itself."""
+    stopping = Stopping()
+    try:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, b"here")
+            while True:
+                time.sleep(60)
+        assert os.read(read, 4) == b"here"
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert stopping._first is None
+        assert not stopping.wanted
+    finally:
+        stopping.close()
