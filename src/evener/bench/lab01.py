@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from evener.core.corpus import load_corpus
+from evener.core.corpus import Corpus, load_corpus
 from evener.core.errors import RunError, UsageError
 from evener.core.machine import this_machine
 from evener.core.rundir import Manifest, Rank, Result, RunDir, code_hash, write_atomic
-from evener.core.shape import preset_shape
+from evener.core.shape import GPTShape, preset_shape
 from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.core.step import StepCost, StepRecord, aligned, split_blocked
 from evener.core.units import percentile
@@ -181,7 +181,7 @@ def _write_run(rundir: RunDir, manifest: Manifest, rows: list[list[dict[str, Any
     rundir.write_manifest(manifest)
 
 
-def _manifest(spec: RunSpec, shape: Any, corpus: Any, num_ranks: int, threads: int, started: float) -> Manifest:
+def _manifest(spec: RunSpec, shape: GPTShape, corpus: Corpus, num_ranks: int, threads: int, started: float) -> Manifest:
     machine = this_machine()
     return Manifest(
         verdict="finished",

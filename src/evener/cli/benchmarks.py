@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich import box
@@ -162,9 +161,9 @@ def _prepared(corpus: str, console: Console) -> str:
     if not (Path(corpus) / "meta.json").exists():
         from evener.cli import data
 
-        prepare: Callable[..., Any] = {"data/verbs": data.verbs, "data/python": data.python}[corpus]
+        makers: dict[str, Callable[..., object]] = {"data/verbs": data.verbs, "data/python": data.python}
         console.print(f"preparing {corpus}")
-        prepare(out=Path(corpus))
+        makers[corpus](out=Path(corpus))
     return corpus
 
 

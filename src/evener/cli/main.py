@@ -78,7 +78,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except BrokenPipeError:  # `evener … | head`
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         status = 0
     sys.exit(status or 0)
 
