@@ -1,5 +1,6 @@
 # make demo   set up, run the main job, say where the report lies
 # make test   set up, run the whole test suite
+# make bench  measure; with NANOGPT=FOLDER, a checkout of https://github.com/karpathy/nanoGPT, beside that too
 PYTHON ?= python3
 BIN := .venv/bin
 # Three workers share two cores with the ranks that they start: much of the time is spent waiting for hosts.
@@ -24,11 +25,16 @@ format: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python bench/against_ddp.py
-	$(BIN)/python bench/against_nanogpt.py
-	$(BIN)/python bench/against_nanogpt.py --compile
-	$(BIN)/python bench/against_nanogpt.py --dtype auto
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/prepare.py
+ifdef NANOGPT
+	$(BIN)/python bench/learning.py --nanogpt $(NANOGPT)
+	$(BIN)/python bench/against_nanogpt.py --nanogpt $(NANOGPT)
+	$(BIN)/python bench/against_nanogpt.py --nanogpt $(NANOGPT) --compile
+	$(BIN)/python bench/against_nanogpt.py --nanogpt $(NANOGPT) --dtype auto
+else
+	@echo "left out: what is measured beside nanoGPT; with a checkout of it: make bench NANOGPT=FOLDER"
+endif
 
 docs: .venv/installed
 	$(BIN)/python docs/reference.py

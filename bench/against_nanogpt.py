@@ -1,9 +1,9 @@
-"""evener's loop beside nanoGPT's way of training the same shape: one process, a step of one and a step of the other.
+"""evener's loop beside nanoGPT's model trained in its way: one process, a step of one and a step of the other.
 
-    python bench/against_nanogpt.py [--dropout 0.2] [--compile] [--dtype bf16] [--steps 20]
+    python bench/against_nanogpt.py --nanogpt DIR [--dropout 0.2] [--compile] [--dtype bf16] [--steps 20]
 
-The ratio is tokens/s of evener / tokens/s of nanoGPT, the median of pairs. With --compile both run torch.compile:
-nanoGPT the whole model, evener block by block.
+DIR is a checkout of nanoGPT. The ratio is tokens/s of evener / tokens/s of nanoGPT, the median of pairs. With --compile
+both run torch.compile on the whole model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from common import our_steps, resolved
+from common import nanogpt_checkout, nanogpt_model, our_steps, resolved
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", type=nanogpt_checkout, required=True, metavar="DIR", help="a checkout of nanoGPT")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -58,13 +59,12 @@ def main() -> None:
 
 
 def their_steps(what, options: argparse.Namespace) -> Iterator[float]:
-    """nanoGPT's train.py, a step each time: its get_batch, clip at 1.0, its AdamW."""
+    """What nanoGPT's train.py does in a step, each time: its get_batch, clip at 1.0, its AdamW."""
     import numpy as np
     import torch
-    from nanogpt_reference import GPT, GPTConfig
 
-    shape = what.shape
-    config = GPTConfig(
+    nanogpt, shape = nanogpt_model(options.nanogpt), what.shape
+    config = nanogpt.GPTConfig(
         block_size=shape.block_size,
         vocab_size=shape.vocab_size,
         n_layer=shape.num_layers,
@@ -73,7 +73,7 @@ def their_steps(what, options: argparse.Namespace) -> Iterator[float]:
         dropout=options.dropout,
         bias=shape.bias,
     )
-    model = GPT(config)
+    model = nanogpt.GPT(config)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
     if options.compile:
         model = torch.compile(model)
