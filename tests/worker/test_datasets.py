@@ -1,0 +1,140 @@
+"""A torch Dataset or DataLoader is read in epochs, in an order that is known beforehand, or refused with a reason."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from evener.core.errors import UsageError
+from evener.core.spec import RunSpec
+from evener.worker.datasets import as_dataset, to_device
+
+CPU = torch.device("cpu")
+DATA = TensorDataset(torch.arange(50.0)[:, None], torch.arange(50))
+SPEC = RunSpec(train=msgspec.structs.replace(RunSpec().train, batch=8))
+
+
+def numbers(dataset, num_steps: int, seed: int = 1, batch: int = 8) -> list[int]:
+    return [int(i) for step in range(num_steps) for i in dataset.global_batch(seed, step, batch)]
+
+
+@pytest.mark.parametrize("source", [DATA, DataLoader(DATA, batch_size=8, shuffle=True)], ids=["dataset", "loader"])
+def test_every_sample_comes_once_an_epoch_in_another_order(source):
+    dataset = as_dataset(source, SPEC)
+    drawn = numbers(dataset, 25)  # four epochs
+    epochs = [drawn[i : i + 50] for i in range(0, 200, 50)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert numbers(dataset, 25, seed=2) != drawn
+    assert numbers(dataset, 25) == drawn
+    assert dataset.global_batch(1, 3, 8).dtype == np.int64
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order():
+    dataset = as_dataset(DataLoader(DATA, batch_size=8), SPEC)
+    assert numbers(dataset, 13) == [i % 50 for i in range(104)]
+
+
+def test_samples_are_what_the_loader_would_give():
+    loader = DataLoader(DATA, batch_size=8)
+    dataset = as_dataset(loader, SPEC)
+    for step, (x, y) in enumerate(loader):
+        if len(x) == 8:
+            samples = dataset.global_batch(0, step, 8)
+            ours = dataset.load(samples, CPU)
+            assert torch.equal(ours[0], x)
+            assert torch.equal(ours[1], y)
+            assert dataset.num_tokens(samples) == 8
+
+
+def test_the_loaders_collate_and_a_data_sets_getitems_are_used():
+    class Many(Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitems__(self, indices):
+            return [f"item {i}" for i in indices]
+
+        def __getitem__(self, index):
+            raise AssertionError("asked one by one")
+
+    loader = DataLoader(Many(), batch_size=8, collate_fn=lambda items: {"text": items})
+    assert as_dataset(loader, SPEC).load(np.array([3, 1]), CPU) == {"text": ["item 3", "item 1"]}
+
+
+def test_tensors_are_moved_wherever_they_are():
+    Pair = namedtuple("Pair", "x y")
+
+    class Batch:
+        def to(self, device):
+            return ("batch on", device)
+
+    meta = torch.device("meta")
+    tensor = torch.ones(2)
+    moved = to_device({"a": [tensor, (tensor, "text")], "b": Pair(tensor, 3), "c": Batch()}, meta)
+    assert moved["a"][0].device == moved["a"][1][0].device == moved["b"].x.device == meta
+    assert moved["a"][1][1] == "text"
+    assert type(moved["b"]) is Pair
+    assert moved["c"] == ("batch on", meta)
+
+
+def test_evener_s_own_protocol_is_left_as_it_is():
+    class Own:
+        def global_batch(self, seed, step, num_sequences): ...
+        def num_tokens(self, samples): ...
+        def load(self, samples, device): ...
+
+    own = Own()
+    assert as_dataset(own, SPEC) is own
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return index
+
+
+NOT_BY_INDEX = (
+    "Stream cannot be read by index: no rank could read its own part of a batch, nor a resumed run go on where it was"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Stream(), NOT_BY_INDEX),
+        (DataLoader(Stream(), batch_size=8), NOT_BY_INDEX),
+        (iter([1]), "list_iterator cannot be read by index"),
+        (NoLength(), "NoLength has no __len__"),
+        (TensorDataset(torch.zeros(0, 2)), "TensorDataset is empty"),
+        (DataLoader(DATA, batch_size=4), "the DataLoader has batch_size 4 and the run --batch 8"),
+        (DataLoader(DATA, batch_size=None), "the DataLoader has no batch_size"),
+        (DataLoader(DATA, batch_sampler=BatchSampler(range(50), 8, False)), "has a batch_sampler of its own"),
+        (DataLoader(DATA, batch_size=8, sampler=WeightedRandomSampler([1.0] * 50, 50)), "has a WeightedRandomSampler"),
+        (DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, replacement=True)), "has a RandomSampler of its"),
+        (DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, num_samples=20)), "has a RandomSampler of its own"),
+        (DataLoader(DATA, batch_size=8, sampler=range(10)), "has a range of its own"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_a_reason(source, message):
+    with pytest.raises(UsageError) as caught:
+        as_dataset(source, SPEC)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("run.steps: ")
