@@ -90,7 +90,7 @@ def test_a_run_on_one_rank_has_no_wires():
 
 def test_a_plan_brings_its_prediction_home(tmp_path):
     prediction = predict(JOB, cluster(500.0, 250.0, 4e7))
-    write_plan(RunDir(tmp_path), Plan(kind="train", backend="gloo", spec=RunSpec(), prediction=prediction))
+    write_plan(RunDir(tmp_path), Plan(kind="train", spec=RunSpec(), prediction=prediction))
     assert read_prediction(RunDir(tmp_path)) == prediction
     assert not is_on_fleet(RunDir(tmp_path))
     with pytest.raises(Exception, match="not a run on a fleet"):

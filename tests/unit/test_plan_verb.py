@@ -169,7 +169,7 @@ def test_a_finished_run_gives_its_rates(tmp_path):
 
 def test_a_refitted_rate_is_written_into_the_fleet_file(tmp_path):
     run = write_run(tmp_path / "runs" / "one", [{}])
-    write_plan(run, Plan(kind="train", backend="gloo", spec=RunSpec()))
+    write_plan(run, Plan(kind="train", spec=RunSpec()))
     (tmp_path / "fleet.toml").write_text('# mine\n[hosts.h]\naddress = "local"\n')
     done = evener("--from", "runs/one", "--fleet", "fleet.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,6 +17,7 @@ from evener.core.errors import UsageError
 from evener.core.fleet import Host, Link, ModelRate, Rates, load_fleet, update_fleet
 from evener.core.shape import preset_shape
 from evener.hosts.wire import estimate_s, rounds
+from evener.launch.commands import Place
 from evener.plan.collectives import (
     bus_factor,
     collective_s,
@@ -207,7 +207,11 @@ def test_the_roofline_tells_arithmetic_from_memory():
     ],
 )
 def test_all_hosts_use_one_backend(gpus, device, backend, settled):
-    places = [SimpleNamespace(uses_gpu=bool(num)) for num in gpus]
+    names = {"address": "", "interface": "", "python": "", "workdir": "", "run": "", "cores": 8}
+    places = [
+        Place(name=name, host=Host(address=name), gpus=["H200"] * num, gpus_have_bf16=True, has_bf16=True, **names)
+        for name, num in zip("ab", gpus, strict=True)
+    ]
     spec = _settled(CollectiveSpec(device=device, backend=backend), places)
     assert (spec.device, spec.backend) == settled
 

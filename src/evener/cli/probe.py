@@ -266,8 +266,11 @@ def _settled(spec: CollectiveSpec, places: Any) -> CollectiveSpec:
     """One backend for all hosts. What Gloo moves lies in the processors' memory: a GPU's would only be copied there."""
     import msgspec
 
-    on_gpus = spec.device != "cpu" and all(place.uses_gpu for place in places)
-    backend = spec.backend if spec.backend != "auto" else "nccl" if on_gpus else "gloo"
+    from evener.core.roster import backend_of
+    from evener.core.spec import MachineSpec
+
+    devices = [seat.device for place in places for seat in place.seats(MachineSpec(device=spec.device))]
+    backend = backend_of(devices * 2, spec.backend)  # two ranks at least
     device = spec.device if spec.device != "auto" else "cuda" if backend == "nccl" else "cpu"
     return msgspec.structs.replace(spec, backend=backend, device=device)
 

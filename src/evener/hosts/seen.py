@@ -10,6 +10,8 @@ import msgspec
 from evener.core.errors import HostError
 from evener.core.finding import Finding, Severity
 from evener.core.fleet import Fleet
+from evener.core.roster import devices_of
+from evener.core.spec import MachineSpec
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Network
 from evener.hosts.ways import Way
@@ -37,13 +39,20 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         """Nothing leaves it."""
         return len(self.fleet.hosts) == 1
 
+    def devices(self, name: str) -> list[str]:
+        """Of the ranks that a run starts there; GPUs that it should have and has not are a finding of their own."""
+        host = self.fleet.hosts[name]
+        if host.devices == "cuda":
+            host = msgspec.structs.replace(host, devices="auto")
+        return devices_of(name, host, len(self.facts[name].gpus), MachineSpec())
+
     def uses_gpu(self, name: str) -> bool:
         """Will its ranks have a GPU each?"""
-        return self.fleet.hosts[name].devices != "cpu" and bool(self.facts[name].gpus)
+        return "cpu" not in self.devices(name)
 
     def num_ranks(self, name: str) -> int:
         """Processes that a run starts there."""
-        return self.fleet.hosts[name].ranks or (len(self.facts[name].gpus) if self.uses_gpu(name) else 1)
+        return len(self.devices(name))
 
     def sudo(self, name: str) -> str:
         """What a command needs in front of it there."""
