@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,14 @@ from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, Wo
 from evener.core.device_rates import Passes, Sustained, fit_pass, model_rate
 from evener.core.errors import UsageError
 from evener.core.fleet import Host, Link, ModelRate, Rates, load_fleet, update_fleet
+from evener.core.prediction import Wire
 from evener.core.shape import preset_shape
 from evener.hosts.wire import estimate_s, rounds
 from evener.launch.commands import Place
 from evener.plan.collectives import (
+    Ring,
+    backend_s,
     bus_factor,
-    collective_s,
-    num_messages,
     reduced_bytes,
     ring_all_reduce_bytes,
     sent_bytes,
@@ -52,8 +54,10 @@ def test_bus_factors_are_those_of_nccl_tests(collective, num_ranks):
 @pytest.mark.parametrize(("gbit", "seconds"), [(1, 14.3), (10, 1.43), (400, 0.036)])
 def test_the_seeds_all_reduce_of_760m_in_bf16(gbit, seconds):
     bandwidth_Bps = gbit * 1e9 / 8 * 0.85  # as in the seed: about 85 % effective
-    took = collective_s("all_reduce", 2 * 760e6, 2, latency_s=0.0, bandwidth_Bps=bandwidth_Bps)
-    assert took == pytest.approx(seconds, rel=0.01)
+    wires = (Wire(latency_s=0.0, bandwidth_Bps=bandwidth_Bps),) * 2
+    pair = Ring(hosts=("a", "b"), wires=wires, back=wires, sum_Bps=(math.inf,) * 2)
+    for backend in ("gloo", "nccl"):
+        assert backend_s("all_reduce", 2 * 760e6, pair, backend) == pytest.approx(seconds, rel=0.01)
 
 
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 512), st.integers(1, 1 << 30))
@@ -62,7 +66,6 @@ def test_what_is_sent_is_never_less_than_it_must_be(collective, num_ranks, size_
     assert sent_bytes(collective, size_bytes, num_ranks, "nccl") == pytest.approx(perfect)
     assert sent_bytes(collective, size_bytes, num_ranks, "gloo") >= perfect * (1 - 1e-12)
     assert 0 <= reduced_bytes(collective, size_bytes, num_ranks) < size_bytes
-    assert num_messages(collective, num_ranks) >= 1
 
 
 def test_all_reduce_is_a_reduce_scatter_and_an_all_gather():
@@ -75,7 +78,6 @@ def test_all_reduce_is_a_reduce_scatter_and_an_all_gather():
 @pytest.mark.parametrize(("num_ranks", "times"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
 def test_a_broadcast_of_gloo_is_a_binomial_tree(num_ranks, times):
     assert sent_bytes("broadcast", 100, num_ranks) == 100 * times
-    assert num_messages("broadcast", num_ranks) == times
 
 
 @given(st.floats(1e-4, 100), st.floats(1e-6, 1e-2), st.integers(2, 16))

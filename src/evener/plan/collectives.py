@@ -3,8 +3,6 @@
 n  ranks    S  bytes of a collective's buffer    α  seconds of a message    β  bytes a second, each direction
 γ  bytes a second that one thread adds to a buffer
 
-Thakur, Rabenseifner & Gropp 2005: Optimization of collective communication operations in MPICH
-Rabenseifner 2004: Optimization of collective reduction operations
 Patarasuk & Yuan 2009: Bandwidth optimal all-reduce algorithms for clusters of workstations
 """
 
@@ -67,22 +65,6 @@ def sent_bytes(collective: Collective, size_bytes: float, num_ranks: int, backen
     return factor * size_bytes
 
 
-def num_messages(collective: Collective, num_ranks: int, backend: str = "gloo") -> int:
-    """Messages that must follow one another: a ring's steps, a tree's rounds.   [Thakur et al. 2005]
-
-    >>> [num_messages(collective, 4) for collective in ("all_reduce", "all_gather", "broadcast", "all_to_all")]
-    [6, 3, 2, 1]
-    """
-    ring = num_ranks - 1
-    if collective == "all_reduce":
-        return 2 * ring
-    if collective == "reduce_scatter":
-        return 2 * ring if backend == "gloo" else ring
-    if collective == "broadcast":
-        return _rounds(num_ranks) if backend == "gloo" else ring
-    return ring if collective == "all_gather" else min(1, ring)  # all-to-all: every pair at the same time
-
-
 def reduced_bytes(collective: Collective, size_bytes: float, num_ranks: int) -> float:
     """Bytes that each rank adds to its own in a ring: (n-1)/n · S where there is a sum, else 0.
 
@@ -90,32 +72,6 @@ def reduced_bytes(collective: Collective, size_bytes: float, num_ranks: int) -> 
     (75.0, 0.0)
     """
     return (num_ranks - 1) / num_ranks * size_bytes if collective in ("all_reduce", "reduce_scatter") else 0.0
-
-
-def collective_s(
-    collective: Collective,
-    size_bytes: float,
-    num_ranks: int,
-    *,
-    latency_s: float,
-    bandwidth_Bps: float,
-    sum_Bps: float = INFINITE,
-    backend: str = "gloo",
-) -> float:
-    """Seconds of a collective: messages·α + sent/β + reduced/γ.   [Thakur et al. 2005]
-
-    Latency, wire and sum one after the other: an upper bound where a backend overlaps them, as Gloo's segments do. But
-    Gloo's all-gather and all-to-all hardly send while they receive once a message outgrows the socket's buffers: they
-    take 2.0 times this with 2 ranks, 1.4 and 1.5 times with 3 (GLOO_STALL).
-
-    >>> round(collective_s("all_reduce", 100_000_000, 2, latency_s=1e-3, bandwidth_Bps=125e6), 3)
-    0.802
-    """
-    return (
-        num_messages(collective, num_ranks, backend) * latency_s
-        + sent_bytes(collective, size_bytes, num_ranks, backend) / bandwidth_Bps
-        + reduced_bytes(collective, size_bytes, num_ranks) / sum_Bps
-    )
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,73 +118,6 @@ def split_collective(
 
 def _rounds(num_ranks: int) -> int:
     return max(0, num_ranks - 1).bit_length()
-
-
-def ring_all_reduce_s(size_bytes: float, num_ranks: int, wire: Wire, sum_Bps: float = INFINITE) -> float:
-    """2(n-1)·(α + S/nβ) + (n-1)/n · S/γ: a reduce-scatter and an all-gather, a part a step.   [Patarasuk & Yuan 2009]
-
-    >>> round(ring_all_reduce_s(100e6, 4, Wire(latency_s=1e-3, bandwidth_Bps=125e6)), 3)
-    1.206
-    """
-    part = size_bytes / num_ranks
-    return (num_ranks - 1) * (2 * (wire.latency_s + part / wire.bandwidth_Bps) + part / sum_Bps)
-
-
-def tree_all_reduce_s(size_bytes: float, num_ranks: int, wire: Wire, sum_Bps: float = INFINITE) -> float:
-    """⌈log₂n⌉·(2(α + S/β) + S/γ): a binomial tree reduces to one rank, another broadcasts.   [Thakur et al. 2005]
-
-    >>> round(tree_all_reduce_s(100e6, 4, Wire(latency_s=1e-3, bandwidth_Bps=125e6)), 3)
-    3.204
-    """
-    return _rounds(num_ranks) * (2 * (wire.latency_s + size_bytes / wire.bandwidth_Bps) + size_bytes / sum_Bps)
-
-
-def direct_all_reduce_s(size_bytes: float, num_ranks: int, wire: Wire, sum_Bps: float = INFINITE) -> float:
-    """2α + 2(n-1)/n · S/β + (n-1)/n · S/γ: every rank sends its parts to all others.   [Thakur et al. 2005, all-to-all]
-
-    As many bytes as a ring; the messages leave one behind the other, so their latencies overlap.
-
-    >>> round(direct_all_reduce_s(100e6, 4, Wire(latency_s=1e-3, bandwidth_Bps=125e6)), 3)
-    1.202
-    """
-    if num_ranks == 1:
-        return 0.0
-    others = (num_ranks - 1) / num_ranks * size_bytes
-    return 2 * (wire.latency_s + others / wire.bandwidth_Bps) + others / sum_Bps
-
-
-def halving_doubling_all_reduce_s(size_bytes: float, num_ranks: int, wire: Wire, sum_Bps: float = INFINITE) -> float:
-    """2·log₂p·α + (p-1)/p · (2S/β + S/γ), p = n or the next lower power of two.   [Rabenseifner 2004]
-
-    Partners exchange half, a quarter, an eighth … and back. Where p < n the n-p extra ranks first send all they have to
-    one of the others and last receive the sum: 2(α + S/β) + S/γ more.
-
-    >>> wire = Wire(latency_s=1e-3, bandwidth_Bps=125e6)
-    >>> [round(halving_doubling_all_reduce_s(100e6, n, wire), 3) for n in (4, 5)]
-    [1.204, 2.806]
-    """
-    rounds = num_ranks.bit_length() - 1
-    power = 1 << rounds
-    pair_s = 2 * size_bytes / wire.bandwidth_Bps + size_bytes / sum_Bps
-    fold_s = 2 * wire.latency_s + pair_s if power < num_ranks else 0.0
-    return 2 * rounds * wire.latency_s + (power - 1) / power * pair_s + fold_s
-
-
-def hierarchical_all_reduce_s(
-    size_bytes: float, num_nodes: int, ranks_per_node: int, inner: Wire, outer: Wire, sum_Bps: float = INFINITE
-) -> float:
-    """Rings: reduce-scatter inside each node, all-reduce of the parts across nodes, all-gather inside.
-
-    The R ranks of a node all-reduce their parts, S/R each, across the N nodes at the same time and share its network
-    connection: β of `outer` is of the whole connection, so across nodes all takes what one ring of N takes for S.
-    2(R-1)·(α_in + S/Rβ_in) + 2(N-1)·(α_out + S/Nβ_out) + ((R-1)/R + (N-1)/NR) · S/γ   [Thakur et al. 2005, by parts]
-
-    >>> nvlink = Wire(latency_s=5e-6, bandwidth_Bps=450e9)
-    >>> round(hierarchical_all_reduce_s(1e9, 4, 8, nvlink, Wire(latency_s=2e-5, bandwidth_Bps=400e9)) * 1e3, 2)
-    7.83
-    """
-    within_s = ring_all_reduce_s(size_bytes, ranks_per_node, inner, sum_Bps)
-    return within_s + ring_all_reduce_s(size_bytes, num_nodes, outer, sum_Bps * ranks_per_node)
 
 
 def pipelined_s(size_bytes: float, num_hops: int, wire: Wire) -> float:

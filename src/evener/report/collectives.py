@@ -12,7 +12,7 @@ from evener.plan.collectives import Split, sent_bytes, split_collective
 SMALL = 1 << 14  # up to here latency is all that counts
 LARGE = 1 << 24  # from here on the wire should be all that counts
 LOST = 0.7  # less of the wire than this, on large buffers between hosts, is worth a word
-ONE_WAY = ("all_gather", "all_to_all")  # not cut into segments: see plan.collectives.collective_s
+ONE_WAY = ("all_gather", "all_to_all")  # not cut into segments: see GLOO_STALL in plan/collectives.py
 HALF_DUPLEX = 0.75
 JUDGED = 1 << 26  # the size that the paragraph quotes, where it was measured
 
