@@ -11,14 +11,14 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes an element
 NCCL_NAMES = {"fp32": "float", "bf16": "bfloat16", "fp16": "half"}  # as nccl-tests prints them
-SMALLEST, LARGEST = 1 << 10, 1 << 28  # bytes
+SMALLEST_BYTES = 1 << 10
 
 
 class CollectiveSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every rank is started with."""
 
     collectives: tuple[Collective, ...] = COLLECTIVES
-    sizes: tuple[Annotated[int, Meta(ge=1)], ...] = tuple(4**i * SMALLEST for i in range(10))  # bytes, ascending
+    sizes: tuple[Annotated[int, Meta(ge=1)], ...] = tuple(4**i * SMALLEST_BYTES for i in range(10))  # bytes, ascending
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     seconds: float = 120.0  # for everything; what does not fit is left out, and said
     in_place: bool = False  # all_gather and reduce_scatter; the others know one way only

@@ -240,11 +240,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     raise DataError(f"{path} is damaged: no tokenizer of the kind {kind!r}", hint="prepare the corpus again")
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer.json into `folder`: with it, `load_tokenizer(folder)` needs no corpus."""
-    (Path(folder) / "tokenizer.json").write_bytes(tokenizer.describe())
-
-
 def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeTokenizer:
     """Byte-level BPE trained on at most 16 MB of the `text_bytes` bytes that `texts` hold.
 

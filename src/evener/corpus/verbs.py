@@ -48,8 +48,6 @@ from evener.corpus.lexicon import (
 )
 from evener.corpus.text import Document, Splits, whole
 
-NUM_SENTENCES = 100_000
-
 _PEOPLE_PRONOUNS = tuple(p for p in PRONOUNS if p.subject != "it")
 _THING_PRONOUNS = {"singular": phrase("it"), "plural": phrase("they")}
 _SINGULAR = ("the", "the", "the", "a", "a", "my", "your", "his", "her", "our", "their", "this", "that")
