@@ -87,8 +87,9 @@ def _main():
         request = json.loads(line)
         body = _in.read(request.get("size", 0))
         if "cancel" in request:
-            if request["cancel"] in _cancelled:
-                _cancelled[request["cancel"]].set()
+            cancelled = _cancelled.get(request["cancel"])  # a request may end at any moment, and is forgotten then
+            if cancelled is not None:
+                cancelled.set()
         elif "ping" in request:
             _send({"ping": request["ping"], "time": time.time()})
         elif "source" in request:
