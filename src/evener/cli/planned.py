@@ -142,7 +142,8 @@ def from_run(run: str, texts: dict[str, str], link: str | None, fleet: str | Non
 
 def _write_into(path: str, job: Job, cluster: Cluster) -> None:
     """The refitted figures of the hosts that the file names, as a probe would write them: of the preset's own shape."""
-    from evener.core.fleet import ModelRate, Rates, update_fleet
+    from evener.core.fleet import ModelRate, Rates
+    from evener.core.measured import update_fleet
 
     fleet = load_fleet(path)
     strangers = [host.name for host in cluster.hosts if host.name not in fleet.hosts]

@@ -45,7 +45,7 @@ def wire(
 
     from evener.cli import probe_figures
     from evener.core.errors import UsageError
-    from evener.core.fleet import update_fleet
+    from evener.core.measured import update_fleet
     from evener.core.units import seconds as duration
     from evener.hosts import wire as wires
     from evener.hosts.doctor import survey
@@ -190,7 +190,8 @@ def host(
     from evener.cli import probe_figures
     from evener.core.device_rates import DeviceRatesSpec, Doing
     from evener.core.errors import UsageError, did_you_mean
-    from evener.core.fleet import Rates, update_fleet
+    from evener.core.fleet import Rates
+    from evener.core.measured import update_fleet
     from evener.core.shape import PRESETS
     from evener.plan.compute import roofline
 

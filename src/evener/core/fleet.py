@@ -140,47 +140,6 @@ def only(fleet: Fleet, names: str | None) -> Fleet:
     return msgspec.structs.replace(fleet, hosts={name: host for name, host in fleet.hosts.items() if name in wanted})
 
 
-def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None = None,
-                 rates: dict[str, dict[str, Rates]] | None = None) -> None:  # fmt: skip
-    """Write what was measured into the file; the user's own lines and comments stay as they are."""
-    import tomlkit
-
-    from evener.core.rundir import write_atomic
-
-    file = Path(path)
-    try:
-        document = tomlkit.parse(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
-    for source, targets in (links or {}).items():
-        for target, link in targets.items():
-            _table(document, "links", source)[target] = msgspec.to_builtins(link)
-    for name, devices in (rates or {}).items():
-        host = _table(document, "rates", name)
-        for device, rate in devices.items():
-            if device not in host:
-                host[device] = tomlkit.table()
-            for field, value in msgspec.to_builtins(rate).items():
-                if isinstance(value, dict) and field in host[device]:
-                    host[device][field].update(value)
-                else:
-                    host[device][field] = value
-    try:
-        write_atomic(file, tomlkit.dumps(document).encode())
-    except OSError as error:
-        raise UsageError(f"{file}: the figures cannot be written into it: {error.strerror}") from None
-
-
-def _table(document: Any, section: str, name: str) -> Any:
-    import tomlkit
-
-    if section not in document:
-        document[section] = tomlkit.table(is_super_table=True)
-    if name not in document[section]:
-        document[section][name] = tomlkit.table()
-    return document[section][name]
-
-
 def _check_keys(file: Path, tree: dict[str, Any]) -> None:
     for key in tree:
         if key not in Fleet.__struct_fields__:

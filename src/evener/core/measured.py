@@ -1,0 +1,51 @@
+"""How do measured figures get into the fleet's file? The user's own lines and comments stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Link, Rates
+from evener.core.rundir import write_atomic
+
+
+def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None = None,
+                 rates: dict[str, dict[str, Rates]] | None = None) -> None:  # fmt: skip
+    """Write links and rates into the file, in place of those of the same hosts and devices that stand there."""
+    import tomlkit
+
+    file = Path(path)
+    try:
+        document = tomlkit.parse(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
+    for source, targets in (links or {}).items():
+        for target, link in targets.items():
+            _table(document, "links", source)[target] = msgspec.to_builtins(link)
+    for name, devices in (rates or {}).items():
+        host = _table(document, "rates", name)
+        for device, rate in devices.items():
+            if device not in host:
+                host[device] = tomlkit.table()
+            for field, value in msgspec.to_builtins(rate).items():
+                if isinstance(value, dict) and field in host[device]:
+                    host[device][field].update(value)
+                else:
+                    host[device][field] = value
+    try:
+        write_atomic(file, tomlkit.dumps(document).encode())
+    except OSError as error:
+        raise UsageError(f"{file}: the figures cannot be written into it: {error.strerror}") from None
+
+
+def _table(document: Any, section: str, name: str) -> Any:
+    import tomlkit
+
+    if section not in document:
+        document[section] = tomlkit.table(is_super_table=True)
+    if name not in document[section]:
+        document[section][name] = tomlkit.table()
+    return document[section][name]
