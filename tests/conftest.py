@@ -20,6 +20,22 @@ TIMEOUT_S = 180
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 
 
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def slowdown() -> float:
+    """How many times as long as alone a program takes now, for others use the cores: at least 1.
+
+    Seconds are promised of a machine that has nothing else to do; this is what they are multiplied with elsewhere.
+    """
+    began, used = time.perf_counter(), time.process_time()
+    while (cpu_s := time.process_time() - used) < 0.1:
+        pass
+    return max(1.0, (time.perf_counter() - began) / cpu_s)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2000 sentences about verbs, in bytes."""

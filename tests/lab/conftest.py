@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from evener.core.errors import EvenerError
+from evener.lab.host import Host
 from evener.lab.lab import Lab
 from evener.lab.needs import check_machine
 from evener.lab.spec import HostSpec, LabSpec
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120  # of a machine as busy as it likes
 MakeLab = Callable[..., Lab]
 
 
@@ -46,9 +48,18 @@ def pair(make_lab: MakeLab) -> Lab:
     return make_lab(a=HostSpec(), b=HostSpec())
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, within_s: float = TIMEOUT_S) -> None:
     """Poll with a deadline."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
+
+
+def command_lines(host: Host) -> list[bytes]:
+    """Of a host's processes; each may have ended before it is looked at."""
+    found = []
+    for pid in host.pids():
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found

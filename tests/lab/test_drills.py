@@ -19,10 +19,11 @@ from evener.lab.drill import Drill, Heard, Play, Seen, doctor, steps_of
 from evener.lab.drills import DRILLS, NOT_HERE, find
 from evener.lab.drills_runs import DRILLS as OF_RUNS
 from evener.lab.spec import HostSpec
-from tests.lab.conftest import MakeLab, wait_until
+from tests.conftest import slowdown
+from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
 
 NAMED_WITHIN_S = 10.0  # of the start of doctor
-RUN_NAMED_WITHIN_S = 40.0  # a run loads torch on both hosts first, and another test has its share of the cores
+RUN_NAMED_WITHIN_S = 40.0  # a run loads torch on both hosts first
 MENDED_RUN = "data.mismatch"  # the other runs that are mended are the same healthy run again
 
 # Every id that stands in the list of what goes wrong.
@@ -68,7 +69,7 @@ def test_it_is_named_and_mended(name: str) -> None:
         assert drill.others_in(seen.findings) == []
         if is_run:  # and nobody else is blamed
             assert len(seen.findings) == 1
-        assert seen.took_s < (RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S)
+        assert seen.took_s < (RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S) * slowdown()
         if not is_run or name == MENDED_RUN:
             play.mend(seen)
             assert left(drill, play.look()) == []
@@ -127,7 +128,7 @@ def test_faults_at_once_are_all_named(names: tuple[str, ...]) -> None:
             assert drill.named_in(seen.findings), (drill.name, seen.findings)
         checks = {drill.check for drill in drills}
         assert {one.check for one in seen.findings if one.severity != "info"} <= checks
-        assert seen.took_s < NAMED_WITHIN_S
+        assert seen.took_s < NAMED_WITHIN_S * slowdown()
 
 
 @pytest.mark.parametrize("hosts", [{"a": HostSpec(), "b": HostSpec()}, dict.fromkeys("abc", HostSpec(rate="1Gbit"))],
@@ -191,7 +192,7 @@ class TestTheCommandLine:
 
         wait_until(lambda: any((state.root() / name / "lab.json").exists() for name in labs()), "no lab was made")
         os.killpg(process.pid, signum)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130
         assert "Traceback" not in said
         assert labs() == []

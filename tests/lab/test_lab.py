@@ -86,10 +86,11 @@ def goodput_bps(sender: Host, receiver: Host, num_bytes: int, port: int = 5201) 
 
 
 def assert_rate(sender: Host, receiver: Host, rate: str) -> None:
-    """Within 5 % of what the rate gives; another test on the same cores may cost a try."""
+    """Within 5 % of what the rate gives. Another test on the same cores may cost a try: a sender that waits for a core
+    sends less, and a receiver that does finds much of it there already when it begins to count."""
     expected = parse_bps(rate) * PAYLOAD
     tries: list[float] = []
-    while not tries or (tries[-1] < 0.95 * expected and len(tries) < 5):
+    while not tries or (abs(tries[-1] / expected - 1) > 0.05 and len(tries) < 5):
         tries.append(goodput_bps(sender, receiver, int(expected / 8 * 0.8)))
     assert 0.95 < tries[-1] / expected < 1.05, [f"{bps / 1e6:.1f} Mbit/s" for bps in tries]
 
@@ -269,7 +270,7 @@ class TestTheLink:
         for sender, receiver in ((a, b), (b, a)):
             listening = listen(receiver, RECEIVE, 5202)
             python(sender, SEND, receiver.address, 5202, 1000)  # a small message passes
-            assert listening.wait(20) == 0
+            assert listening.wait(60) == 0
             listening = listen(receiver, RECEIVE, 5202)
             before = receiver.interface_counters().rx_bytes
             sending = sender.popen([sys.executable, "-c", SEND, receiver.address, "5202", "10000000"])
@@ -320,7 +321,7 @@ class TestLimits:
         while not tries or (tries[-1][0] < 0.9 * min(0.5, tries[-1][1]) and len(tries) < 5):
             beside = free.popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
             got = float(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
-            tries.append((got, float(beside.communicate(timeout=30)[0])))
+            tries.append((got, float(beside.communicate(timeout=60)[0])))
         share, others = tries[-1]  # where this machine is busy nobody gets half a core, but each gets the same
         assert 0.9 * min(0.5, others) < share < 0.55, tries
 
@@ -363,7 +364,7 @@ class TestDecoys:
         before = a.interface_counters().tx_bytes
         listening = listen(b, RECEIVE, 5201)
         python(a, SEND, "100.64.0.2", 5201, 2_000_000)
-        listening.communicate(timeout=20)
+        listening.communicate(timeout=60)
         assert a.interface_counters().tx_bytes - before > 2_000_000
         assert a.interface_counters("tun0").tx_bytes > 2_000_000
 
@@ -372,7 +373,7 @@ class TestDecoys:
         before = a.interface_counters().tx_bytes
         listening = listen(b, RECEIVE, 5201)
         python(a, SEND, "10.78.0.2", 5201, 2_000_000)
-        listening.communicate(timeout=20)
+        listening.communicate(timeout=60)
         assert a.interface_counters().tx_bytes - before < 100_000
         assert a.interface_counters("wlan0").tx_bytes > 2_000_000
 

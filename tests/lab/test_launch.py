@@ -48,12 +48,38 @@ if what == "raise" and rank == 1:
     raise ValueError("no such thing")
 if what in ("die", "raise"):
     dist.barrier()
-if what == "count":
-    for i in range(int(sys.argv[2])):
+if what == "count":  # until this file is in the home
+    i = 0
+    while not os.path.exists(os.path.expanduser("~/" + sys.argv[2])):
         print("line", i, flush=True)
+        i += 1
         time.sleep(0.05)
+    print("last", flush=True)
 dist.destroy_process_group()
 """
+
+
+class Command:
+    """One that goes on while a test does something."""
+
+    def __init__(self, argv: list[str], folder: Path) -> None:
+        self._told = folder / f"told-{uuid.uuid4().hex}"
+        with self._told.open("wb") as told:
+            self._process = subprocess.Popen(
+                argv, cwd=folder, env=ENV, stdout=told, stderr=told, start_new_session=True
+            )
+        self.pid = self._process.pid
+
+    def told(self) -> str:
+        """What it has printed."""
+        return self._told.read_text()
+
+    def kill(self, signum: signal.Signals) -> None:
+        os.killpg(self.pid, signum)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        return self._process.wait(TIMEOUT_S)
 
 
 class Fleet:
@@ -61,7 +87,13 @@ class Fleet:
 
     def __init__(self, lab: Lab, fleet: Path, folder: Path) -> None:
         self.lab, self.fleet, self.folder = lab, fleet, folder
+        self.gate = f"finish-{uuid.uuid4().hex}"
         (folder / "hello.py").write_text(SCRIPT)
+
+    def finish(self) -> None:
+        """Tell the scripts that count that it is enough."""
+        for host in self.lab.hosts:
+            (host.home / self.gate).touch()
 
     def argv(self, verb: str, *args: str) -> list[str]:
         takes_fleet = verb in ("train", "launch", "doctor")
@@ -81,9 +113,8 @@ class Fleet:
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def popen(self, verb: str, *args: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(self.argv(verb, *args), cwd=self.folder, env=ENV, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+    def start(self, verb: str, *args: str) -> Command:
+        return Command(self.argv(verb, *args), self.folder)
 
     def there(self, name: str, host: str) -> Path:
         """The run's folder on a host."""
@@ -232,22 +263,22 @@ def test_an_exception_is_shown_with_its_own_lines(fleet: Fleet) -> None:
 
 @pytest.fixture
 def counting(fleet: Fleet) -> Iterator[Fleet]:
-    """A run that prints a line every 50 ms on both hosts and is not being watched."""
-    fleet.ok("launch", "--out", "runs/count", "--detach", "--", "hello.py", "count", "200")
+    """A run that prints a line every 50 ms on both hosts until it is told to finish, and is not being watched."""
+    fleet.ok("launch", "--out", "runs/count", "--detach", "--", "hello.py", "count", fleet.gate)
     yield fleet
     fleet.run("stop", "--now", "runs/count")
     assert fleet.processes("runs/count") == {}
 
 
-EXPECTED = [f"line {i}" for i in range(200)]
-
-
-def lines(fleet: Fleet, host: str, rank: int) -> list[str]:
-    return [line for line in fleet.printed("runs/count", host, rank).splitlines() if line.startswith("line")]
+def counted(fleet: Fleet, host: str, rank: int) -> list[str]:
+    """The lines that have come home."""
+    return fleet.printed("runs/count", host, rank).splitlines()[1:]  # without the sum
 
 
 def is_complete(fleet: Fleet) -> bool:
-    return all(lines(fleet, host, rank) == EXPECTED for rank, host in enumerate("ab"))
+    """Every line, once, and the last."""
+    told = [counted(fleet, host, rank) for rank, host in enumerate("ab")]
+    return all(lines == [*(f"line {i}" for i in range(len(lines) - 1)), "last"] for lines in told)
 
 
 def test_stop_leaves_nothing(counting: Fleet) -> None:
@@ -268,25 +299,25 @@ def test_a_killed_supervisor_leaves_nothing(counting: Fleet) -> None:
 
 
 def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
-    """Ctrl-C, then kill -9 of another watcher, then the link away while nobody is watching: the logs are complete."""
-    watcher = counting.popen("logs", "-f", "runs/count")
-    wait_until(lambda: len(lines(counting, "a", 0)) > 5, "lines come home")
-    os.killpg(watcher.pid, signal.SIGINT)
-    out, _ = watcher.communicate(timeout=TIMEOUT_S)
-    assert watcher.returncode == 130
-    assert "the run goes on without this terminal" in out
-    second = counting.popen("logs", "-f", "runs/count")
-    had = len(lines(counting, "a", 0))
-    wait_until(lambda: len(lines(counting, "a", 0)) > had, "lines come home again")
-    os.killpg(second.pid, signal.SIGKILL)
-    second.communicate()
-    last = counting.popen("logs", "-f", "runs/count")
-    wait_until(lambda: len(lines(counting, "b", 1)) > had + 5, "and again")
+    """Ctrl-C, then kill -9 of another watcher, then the link away for a moment: the logs are complete."""
+    watcher = counting.start("logs", "-f", "runs/count")
+    wait_until(lambda: len(counted(counting, "a", 0)) > 5, "lines come home")
+    watcher.kill(signal.SIGINT)
+    assert watcher.wait() == 130
+    assert "the run goes on without this terminal" in watcher.told()
+    had = len(counted(counting, "a", 0))
+    second = counting.start("logs", "-f", "runs/count")
+    wait_until(lambda: len(counted(counting, "a", 0)) > had, "lines come home again")
+    second.kill(signal.SIGKILL)
+    second.wait()
+    had = len(counted(counting, "b", 1))
+    last = counting.start("logs", "-f", "runs/count")
+    wait_until(lambda: len(counted(counting, "b", 1)) > had, "and again")
     counting.lab.host("b").link_up(False)
-    time.sleep(1.0)
+    time.sleep(1.0)  # a moment, which ssh sits out
     counting.lab.host("b").link_up(True)
-    out, _ = last.communicate(timeout=TIMEOUT_S)
-    assert last.returncode == 0, out
+    counting.finish()
+    assert last.wait() == 0, last.told()
     assert is_complete(counting)
     for rank, host in enumerate("ab"):
         log = f"logs/{host}.{rank}.log"
@@ -297,15 +328,14 @@ def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
 
 def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
     """Longer than ssh waits: the watcher connects again, and no line is missing or there twice."""
-    watcher = counting.popen("logs", "-f", "runs/count")
-    wait_until(lambda: len(lines(counting, "b", 1)) > 5, "lines come home")
+    watcher = counting.start("logs", "-f", "runs/count")
+    wait_until(lambda: len(counted(counting, "b", 1)) > 5, "lines come home")
     counting.lab.host("b").link_up(False)
-    time.sleep(20.0)  # ssh's own patience is 15 s
+    wait_until(lambda: "b: the connection was lost" in watcher.told(), "ssh's patience ends")
     counting.lab.host("b").link_up(True)
-    out, _ = watcher.communicate(timeout=TIMEOUT_S)
-    assert watcher.returncode == 0, out
-    assert "b: the connection was lost" in out
-    assert "b: seen again; nothing was missed" in out
+    wait_until(lambda: "b: seen again; nothing was missed" in watcher.told(), "it is seen again")
+    counting.finish()
+    assert watcher.wait() == 0, watcher.told()
     assert is_complete(counting)
 
 
@@ -320,7 +350,7 @@ def test_a_resumed_run_is_followed_and_ends_well(fleet: Fleet, corpus: Path) -> 
     failed = fleet.run("logs", "-f", "runs/killed")
     assert failed.returncode == 1
     assert "error: b: the supervisor was killed" in failed.stderr
-    assert fleet.processes("runs/killed") == {}
+    wait_until(lambda: fleet.processes("runs/killed") == {}, "no process stays")  # b's end by themselves
     assert fleet.rundir("runs/killed").manifest().verdict == "failed"
     last = fleet.rundir("runs/killed").records(0)[-1].step
     fleet.ok("train", "--resume", "runs/killed", "--steps", str(last + 8), "--detach")
@@ -344,15 +374,15 @@ def test_stopping_on_a_checkpoint_saves(fleet: Fleet, corpus: Path) -> None:
 
 def test_ssh_is_killed(counting: Fleet) -> None:
     """The watcher's ssh processes are killed: it connects again, and no line is missing or there twice."""
-    watcher = counting.popen("logs", "-f", "runs/count")
-    wait_until(lambda: len(lines(counting, "a", 0)) > 5, "lines come home")
+    watcher = counting.start("logs", "-f", "runs/count")
+    wait_until(lambda: len(counted(counting, "a", 0)) > 5, "lines come home")
     ours = subprocess.run(["ps", "-eo", "pid,ppid,comm"], capture_output=True, text=True, check=True).stdout
     for pid, parent, name in (line.split() for line in ours.splitlines()[1:] if len(line.split()) == 3):
         if name == "ssh" and int(parent) == watcher.pid:
             os.kill(int(pid), signal.SIGKILL)
-    out, _ = watcher.communicate(timeout=TIMEOUT_S)
-    assert watcher.returncode == 0, out
-    assert "trying again, the run goes on without it" in out
+    wait_until(lambda: "trying again, the run goes on without it" in watcher.told(), "it is told")
+    counting.finish()
+    assert watcher.wait() == 0, watcher.told()
     assert is_complete(counting)
 
 
@@ -469,7 +499,7 @@ def test_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
     fleet = Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path)
     fleet.ok("launch", "--out", "runs/eight", "--json", "--", "hello.py")
     assert fleet.printed("runs/eight", "h", 7) == "sum 28 of 8 host h"
-    fleet.ok("launch", "--out", "runs/count", "--detach", "--", "hello.py", "count", "10000")
+    fleet.ok("launch", "--out", "runs/count", "--detach", "--", "hello.py", "count", fleet.gate)
     wait_until(lambda: len(fleet.processes("runs/count")) == 8, "it runs on all")
     fleet.ok("stop", "runs/count")
     assert fleet.processes("runs/count") == {}

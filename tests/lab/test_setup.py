@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 
 from evener.lab.lab import Host, Lab
 from evener.lab.spec import HostSpec
+from tests.lab.conftest import command_lines, wait_until
 
 ROOT = Path(__file__).parents[2]
 SETUP_S = 900
@@ -72,17 +72,16 @@ def controller(make_lab: Callable[..., Lab], tmp_path_factory: pytest.TempPathFa
 def first(controller: Controller) -> dict[str, Any]:
     """A setup that is killed while pip installs torch, and the next one, which completes it."""
     store, killed = controller.home / ".evener", controller.start()
-    deadline = time.monotonic() + SETUP_S
-    while not list(store.glob("venv/lib/python*/site-packages/torch/lib")):
+
+    def installs_torch() -> bool:
         assert killed.poll() is None, killed.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return bool(list(store.glob("venv/lib/python*/site-packages/torch/lib")))
+
+    wait_until(installs_torch, "pip does not come to torch", SETUP_S)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert (store / "venv/evener-unfinished").read_text() == "packages"
-    while any(b"-m\0pip" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in controller.host.pids()):
-        assert time.monotonic() < deadline, "pip goes on without anyone"
-        time.sleep(0.02)
+    wait_until(lambda: not any(b"-m\0pip" in line for line in command_lines(controller.host)), "pip goes on alone")
     told = controller.setup()
     assert told["findings"] == []
     return told["hosts"][0]

@@ -70,9 +70,9 @@ def test_goodput_is_the_rate_of_the_link(make_lab, tmp_path, rate, bps):
     for one in found.wires:
         for field in GOODPUTS:
             assert getattr(one.link, field) * 8 / bps == pytest.approx(PAYLOAD, abs=NEAR)
-        assert one.link.rtt_s < 0.01
+        assert one.link.rtt_s < 0.05  # 0.0003 on a free machine
         assert one.link.rtt_p95_s >= one.link.rtt_s
-        assert one.num_pings > 100
+        assert one.num_pings > 20
         assert one.link.retransmits is not None
     assert not [finding for finding in found.findings if finding.check != "net.stack-loss"]  # a busy machine pauses
 

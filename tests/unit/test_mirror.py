@@ -16,7 +16,7 @@ from evener.core.plan import HostPlan, Plan, write_plan
 from evener.core.rundir import RunDir, follow_lines, write_atomic
 from evener.launch.mirror import BehindError, HostMirror
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from evener.core.fleet import Host
 from evener.hosts.remote import runs, supervisor
 from evener.hosts.session import REMOTE, RemoteError, Session, open_session
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 SUPERVISOR = (REMOTE / "supervisor.py").read_text()
 
 
