@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from evener.core.rundir import RunDir
+from evener.hosts.remote import runs
 from evener.launch.torchrun import module_argv
 
 TIMEOUT_S = 180
@@ -34,6 +36,15 @@ def slowdown() -> float:
     while (cpu_s := time.process_time() - used) < 0.1:
         pass
     return max(1.0, (time.perf_counter() - began) / cpu_s)
+
+
+def free_port() -> int:
+    """A port of the loopback for who must know it beforehand: one that the kernel gives to nobody who takes any."""
+    range_of_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low = int(range_of_kernel.read_text().split()[0]) if range_of_kernel.exists() else 32768
+    port = runs.free_port("127.0.0.1", random.randrange(low // 2, low), low // 2, low)
+    assert port is not None
+    return port
 
 
 @pytest.fixture(scope="session")

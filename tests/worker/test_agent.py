@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ..conftest import ENV, wait_until
+from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
 
-TIMEOUT_S = 60
 # The real agent after a change of its constants, or of torch's.
 AGENT = """
 import sys
@@ -38,9 +37,7 @@ class Agents:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int, script: str, *, nodes: int = 2, change: str = "", host: str = "", **env: str) -> None:
@@ -58,8 +55,8 @@ class Agents:
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def wait(self, node: int, within_s: float = TIMEOUT_S) -> int:
-        return self.processes[node].wait(within_s)
+    def wait(self, node: int) -> int:
+        return self.processes[node].wait(TIMEOUT_S)
 
     def wait_began(self, *names: str) -> None:
         wait_until(lambda: all("began" in self.said(name) for name in names), lambda: self.said(names[-1]))
@@ -112,8 +109,8 @@ def test_the_first_host_stops_when_told_to(agents: Agents) -> None:
     time.sleep(0.5)
     for process in agents.processes.values():
         process.terminate()
-    assert agents.wait(1, 20) == 143, agents.said("b")
-    assert agents.wait(0, 20) == 143, agents.said("a")
+    assert agents.wait(1) == 143, agents.said("b")
+    assert agents.wait(0) == 143, agents.said("a")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +128,7 @@ def test_an_agent_that_cannot_start_tells_the_others(agents: Agents, change: str
     agents.start(1, LASTING, nodes=3, change=change)
     assert agents.wait(1) == 1, agents.said("b")
     for node, name in ((0, "a"), (2, "c")):
-        assert agents.wait(node, 20) == 143, agents.said(name)
+        assert agents.wait(node) == 143, agents.said(name)
         assert f"evener: ending the ranks on {name}: {said}" in agents.said(name)
 
 
@@ -142,7 +139,7 @@ def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
     agents.start(1, "print('began'); raise SystemExit(3)", nodes=3, EVENER_FAILURES=str(agents.folder / "b.json"))
     assert agents.wait(1) == 1
     for node, name in ((0, "a"), (2, "c")):
-        assert agents.wait(node, 20) == 143
+        assert agents.wait(node) == 143
         assert "b failed: rank 1 ended with exit code 3" in agents.said(name)
     assert '"exitcode": 3' in (agents.folder / "b.json").read_text()
 
@@ -169,9 +166,9 @@ def test_a_taken_port_is_named_by_everyone(agents: Agents) -> None:
     with socket.create_server(("127.0.0.1", agents.port)):
         agents.start(0, LASTING)
         agents.start(1, LASTING, change="agent.JOIN_S = 2; agent.REFUSED_S = 2")
-        assert agents.wait(0, 30) == 1
+        assert agents.wait(0) == 1
         assert f"error: port.in-use: 127.0.0.1:{agents.port}" in agents.said("a")
-        assert agents.wait(1, 30) == 143
+        assert agents.wait(1) == 143
         assert f"nothing was heard of the store on 127.0.0.1:{agents.port}" in agents.said("b")
 
 
@@ -195,16 +192,16 @@ def test_two_agents_of_one_node_end_the_run(agents: Agents) -> None:
     first = agents.processes[1]
     agents.start(1, LASTING, nodes=3, host="c")
     assert {first.wait(TIMEOUT_S), agents.wait(1)} == {1, 143}
-    assert agents.wait(0, 20) == 143
+    assert agents.wait(0) == 143
     assert "rank.duplicate" in agents.said("a")
 
 
-IMPATIENT = "agent.SILENT_S = 3"
+IMPATIENT = "agent.SILENT_S = 6"  # on busy cores a healthy one may not be heard for a second or two
 
 
 @pytest.mark.parametrize(("frozen", "said"), [
     (0, "nothing was heard of the store on 127.0.0.1"),
-    (1, "b failed: nothing was heard of it for 3 s"),
+    (1, "b failed: nothing was heard of it for 6 s"),
 ])  # fmt: skip
 def test_a_silent_host_is_noticed(agents: Agents, frozen: int, said: str) -> None:
     """A frozen agent is like a host without power: its kernel takes what is sent, and nobody answers."""
@@ -213,7 +210,7 @@ def test_a_silent_host_is_noticed(agents: Agents, frozen: int, said: str) -> Non
     agents.wait_began("a", "b")
     time.sleep(1.5)  # a look or two
     agents.processes[frozen].send_signal(signal.SIGSTOP)
-    assert agents.wait(1 - frozen, 30) == 143
+    assert agents.wait(1 - frozen) == 143
     assert said in agents.said("ab"[1 - frozen])
 
 
@@ -222,7 +219,7 @@ def test_a_killed_first_agent_is_noticed(agents: Agents) -> None:
     agents.start(1, LASTING, change="agent.REFUSED_S = 1")
     agents.wait_began("a", "b")
     os.killpg(agents.processes[0].pid, signal.SIGKILL)
-    assert agents.wait(1, 20) == 143
+    assert agents.wait(1) == 143
     assert f"the store on 127.0.0.1:{agents.port} is gone" in agents.said("b")
 
 

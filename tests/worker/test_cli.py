@@ -43,7 +43,7 @@ def started(tmp_path, corpus):
 
 
 def assert_all_gone(family: list[psutil.Process]) -> None:
-    psutil.wait_procs(family, timeout=20)
+    psutil.wait_procs(family, timeout=TIMEOUT_S)
     assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -16,7 +16,7 @@ from evener.core.errors import UsageError
 from evener.launch.lines import lines_here
 from evener.plan.collectives import bus_factor
 
-from ..conftest import wait_until
+from ..conftest import TIMEOUT_S, wait_until
 
 SIZES = (1000, 65536, 1 << 20)  # the first is no multiple of anything
 
@@ -129,14 +129,13 @@ def test_ctrl_c_leaves_no_process():
         [sys.executable, "-c", code, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None
     process.stdout.readline()  # the ranks are at work
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 3  # torchrun and two of its own
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(TIMEOUT_S) == 130
     wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
     process.stdout.close()
 

@@ -45,13 +45,13 @@ class Numbers:
     def num_tokens(self, samples): return len(samples)
     def load(self, samples, device): return torch.from_numpy(samples).float()[:, None]
 
-with evener.join(parse_args(["--out", sys.argv[1], "--steps", "15", "--batch", "4", "--threads", "1"])) as run:
+with evener.join(parse_args(["--out", sys.argv[1], "--steps", "9", "--batch", "4", "--threads", "1"])) as run:
     model = run.model(nn.Linear(1, 1))
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 0.0))
     for step in run.steps(Numbers()):
         for batch in step.micro_batches():
             if run.rank == 1:
-                time.sleep(0.2)  # its forward is slow
+                time.sleep(0.5)  # its forward is slow
             step.backward(model(batch).sum())
         step.update(optimizer)
 """
@@ -66,10 +66,11 @@ def test_waiting_is_charged_to_the_rank_that_waits(tmp_path, run_script):
         for rank in range(2)
         for part in PARTS
     }
-    assert middle[0, "wait_s"] == pytest.approx(0.2, rel=0.2)
-    assert middle[1, "wait_s"] < 0.02
-    assert middle[1, "compute_s"] == pytest.approx(0.2, rel=0.2)
-    assert middle[0, "exposed_sync_s"] < 0.02
+    late_s = middle[1, "compute_s"] - middle[0, "compute_s"]
+    assert middle[1, "compute_s"] >= 0.5
+    assert middle[0, "wait_s"] == pytest.approx(late_s, rel=0.2)
+    assert middle[1, "wait_s"] < 0.1 * late_s
+    assert middle[0, "exposed_sync_s"] < 0.1 * late_s
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")

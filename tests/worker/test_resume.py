@@ -15,7 +15,7 @@ from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.worker.checkpoint import prune
 
-from ..conftest import wait_until
+from ..conftest import TIMEOUT_S, wait_until
 
 STEPS = ("--steps", "40", "--checkpoint-every", "10", "--eval-every", "20", "--dropout", "0.1")
 
@@ -96,7 +96,7 @@ def test_a_rank_killed_ends_the_others_and_no_process_stays(tmp_path, start):
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
     assert started.wait() != 0
-    psutil.wait_procs(workers, timeout=10)
+    psutil.wait_procs(workers, timeout=TIMEOUT_S)
     assert not any(worker.is_running() for worker in workers)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ import pytest
 
 from evener.worker.stopping import ECHO_S, Stopping
 
-from ..conftest import ENV, TIMEOUT_S, wait_until
+from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
 
 HANGS = """
 import torch, torch.distributed as dist
@@ -37,9 +36,7 @@ else:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(signum):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", HANGS],
