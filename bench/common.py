@@ -73,23 +73,22 @@ def resolved(model: str, batch: int, steps: int, *flags: str) -> Resolved:
 
 
 def our_steps(run: Run, resolved: Resolved) -> Iterator[float]:
-    """evener's own loop, a step each time it is asked; the seconds that it took. The rehearsal is left out."""
+    """evener's own loop, a step each time it is asked; the seconds it took. The first rehearses: it is left out."""
     from evener.worker.data import TokenBlocks
     from evener.worker.loop import build
-    from evener.worker.optim import adamw, learning_rate
+    from evener.worker.optim import adamw, set_hyperparameters
 
     train = resolved.spec.train
     model = run.model(build(resolved))
-    optimizer = run.optimizer(adamw(run.module, train))
+    optimizer = run.optimizer(adamw(model, train))
     began = time.perf_counter()
     for step in run.steps(TokenBlocks(resolved.corpus, "train", resolved.shape.block_size, train.sampling)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step.index, train)
+        set_hyperparameters(optimizer, step.index, train)
         for tokens, targets in step.micro_batches():
             with run.autocast():
                 loss_sum = model(tokens, targets)
             step.backward(loss_sum)
         step.update(optimizer)
-        if not step.rehearsal:
+        if step.index:
             yield time.perf_counter() - began
         began = time.perf_counter()

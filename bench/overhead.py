@@ -29,13 +29,13 @@ def measure() -> None:
 
     from evener.core.rundir import RunDir
     from evener.worker.clock import HostClock
-    from evener.worker.record import BLOCKED, Recorder
+    from evener.worker.record import BLOCKED, OnHost, Recorder
     from evener.worker.run import join
 
     what = resolved("char", 8, REAL_STEPS)
     with join(what.spec, what) as run:
         folder = RunDir(tempfile.mkdtemp())
-        recorder = Recorder(folder, run.rank, run.world_size, HostClock(), run.group.control)
+        recorder = Recorder(folder, run.rank, run.roster, HostClock(), run.group.control)
         empty = []
         for step in range(EMPTY_STEPS):
             run.group.barrier()  # as after a real all-reduce the ranks are together
@@ -44,8 +44,10 @@ def measure() -> None:
             recorder.hear()
             for part in ("data_s", "compute_s", BLOCKED, "optimizer_s"):
                 recorder.lap(part)
-            recorder.end(want_stop=False, sync_s=0.0, step=step, tokens=1, global_tokens=2, bytes=0, lr=0.0,
-                         loss_sum=torch.ones((), dtype=torch.float64), grad_norm=torch.ones(()))  # fmt: skip
+            recorder.pause()
+            recorder.end(want_stop=False, sync_s=lambda: 0.0, step=step, epoch=0, tokens=1, global_tokens=2, bytes=0,
+                         lr=0.0, loss_sum=OnHost(torch.ones((), dtype=torch.float64)),
+                         grad_norm=OnHost(torch.ones(())))  # fmt: skip
             empty.append(time.perf_counter() - began)
         recorder.flush()
         recorder.close()

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from evener.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from evener.core.spec import parse_args as parse_args
     from evener.worker.run import join as join
 
 
@@ -13,4 +14,8 @@ def __getattr__(name: str) -> Any:
         from evener.worker.run import join
 
         return join
+    if name == "parse_args":
+        from evener.core.spec import parse_args
+
+        return parse_args
     raise AttributeError(f"module 'evener' has no attribute {name!r}")

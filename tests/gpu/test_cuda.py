@@ -23,12 +23,12 @@ def test_a_gpu_trains_the_same_model_and_its_parts_sum_to_the_step(tmp_path, tra
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_over_nccl_agree_to_the_bit(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "20", ranks=2)
-    assert run.manifest().backend == "nccl"
+    assert run.manifest().roster.backend == "nccl"
     assert run.manifest().result.replicas_agree is True
     assert all(record.sync_s > 0 for record in run.records(0))
 
 
 def test_gloo_moves_gpu_tensors_when_it_is_told_to(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "5", "--device", "cuda", "--backend", "gloo", ranks=2)
-    assert run.manifest().backend == "gloo"
+    assert run.manifest().roster.backend == "gloo"
     assert run.manifest().result.replicas_agree is True

@@ -11,6 +11,7 @@ import pytest
 
 from evener.core.corpus import Corpus
 from evener.core.machine import Machine
+from evener.core.roster import Seat, first_roster
 from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir, write_atomic
 from evener.core.shape import preset_shape
 from evener.core.spec import EvalSpec, RunSpec, TrainSpec
@@ -59,6 +60,7 @@ def write_run(
         for step in range(steps):
             record = StepRecord(
                 step=step,
+                epoch=0,
                 tokens=tokens[rank] if tokens else BATCH * BLOCK_SIZE // num,
                 loss=losses(step),
                 wall_s=wall_s,
@@ -104,9 +106,9 @@ def write_run(
             code_hash="c0de",
             params_by_group=shape.params_by_group(),
             num_params=shape.num_params(),
-            backend="gloo" if num > 1 else "none",
-            sync="ddp" if num > 1 else "none",
-            dtype="float32",
+            roster=first_roster(
+                RunSpec(train=TrainSpec(batch=BATCH)), [Seat(host="h", device=device)] * num, BLOCK_SIZE
+            ),
             compiled=False,
             hosts=[Machine(host="h", system="Linux", cpu="cpu", cores=cores, memory_bytes=8 << 30, python="3.11.7")],
             ranks=[Rank(rank=rank, host="h", device=device, threads=threads, pid=rank) for rank in range(num)],

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from evener.cli.main import main
 from evener.core.machine import this_machine
+from evener.core.roster import Seat, first_roster
 from evener.core.rundir import Checkpoint, Manifest, Rank, RunDir, digest_of, write_atomic
 from evener.core.shape import preset_shape
 from evener.core.spec import FLAGS, RunSpec
@@ -52,8 +53,9 @@ def world(tmp_path_factory):
     run.write_manifest(
         Manifest(
             verdict="stopped", started=0.0, argv=[], versions={}, spec=spec, shape=shape, corpus=corpus, code_hash="",
-            params_by_group=shape.params_by_group(), num_params=shape.num_params(), backend="none", sync="none",
-            dtype="float32", compiled=False, sampler="epochs-1", hosts=[machine],
+            params_by_group=shape.params_by_group(), num_params=shape.num_params(), compiled=False,
+            roster=first_roster(spec, [Seat(host=machine.host, device="cpu")], shape.block_size), sampler="epochs-1",
+            hosts=[machine],
             ranks=[Rank(rank=0, host=machine.host, device="cpu", threads=1, pid=0)],
         )
     )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 from evener.core.machine import Machine
 from evener.core.plan import Plan, is_on_fleet, read_plan, read_prediction, write_plan
 from evener.core.prediction import Cluster, HostRates, Job, Option, Wire
+from evener.core.roster import Seat, first_roster
 from evener.core.rundir import Manifest, Rank, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import RunSpec
@@ -34,8 +35,8 @@ def records(option: Option) -> list[list[StepRecord]]:
             StepRecord(
                 step=step, tokens=rank.share * SHAPE.block_size, loss=1.0, wall_s=option.step_s,
                 cost=rank.cost if step > 2 else msgspec.structs.replace(rank.cost, compute_s=99.0),
-                sync_s=rank.sync_s + (rank.cost.wait_s or 0.0), cpu_s=option.step_s, bytes=rank.bytes, members=2,
-                lr=1e-3, grad_norm=1.0, ended=0.0,
+                sync_s=rank.sync_s + (rank.cost.wait_s or 0.0), cpu_s=option.step_s, bytes=rank.bytes,
+                epoch=0, members=2, lr=1e-3, grad_norm=1.0, ended=0.0,
             )
             for step in range(10)
         ]
@@ -47,7 +48,8 @@ def manifest(names: list[str]) -> Manifest:
     hosts = [Machine(host=name, system="", cpu="", cores=2, memory_bytes=8 << 30, python="3.11") for name in names]
     return Manifest(
         verdict="finished", started=0.0, argv=[], versions={}, spec=RunSpec(), shape=SHAPE, corpus=None, code_hash="",
-        params_by_group={}, num_params=SHAPE.num_params(), backend="gloo", sync="ddp", dtype="float32", compiled=False,
+        params_by_group={}, num_params=SHAPE.num_params(), compiled=False,
+        roster=first_roster(RunSpec(), [Seat(host=name, device="cpu") for name in names], SHAPE.block_size),
         hosts=hosts, ranks=[Rank(rank=i, host=name, device="cpu", threads=2, pid=i) for i, name in enumerate(names)],
     )  # fmt: skip
 
@@ -83,7 +85,7 @@ def test_without_a_prediction_the_records_alone_are_enough():
 def test_a_run_on_one_rank_has_no_wires():
     alone = msgspec.structs.replace(cluster(500.0, 1.0, 1e7), hosts=cluster(500.0, 1.0, 1e7).hosts[:1], wires={"a": {}})
     one = price(JOB, alone, "none")
-    single = msgspec.structs.replace(manifest(["a"]), sync="none", backend="none")
+    single = manifest(["a"])
     found = fit(JOB, single, records(one), None)
     assert price(JOB, found, "none").step_s == pytest.approx(one.step_s, rel=1e-6)
 

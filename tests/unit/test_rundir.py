@@ -13,7 +13,7 @@ from evener.core.step import StepCost, StepRecord
 def record(step: int) -> StepRecord:
     return StepRecord(
         step=step, tokens=1, loss=1.0, wall_s=1.0, cost=StepCost(compute_s=1.0), sync_s=None, cpu_s=None, bytes=0,
-        members=1, lr=0.1, grad_norm=None, ended=0.0,
+        epoch=0, members=1, lr=0.1, grad_norm=None, ended=0.0,
     )  # fmt: skip
 
 

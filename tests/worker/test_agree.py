@@ -7,11 +7,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.core.spec import parse_args
+from evener.core.roster import Seat, first_roster
+from evener.core.spec import RunSpec, parse_args
 from evener.worker.agree import Identity, identity, mismatch
 
+SEATS = [Seat(host=host, device="cpu") for host in "aab"]
+ROSTER = first_roster(RunSpec(), SEATS, None)
 SAME = Identity(
-    rank=0, host="a", code="c", torch="2.13.0", spec={"train.lr": 1e-3}, data="d", tokenizer="t", shapes="s"
+    rank=0,
+    host="a",
+    code="c",
+    torch="2.13.0",
+    spec={"train.lr": 1e-3},
+    data="d",
+    tokenizer="t",
+    shapes="s",
+    roster=ROSTER,
+    first=0,
 )
 
 
@@ -24,6 +36,8 @@ SAME = Identity(
         ({"tokenizer": "x"}, "tokenizer.mismatch", "the tokenizer"),
         ({"spec": {"train.lr": 2e-3}}, "spec.mismatch", "train.lr (0.001 and 0.002)"),
         ({"shapes": "x"}, "spec.mismatch", "the parameters' shapes"),
+        ({"roster": ROSTER.with_weights([2, 1, 1], 0)}, "roster.mismatch", "who does what"),
+        ({"first": 20}, "checkpoint.mismatch", "the step to go on from (0 and 20)"),
     ],
 )
 def test_the_odd_one_is_named(change: dict[str, Any], check: str, what: str) -> None:
@@ -37,7 +51,7 @@ def test_places_are_a_hosts_own() -> None:
     """Each host has its corpus, its weights and its run somewhere else."""
     specs = [parse_args(["--model=gpt2", f"--init-from=/{host}/w", f"--data=/{host}/d", f"--out=/{host}/r"])
              for host in "ab"]  # fmt: skip
-    assert mismatch([identity(rank, "ab"[rank], spec, None, []) for rank, spec in enumerate(specs)]) is None
+    assert mismatch([identity(ROSTER, rank + 1, spec, None, [], 0) for rank, spec in enumerate(specs)]) is None
 
 
 def test_a_run_with_two_specs_does_not_begin(run_script: Any, tmp_path: Any) -> None:
@@ -50,6 +64,7 @@ lr = 1e-3 if os.environ["RANK"] == "0" else 2e-3
 spec = parse_args(["--model=tiny", "--batch=2", f"--lr={{lr}}", "--out={tmp_path}/run"])
 class Data:
     def global_batch(self, seed, step, n): raise AssertionError("a step was begun")
+    num_tokens = load = global_batch
 with evener.join(spec) as run:
     model = run.model(torch.nn.Linear(2, 2))
     run.optimizer(torch.optim.SGD(model.parameters()))

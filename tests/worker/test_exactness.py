@@ -52,7 +52,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path, train):
 def test_bf16_learns_nearly_the_same(tmp_path, train):
     fp32 = train(tmp_path / "fp32", "--steps", "20")
     bf16 = train(tmp_path / "bf16", "--steps", "20", "--dtype", "bf16", ranks=2)
-    assert bf16.manifest().dtype == "bfloat16"
+    assert bf16.manifest().roster.dtypes == "bf16"
     assert bf16.records(0)[-1].loss == pytest.approx(fp32.records(0)[-1].loss, rel=0.02)
 
 

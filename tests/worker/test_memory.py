@@ -107,9 +107,9 @@ def predict(manifest: Any) -> plan.Memory:
     return plan.memory(
         manifest.shape,
         sequences=train.micro_batch,
-        dtype={"float32": "fp32", "bfloat16": "bf16"}[manifest.dtype],
+        dtype=manifest.roster.dtypes,
         recompute=manifest.spec.model.recompute,
-        sync=manifest.sync,
+        sync=str(manifest.roster.sync),
         num_ranks=manifest.world_size,
         accumulates=share > train.micro_batch,
     )

@@ -181,7 +181,7 @@ with evener.join(parse_args(flags)) as run:
         for batch in step.micro_batches():
             step.backward(model(batch).sum())
         if step.index == 4 and run.rank == 1:
-            run._stop_wanted = True
+            run._stopping.wanted = True
         step.update(optimizer)
 """
 

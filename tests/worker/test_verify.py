@@ -30,7 +30,7 @@ with evener.join(parse_args(flags)) as run:
         for batch in step.micro_batches():
             step.backward(model(batch).square().sum())
         step.update(optimizer)
-        if step.index == 14 and run.rank == 1 and not step.rehearsal:
+        if step.index == 14 and run.rank == 1:
             bits = run.module[1].weight.data.view(torch.int32)
             bits[0, 3] ^= 1 << 20
 """

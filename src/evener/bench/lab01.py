@@ -22,6 +22,7 @@ import msgspec
 from evener.core.corpus import Corpus, load_corpus
 from evener.core.errors import RunError, UsageError
 from evener.core.machine import this_machine
+from evener.core.roster import Seat, first_roster
 from evener.core.rundir import Manifest, Rank, Result, RunDir, code_hash, write_atomic
 from evener.core.shape import GPTShape, preset_shape
 from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
@@ -157,6 +158,7 @@ def _write_run(rundir: RunDir, manifest: Manifest, rows: list[list[dict[str, Any
             parts = row["parts_s"]
             record = StepRecord(
                 step=row["step"],
+                epoch=0,
                 tokens=row["tokens"],
                 loss=loss,
                 wall_s=row["wall_s"],
@@ -195,9 +197,7 @@ def _manifest(spec: RunSpec, shape: GPTShape, corpus: Corpus, num_ranks: int, th
         code_hash=code_hash(),
         params_by_group=shape.params_by_group(),
         num_params=shape.num_params(),
-        backend="gloo",
-        sync="ddp" if num_ranks > 1 else "none",
-        dtype="float32",
+        roster=first_roster(spec, [Seat(host=machine.host, device="cpu")] * num_ranks, shape.block_size),
         compiled=False,
         sampler="own",
         hosts=[machine],

@@ -119,7 +119,7 @@ def from_run(run: str, texts: dict[str, str], link: str | None, fleet: str | Non
     records = [rundir.records(rank) for rank in range(manifest.world_size)]
     if not all(records):
         raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {run}")
-    job = job_of(manifest.spec, manifest.shape, manifest.dtype)
+    job = job_of(manifest.spec, manifest.shape, manifest.roster.dtypes)
     prediction = read_prediction(rundir)
     cluster = fit(job, manifest, records, prediction.cluster if prediction else None)
     changes = _changes(prediction.cluster, cluster) if prediction else []
@@ -129,7 +129,7 @@ def from_run(run: str, texts: dict[str, str], link: str | None, fleet: str | Non
     if texts:
         spec = make_spec(None, texts, manifest.spec)
         vocab_size = manifest.shape.vocab_size if "model" not in texts else None
-        new = job_of(spec, shape_of(spec, vocab_size), manifest.dtype)
+        new = job_of(spec, shape_of(spec, vocab_size), manifest.roster.dtypes)
         cluster = _for_job(cluster, job, new)
         if new.dtype != job.dtype:
             cluster = _assuming(cluster, [f"the run's rates are of {job.dtype}; {new.dtype} is taken to be as fast"])

@@ -15,7 +15,6 @@ from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
 
-MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
 
 
@@ -26,11 +25,6 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     corpus: Corpus
     shape: GPTShape
     resume: Checkpoint | None  # the checkpoint to go on from
-
-    @property
-    def micro_batch(self) -> int:
-        """Largest number of sequences in one backward."""
-        return self.spec.train.micro_batch or max(1, MICRO_BATCH_TOKENS // self.shape.block_size)
 
 
 def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
@@ -45,14 +39,10 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
     rundir = RunDir(spec.out or "runs")
     checkpoint = None
     if resume:
-        checkpoint = newest_checkpoint(rundir)
-        _check_fits(rundir, checkpoint, shape, corpus, spec)
-    elif spec.out is not None and rundir.is_run():
-        raise UsageError(
-            f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
-        )
-    elif rundir.path.exists() and not rundir.path.is_dir():
-        raise UsageError(f"--out {rundir}: a file is in the way")
+        checkpoint = newest_checkpoint(rundir, spec.train.steps)
+        _check_fits(rundir, shape, corpus, spec)
+    else:
+        check_free(spec)
     _check_disk(rundir, shape, spec)
     return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
 
@@ -72,16 +62,31 @@ def new_run_path(spec: RunSpec) -> str:
     return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
 
 
-def newest_checkpoint(rundir: RunDir) -> Checkpoint:
-    """What a resumed run goes on from; CheckpointError where there is none or it is damaged."""
+def check_free(spec: RunSpec) -> None:
+    """UsageError where a new run cannot have the place that it was given."""
+    rundir = RunDir(spec.out or "runs")
+    if spec.out is not None and rundir.is_run():
+        raise UsageError(
+            f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
+        )
+    if rundir.path.exists() and not rundir.path.is_dir():
+        raise UsageError(f"--out {rundir}: a file is in the way")
+
+
+def newest_checkpoint(rundir: RunDir, steps: int) -> Checkpoint:
+    """What a run is to go on from up to `steps`; CheckpointError where there is nothing or it is damaged, UsageError
+    where it has taken all its steps.
+    """
     rundir.manifest()
-    steps = rundir.checkpoint_steps()
-    if not steps:
+    saved = rundir.checkpoint_steps()
+    if not saved:
         raise CheckpointError(f"{rundir}: it has no complete checkpoint to resume from", hint="start it again")
-    return read_checkpoint(rundir.checkpoint_path(steps[-1]))
+    if saved[-1] >= steps:
+        raise UsageError(f"{rundir}: it has taken all its {saved[-1]} steps", hint=f"--steps {2 * saved[-1]} goes on")
+    return read_checkpoint(rundir.checkpoint_path(saved[-1]))
 
 
-def _check_fits(rundir: RunDir, checkpoint: Checkpoint, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> None:
+def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> None:
     manifest = rundir.manifest()
     if manifest.shape != shape:
         raise CheckpointError(f"{rundir}: its model has another shape than {spec.model.model} with these flags")
@@ -96,10 +101,6 @@ def _check_fits(rundir: RunDir, checkpoint: Checkpoint, shape: GPTShape, corpus:
             f"{rundir}: its batches came from the sampler {manifest.sampler}, and "
             f"{SAMPLERS[spec.train.sampling]} would go on with others",
             hint=f"--sampling {flag}" if flag else "this evener has it no more; start the run again with another --out",
-        )
-    if checkpoint.step >= spec.train.steps:
-        raise UsageError(
-            f"{rundir}: it has taken all its {checkpoint.step} steps", hint=f"--steps {2 * checkpoint.step} goes on"
         )
 
 

@@ -150,6 +150,10 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """The arithmetic of all members, for a person: one name where it is one."""
         return " and ".join(dict.fromkeys(member.dtype for member in self.members))
 
+    def divide(self, num: int) -> list[int]:
+        """So many pieces of work by rank, in proportion to the shares."""
+        return weighted_shares(num, self.shares)
+
     def first_sequence(self, rank: int) -> int:
         """Where a rank's part of the global batch begins: parts lie one behind the other."""
         return sum(self.shares[:rank])

@@ -26,6 +26,7 @@ import msgspec
 from evener.core.corpus import Corpus
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.machine import Machine
+from evener.core.roster import Roster
 from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
@@ -84,9 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     code_hash: str
     params_by_group: dict[str, int]
     num_params: int
-    backend: str  # gloo, nccl; "none" of one rank
-    sync: str  # ddp; "none" of one rank
-    dtype: str
+    roster: Roster  # with which it began; what changed it is in the events
     compiled: bool
     sampler: str = "uniform-1"  # one of SAMPLERS; "own" of a program with data of its own
     hosts: list[Machine]
@@ -97,7 +96,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self.ranks)
+        return self.roster.world_size
 
 
 class RunDir:

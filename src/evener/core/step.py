@@ -35,7 +35,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank saw of one optimizer step: a line of `steps/rank-R.jsonl`."""
 
     step: int  # counted from 0
-    tokens: int  # this rank's share of the global batch
+    epoch: int  # of the Roster by which the global batch was divided
+    tokens: (
+        float  # this rank's share of the global batch; of a program of the user's own, what its losses are weighed by
+    )
     loss: float | None  # mean over the tokens of the *global* batch: the same on every rank
     wall_s: float  # the step by one clock, end to end; `cost` sums to it within 1 %
     cost: StepCost

@@ -42,9 +42,9 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     wires = {a: {b: FASTEST_WIRE for b in names if b != a} for a in names}
     if prior:
         wires = {a: {b: prior.wires[a][b] for b in names if b != a} for a in names}
-    backend = manifest.backend if manifest.backend in ("gloo", "nccl") else "gloo"
+    backend = manifest.roster.backend if manifest.roster.backend in ("gloo", "nccl") else "gloo"
     cluster = Cluster(hosts=hosts, wires=wires, backend=backend, assumed=list(prior.assumed) if prior else [])
-    if cluster.num_ranks == 1 or manifest.sync != "ddp":
+    if cluster.num_ranks == 1 or manifest.roster.sync.kind != "ddp":
         return cluster
     return _with_measured_wires(job, cluster, records, has_prior=prior is not None)
 

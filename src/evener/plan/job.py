@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from evener.core.prediction import Job
-from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.roster import MICRO_BATCH_TOKENS
 from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
 

@@ -282,7 +282,7 @@ def _neighbours_because(c: Comparison, cost_s: float) -> str:
 def _neighbours_advice(c: Comparison) -> str:
     if not _bus_is_full(c):
         return ""
-    halve = "; --dtype bf16 halves the bytes" if c.many.manifest.dtype == "float32" else ""
+    halve = "; --dtype bf16 halves the bytes" if c.many.manifest.roster.dtypes == "fp32" else ""
     return f"More processes here wait for the same memory; another machine brings a memory of its own{halve}."
 
 

@@ -142,8 +142,8 @@ def _what(summary: Summary) -> list[str]:
         f"{manifest.spec.model.model} ({count(manifest.num_params)} parameters)",
         manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
         f"{plural(manifest.world_size, 'process')} with {plural(summary.threads, 'thread')}",
-        *([manifest.backend] if manifest.world_size > 1 else []),
-        manifest.dtype + (", compiled" if manifest.compiled else ""),
+        *([manifest.roster.backend] if manifest.world_size > 1 else []),
+        manifest.roster.dtypes + (", compiled" if manifest.compiled else ""),
         ", ".join(f"{host.cpu}, {plural(host.cores, 'core')}" for host in manifest.hosts),
         _moment(manifest.started),
     ]

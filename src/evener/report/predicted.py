@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from evener.core.prediction import HostRates, Option, Prediction
-from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.roster import MICRO_BATCH_TOKENS
 from evener.core.step import PARTS
 from evener.core.units import count, seconds, size
 from evener.report.figures import PART_NAMES
@@ -25,7 +25,6 @@ NAMED = 0.05  # of the step: smaller differences are not worth a sentence
 MOST_NAMED = 4
 SAME_BYTES = 0.03  # relative: what predicted and sent bytes may differ by
 FULL = 0.9  # of a host's memory
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as planned: as the manifest names it
 NO_PREDICTION = (
     "Nothing was predicted here. evener probe host measures how fast machines are, evener probe wire how fast the "
     "links between them; what is started then is predicted first."
@@ -366,8 +365,8 @@ def _taken(c: _Compared, rank: int, had: float, probed: float) -> str:
 def _own_speed(c: _Compared, rank: int, had: float | None, ratio: float) -> str:
     """Why the same work takes a processor, or a GPU, another time than probed: `ratio` times as long."""
     host, manifest, job = c.host(rank), c.summary.manifest, c.prediction.job
-    if manifest.dtype != DTYPES[job.dtype]:
-        return f", in {manifest.dtype}; predicted was {DTYPES[job.dtype]}"
+    if manifest.roster.dtypes != job.dtype:
+        return f", in {manifest.roster.dtypes}; predicted was {job.dtype}"
     if (derived := _derived(c, rank)) is not None:
         return f"; that rate was not measured: {derived}"
     if ratio < 1 and manifest.compiled:

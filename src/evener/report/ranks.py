@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.roster import MICRO_BATCH_TOKENS
 from evener.core.rundir import Contention
 from evener.core.units import count, seconds
 from evener.plan.balance import equal_shares, micro_batch_sizes

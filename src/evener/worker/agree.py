@@ -1,20 +1,30 @@
-"""Do all ranks run the same program, on the same data, for the same model? Asked before the first step.
+"""Do all ranks run the same program, on the same data, for the same model, from the same step, by the same Roster?
 
-Ranks that differ do not fail: they hang in a collective that the others never enter, or train a model of nonsense.
+Asked before the first step. Ranks that differ do not fail: they hang in a collective that the others never enter, or
+train a model of nonsense.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
+from evener.core.errors import RunError
+from evener.core.machine import Machine
 from evener.core.resolve import Resolved
-from evener.core.rundir import code_hash
+from evener.core.roster import Roster, Seat, first_roster
+from evener.core.rundir import RunDir, code_hash
 from evener.core.spec import RunSpec
+from evener.worker.arithmetic import has_bf16
+from evener.worker.group import Group
+from evener.worker.trained import Trained
 
 NOT_COMPARED = ("out", "machine", "data")  # places and processes may differ; the data is compared by its content
 PLACES = ("model.init_from",)  # the host's own path; whatever it holds, DDP hands out rank 0's weights
@@ -31,25 +41,69 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     data: str | None
     tokenizer: str | None
     shapes: str
+    roster: Roster
+    first: int  # the step with which it would begin
+
+
+def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | None) -> Roster:
+    """The Roster with which this start begins: what the launcher made, else made here from where the ranks are.
+
+    RunError on all ranks where the launcher's is not of these ranks.
+    """
+    device = group.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu
+    mine = Seat(host=machine.host, device=str(device), name=name, has_bf16=has_bf16(device))
+    seats = [msgspec.json.decode(text, type=Seat) for text in group.gather(msgspec.json.encode(mine))]
+    path = os.environ.get("EVENER_ROSTER")
+    if path is None:
+        return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
+    roster = msgspec.json.decode(Path(path).read_bytes(), type=Roster)
+    planned, there = ([(one.host, one.device) for one in places] for places in (roster.members, seats))
+    if planned != there:
+        rank = next((i for i, pair in enumerate(zip(planned, there, strict=False)) if pair[0] != pair[1]), len(there))
+        told = [f"{' on '.join(places[rank][::-1])}" if rank < len(places) else "nobody" for places in (planned, there)]
+        raise RunError(f"roster.mismatch: rank {rank} was to be {told[0]}, and is {told[1]}", hint="start it again")
+    return roster
+
+
+def agree(group: Group, rundir: RunDir, spec: RunSpec, resolved: Resolved | None, roster: Roster, first: int,
+          trained: Trained) -> None:  # fmt: skip
+    """RunError, on all ranks, where they are not of one mind."""
+    mine = identity(roster, group.rank, spec, resolved, trained.weights().items(), first)
+    ranks = [msgspec.json.decode(text, type=Identity) for text in group.gather(msgspec.json.encode(mine))]
+    found = mismatch(ranks)
+    if found is not None:
+        check, what, where = found
+        if group.rank == 0:
+            with contextlib.suppress(OSError):  # started by hand, a run has no directory yet
+                rundir.add_event(check, what=what, where=where)
+        raise RunError(f"{check}: {what}: {where} differ", hint="evener train sends every host the same")
 
 
 def identity(
-    rank: int, host: str, spec: RunSpec, resolved: Resolved | None, parameters: Iterable[tuple[str, Tensor]]
+    roster: Roster,
+    rank: int,
+    spec: RunSpec,
+    resolved: Resolved | None,
+    weights: Iterable[tuple[str, Tensor]],
+    first: int,
 ) -> Identity:
     """This rank's."""
     tree = msgspec.to_builtins(spec)
     flat = {f"{section}.{field}": value for section, fields in tree.items() if section not in NOT_COMPARED
             for field, value in fields.items() if f"{section}.{field}" not in PLACES}  # fmt: skip
-    shapes = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in parameters)
+    shapes = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
     return Identity(
         rank=rank,
-        host=host,
+        host=roster.members[rank].host,
         code=code_hash(),
         torch=str(torch.__version__).partition("+")[0],
         spec=flat,
         data=resolved.corpus.content_hash if resolved else None,
         tokenizer=resolved.corpus.tokenizer_hash if resolved else None,
         shapes=hashlib.blake2b(shapes.encode(), digest_size=16).hexdigest(),
+        roster=roster,
+        first=first,
     )
 
 
@@ -63,12 +117,16 @@ def mismatch(ranks: Sequence[Identity]) -> tuple[str, str, str] | None:
         ("tokenizer.mismatch", "the tokenizer", lambda one: one.tokenizer),
         ("spec.mismatch", "the spec", lambda one: one.spec),
         ("spec.mismatch", "the parameters' shapes", lambda one: one.shapes),
+        ("roster.mismatch", "who does what", lambda one: one.roster),
+        ("checkpoint.mismatch", "the step to go on from", lambda one: one.first),
     ]
     for check, what, question in questions:
         for other in ranks[1:]:
             if question(other) != question(first):
                 if what == "the spec":
                     what = ", ".join(_differences(first.spec, other.spec))
+                elif what == "the step to go on from":
+                    what = f"{what} ({first.first} and {other.first})"
                 return check, what, f"rank {other.rank} on {other.host} and rank {first.rank} on {first.host}"
     return None
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from evener.core.collective import Collective, CollectiveSpec, Row, Stopped, Told, World
 from evener.core.errors import EvenerError, UsageError
 from evener.core.machine import this_machine
+from evener.core.roster import backend_of
 from evener.core.units import median, percentile
 from evener.plan.collectives import bus_factor
 from evener.worker.group import Group, leave
@@ -66,16 +67,17 @@ class Operation:
 
     def run(self) -> None:
         """The collective itself."""
+        through = self._group.gradients
         if self.collective == "all_reduce":
-            dist.all_reduce(self._output)
+            dist.all_reduce(self._output, group=through)
         elif self.collective == "all_gather":
-            dist.all_gather_single(self._output, self._input)
+            dist.all_gather_single(self._output, self._input, group=through)
         elif self.collective == "reduce_scatter":
-            dist.reduce_scatter_single(self._output, self._input)
+            dist.reduce_scatter_single(self._output, self._input, group=through)
         elif self.collective == "broadcast":
-            dist.broadcast(self._output, src=0)
+            dist.broadcast(self._output, src=0, group=through)
         else:
-            dist.all_to_all_single(self._output, self._input)
+            dist.all_to_all_single(self._output, self._input, group=through)
 
     def fill(self) -> None:
         """Known values in what this rank gives."""
@@ -160,9 +162,11 @@ def measure(group: Group, spec: CollectiveSpec, collective: Collective, size_byt
 
 def run(spec: CollectiveSpec) -> None:
     """Every collective at every size that there is time for; an equal share of the time left for each collective."""
-    group = Group(spec.device, spec.backend)
+    group = Group(spec.device)
     if group.world_size < 2:
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")
+    devices = [device.decode() for device in group.gather(str(group.device).encode())]
+    group.move_gradients_by(backend_of(devices, spec.backend))
     hosts = [name.decode() for name in group.gather(this_machine().host.encode())]
     _tell(
         group,
@@ -177,7 +181,7 @@ def run(spec: CollectiveSpec) -> None:
         ),
     )
     for _ in range(SETTLE):  # connections find their pace
-        dist.all_reduce(torch.zeros(256, dtype=DTYPES[spec.dtype], device=group.device))
+        dist.all_reduce(torch.zeros(256, dtype=DTYPES[spec.dtype], device=group.device), group=group.gradients)
     until = time.monotonic() + spec.seconds
     for index, collective in enumerate(spec.collectives):
         rows: list[Row] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -16,22 +16,27 @@ import torch
 from evener.core.rundir import Contention
 from evener.core.units import median
 
+if TYPE_CHECKING:
+    from evener.worker.data import TokenBlocks
+    from evener.worker.model import GPT
+    from evener.worker.run import Run
+
 REPEATS = 3
 COPY_BYTES = 1 << 26  # beyond any cache
 
 
-def contention(run: Any, dataset: Any) -> Contention:
+def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
     """Alone and together, of every rank; takes about 3 · (ranks + 1) forward and backward passes."""
-    samples = dataset.global_batch(run.spec.train.seed, 0, run.micro_batch_sizes()[0])
+    samples = dataset.global_batch(run.spec.train.seed, 0, max(run.member.micro_batches, default=1))
     tokens, targets = dataset.load(samples, run.device)
     source = torch.ones(COPY_BYTES // 4, device=run.device)
     target = torch.empty_like(source)
 
     def train_once() -> None:
         with run.autocast():
-            loss = run.module(tokens, targets)
+            loss = model(tokens, targets)
         loss.backward()
-        run.module.zero_grad()
+        model.zero_grad()
 
     def copy() -> None:
         target.copy_(source)

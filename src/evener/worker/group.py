@@ -15,41 +15,53 @@ import torch
 import torch.distributed as dist
 
 from evener.core.errors import UsageError
+from evener.core.roster import Backend
 
 TIMEOUT = timedelta(minutes=10)
 SETTLE_S = 2.0
 
 
 class Group:
-    """This process's place in the world that torchrun describes in the environment; started bare, a world of one."""
+    """This process's place in the world that torchrun describes in the environment; started bare, a world of one.
 
-    def __init__(self, device: str, backend: str) -> None:
+    Whatever moves the gradients, the ranks talk with each other by Gloo, between their hosts' processors.
+    """
+
+    def __init__(self, device: str) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count() if device != "cpu" else 0
-        every_rank_has_a_gpu = num_gpus >= self.local_world_size
-        if (device == "cuda" and num_gpus == 0) or (backend == "nccl" and not every_rank_has_a_gpu):
+        if device == "cuda" and num_gpus == 0:
             raise UsageError(
-                f"{self.local_world_size} ranks asked for GPUs, this machine has {num_gpus}",
-                hint="--device cpu --backend gloo trains on the processor",
+                f"{self.local_world_size} ranks asked for GPUs, this machine has none",
+                hint="--device cpu trains on the processor",
             )
-        use_gpu = device == "cuda" or every_rank_has_a_gpu
+        use_gpu = device == "cuda" or num_gpus >= self.local_world_size
         self.device = torch.device("cuda", self.local_rank % num_gpus) if use_gpu else torch.device("cpu")
-        self.backend = "none"
-        self.control: Any = None  # a Gloo group for news between hosts' processors
         if use_gpu:
             torch.cuda.set_device(self.device)
+        self.backend: Backend = "none"  # of what moves gradients
+        self.control: Any = None  # moves news
+        self.gradients: Any = None  # moves gradients
         if self.world_size > 1:
-            self.backend = backend if backend != "auto" else "nccl" if every_rank_has_a_gpu else "gloo"
             if self.local_world_size == self.world_size:
                 loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
-            dist.init_process_group(
-                self.backend, timeout=TIMEOUT, device_id=self.device if self.backend == "nccl" else None
-            )
-            self.control = dist.group.WORLD if self.backend == "gloo" else dist.new_group(backend="gloo")
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+            self.backend = "gloo"
+            self.control = self.gradients = dist.group.WORLD
+
+    def move_gradients_by(self, backend: Backend) -> None:
+        """Gloo does already; NCCL has a group of its own. All ranks call it together."""
+        if backend == "nccl":
+            if self.device.type != "cuda":
+                raise UsageError(
+                    f"--backend nccl: rank {self.rank} trains on the processor", hint="--backend gloo, or --device cuda"
+                )
+            self.backend = backend
+            self.gradients = dist.new_group(backend="nccl", timeout=TIMEOUT, device_id=self.device)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Everyone's bytes by rank, on every rank."""

@@ -99,7 +99,7 @@ def bracketed_s(model: DistributedDataParallel, batch: tuple[Tensor, Tensor]) ->
 
 
 def run(lab: Lab) -> None:
-    group = Group("cpu", "gloo")
+    group = Group("cpu")
     if group.world_size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank, world_size = group.rank, group.world_size

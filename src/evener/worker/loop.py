@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from evener.core.errors import UsageError
@@ -19,7 +20,7 @@ from evener.worker.contention import contention
 from evener.worker.data import TokenBlocks
 from evener.worker.gpt2 import load_gpt2
 from evener.worker.model import GPT
-from evener.worker.optim import adamw, learning_rate
+from evener.worker.optim import adamw, set_hyperparameters
 from evener.worker.run import Run, join
 
 TELL_EVERY_S = 5.0
@@ -32,23 +33,22 @@ def train(resolved: Resolved) -> None:
         train_set = TokenBlocks(resolved.corpus, "train", shape.block_size, spec.train.sampling)
         val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
         model = run.model(build(resolved))
-        optimizer = run.optimizer(adamw(run.module, spec.train))
+        optimizer = run.optimizer(adamw(model, spec.train))
         progress = Progress(spec.train.steps, spec.train.batch * shape.block_size)
         told = time.monotonic()
+        if spec.machine.contention:
+            run.contention = contention(run, model, train_set)
 
         for step in run.steps(train_set):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step.index, spec.train)
+            set_hyperparameters(optimizer, step.index, spec.train)
             for tokens, targets in step.micro_batches():
                 with run.autocast():
                     loss_sum = model(tokens, targets)
                 step.backward(loss_sum)
             step.update(optimizer)
 
-            if step.rehearsal and spec.machine.contention:
-                run.contention = contention(run, train_set)
-            if step.evaluates and not step.stopped:
-                step.val_loss = evaluate(run, val_set, step.index + 1)
+            if step.evaluates:
+                step.val_loss = evaluate(run, model, val_set, step.index + 1)
                 run.tell(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
             if run.last_record is not None and run.last_record.step >= progress.done:
                 progress.add(run.last_record)
@@ -81,20 +81,20 @@ def _difference(theirs: GPTShape, ours: GPTShape) -> str:
 
 
 @torch.no_grad()
-def evaluate(run: Run, val_set: TokenBlocks, step: int) -> float:
+def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
     """Mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks."""
     began = time.perf_counter()
     positions = val_set.evenly_spaced(run.spec.eval.eval_tokens)
-    mine = positions[run.rank :: run.world_size]
-    run.module.eval()
+    mine = np.split(positions, np.cumsum(run.roster.divide(len(positions)))[:-1])[run.rank]
+    model.eval()
     loss_sum, num_tokens = 0.0, 0
-    for start in range(0, len(mine), run.micro_batch):
-        samples = mine[start : start + run.micro_batch]
+    for start in range(0, len(mine), run.member.micro_batch):
+        samples = mine[start : start + run.member.micro_batch]
         tokens, targets = val_set.load(samples, run.device)
         with run.autocast():
-            loss_sum += float(run.module(tokens, targets))
+            loss_sum += float(model(tokens, targets))
         num_tokens += val_set.num_tokens(samples)
-    run.module.train()
+    model.train()
     mean = run.mean(loss_sum, num_tokens)
     if run.rank == 0:
         run.dir.add_event("evaluation", step=step, val_loss=mean, tokens=len(positions) * val_set.block_size,

@@ -30,3 +30,10 @@ def adamw(model: GPT, spec: TrainSpec) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         model.param_groups(spec.weight_decay), lr=spec.lr, betas=(spec.beta1, spec.beta2), fused=True
     )
+
+
+def set_hyperparameters(optimizer: torch.optim.AdamW, step: int, spec: TrainSpec) -> None:
+    """What the flags say of this step: they win over what a resumed run's checkpoint remembers."""
+    for group in optimizer.param_groups:
+        group["lr"], group["betas"] = learning_rate(step, spec), (spec.beta1, spec.beta2)
+        group["weight_decay"] = spec.weight_decay if group["params"][0].dim() >= 2 else 0.0

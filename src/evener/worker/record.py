@@ -1,8 +1,8 @@
 """What did every step cost on this rank, and what must the ranks know of each other?
 
-Once a step all ranks gather one small vector of news. It starts when a step ends and is read when the next one begins,
-so its journey is hidden behind the loading of data. From it come the loss of the global batch, the division of blocked
-time into transfer and waiting, and what only all ranks together may decide: to stop, or that a loss is not finite.
+Once a step each rank tells all others its News, a handful of numbers. They go out when a step ends and are heard when
+the next one begins. From them come the loss of the global batch, the division of blocked time into transfer and
+waiting, and what only all ranks together may decide: to stop, that a loss is not finite, who does what from now on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,44 +19,95 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.core.errors import RunError
+from evener.core.roster import Roster
 from evener.core.rundir import RunDir
 from evener.core.step import PARTS, StepCost, StepRecord, split_blocked
-from evener.worker.clock import Clock, CudaClock, Laps
+from evener.worker.clock import Clock, Laps
 
 BLOCKED = "blocked"  # the lap between the last gradient and the end of backward: transfer and waiting together
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank tells all others once a step; a row of float64."""
+
+    step: float = -1.0  # of which the two figures below are; -1: of none yet
+    loss_sum: float = 0.0  # over this rank's tokens
+    blocked_s: float = 0.0  # in the collective at the end of backward
+    wants_stop: float = 0.0
+    weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
+
+    def row(self) -> Tensor:
+        """As it travels: (1, columns)."""
+        return torch.tensor([msgspec.structs.astuple(self)], dtype=torch.float64)
+
+    @classmethod
+    def rows(cls, gathered: Tensor) -> list[News]:
+        """Everybody's, by rank, from (ranks, columns)."""
+        return [cls(**dict(zip(cls.__struct_fields__, row, strict=True))) for row in gathered.tolist()]
+
+
+def lag_of(roster: Roster) -> int:
+    """Steps by which records are behind: 1 where any rank's device runs ahead of its host, and then on all ranks.
+
+    A step is then read while the next one runs. It must be the same step everywhere: news of one step are added up.
+    """
+    return int(any(member.is_gpu for member in roster.members))
+
+
+class OnHost:
+    """A number that a device is about to compute: copied behind the work that makes it, read when it is there.
+
+    `float(tensor)` would wait for all that was queued on the device meanwhile, the next step among it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: Any = None
+        if tensor.device.type == "cuda":
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._copy = tensor.clone()
+
+    def __float__(self) -> float:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._copy)
 
 
 class Draft(msgspec.Struct, kw_only=True):
     """A step of this rank as far as this rank alone can know it."""
 
     step: int
-    tokens: int
-    global_tokens: int
+    epoch: int
+    tokens: float
+    global_tokens: float
     laps: Laps
     wall_s: float
     cpu_s: float
-    sync_s: float | None
+    sync_s: Callable[[], float | None]  # asked when the step is read: it may wait for the device
     bytes: int
     lr: float
-    loss_sum: Tensor  # over this rank's tokens, on the device
-    grad_norm: Tensor | None
+    loss_sum: OnHost  # over this rank's tokens
+    grad_norm: OnHost | None
 
 
 class Recorder:
     """Writes `steps/rank-R.jsonl`."""
 
-    def __init__(self, rundir: RunDir, rank: int, world_size: int, clock: Clock, group: Any) -> None:
-        self._rank, self._world_size, self._clock, self._group = rank, world_size, clock, group
+    def __init__(self, rundir: RunDir, rank: int, roster: Roster, clock: Clock, group: Any) -> None:
+        self._rank, self._world_size, self._clock, self._group = rank, roster.world_size, clock, group
         self._rundir = rundir
         path = rundir.steps_path(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
         self._drafts: deque[Draft] = deque()
-        self._lag = 1 if isinstance(clock, CudaClock) else 0  # on a GPU a step is read while the next one runs
-        self._news: Tensor | None = None
+        self._lag = lag_of(roster)
+        self._sent: Tensor | None = None
         self._gathered: Tensor | None = None
         self._work: Any = None
-        self._stop_heard = False
+        self.news: list[News] = []  # what all ranks told last
         self.last: StepRecord | None = None
 
     def begin(self) -> None:
@@ -67,25 +119,27 @@ class Recorder:
         """Charge the time since the last lap to a part of the step."""
         self._laps.lap(part)
 
-    def end(self, *, want_stop: bool, sync_s: float | None, **facts: Any) -> None:
-        """The step ends now; the news of it go out."""
-        wall_s, cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
-        self._drafts.append(Draft(laps=self._laps, wall_s=wall_s, cpu_s=cpu_s, sync_s=sync_s, **facts))
-        self._tell(want_stop, lag=self._lag)
+    def pause(self) -> None:
+        """What follows belongs to no step, unless there is another lap: so far it took this long."""
+        self._wall_s, self._cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
+
+    def end(self, *, want_stop: bool, weight: float = math.nan, **facts: Any) -> None:
+        """The step ended when `pause` was called last; the news of it go out."""
+        self._drafts.append(Draft(laps=self._laps, wall_s=self._wall_s, cpu_s=self._cpu_s, **facts))
+        self._tell(want_stop, weight, lag=self._lag)
 
     def hear(self) -> bool:
         """Read the news that went out last, write the step they complete, and say whether all stop now."""
         if self._gathered is None:
-            return self._stop_heard
+            return any(news.wants_stop for news in self.news)
         if self._work is not None:
             self._work.wait()
         if self._world_size > 1:
             self.lap("wait_s")  # a rank whose update took longer sends its news later
-        rows, self._gathered = self._gathered.tolist(), None
-        if rows[self._rank][0] >= 0:
-            self._write(self._drafts.popleft(), rows)
-        self._stop_heard = any(row[3] > 0 for row in rows)
-        return self._stop_heard
+        self.news, self._gathered = News.rows(self._gathered), None
+        if self.news[self._rank].step >= 0:
+            self._write(self._drafts.popleft())
+        return any(news.wants_stop for news in self.news)
 
     def flush(self) -> None:
         """Write the steps that are still on their way; all ranks call it together.
@@ -93,43 +147,43 @@ class Recorder:
         Before a checkpoint too: a rank that dies right after it would have no record of a step that is never repeated.
         """
         self.begin()
-        self.hear()
+        stops = self.hear()
         while self._drafts:
-            self._tell(want_stop=self._stop_heard, lag=0)
-            self.hear()
+            self._tell(stops, math.nan, lag=0)
+            stops = self.hear()
 
     def close(self) -> None:
         """Write what this rank knows of steps that the others will not complete any more."""
         while self._drafts:
-            draft = self._drafts.popleft()
-            self._write_line(draft, loss=None, exposed_and_wait=(None, None))
+            self._write_line(self._drafts.popleft(), loss=None, exposed_and_wait=(None, None))
         self._file.close()
 
-    def _tell(self, want_stop: bool, lag: int) -> None:
-        news = torch.zeros(1, 4, dtype=torch.float64)
-        news[0, 0], news[0, 3] = -1, float(want_stop)
+    def _tell(self, want_stop: bool, weight: float, lag: int) -> None:
+        news = News(wants_stop=float(want_stop), weight=weight)
         if len(self._drafts) > lag:
             draft = self._drafts[0]
-            news[0, 0] = draft.step
-            news[0, 1] = float(draft.loss_sum)
-            news[0, 2] = draft.laps.parts_s().get(BLOCKED, 0.0)
-        self._news = news  # lives until the work is done
+            blocked_s = draft.laps.parts_s().get(BLOCKED, 0.0)
+            news = msgspec.structs.replace(
+                news, step=float(draft.step), loss_sum=float(draft.loss_sum), blocked_s=blocked_s
+            )
+        self._sent = news.row()  # lives until the work is done
         if self._world_size == 1:
-            self._gathered = news
+            self._gathered = self._sent
         else:
-            self._gathered = torch.empty(self._world_size, 4, dtype=torch.float64)
-            self._work = dist.all_gather_single(self._gathered, news, group=self._group, async_op=True)
+            self._gathered = torch.empty(self._world_size, self._sent.shape[1], dtype=torch.float64)
+            self._work = dist.all_gather_single(self._gathered, self._sent, group=self._group, async_op=True)
 
-    def _write(self, draft: Draft, rows: list[list[float]]) -> None:
-        loss = sum(row[1] for row in rows) / draft.global_tokens
-        self._write_line(draft, loss, split_blocked([row[2] for row in rows])[self._rank])
+    def _write(self, draft: Draft) -> None:
+        told = {int(news.step) for news in self.news}
+        assert told == {draft.step}, f"news of steps {told} beside rank {self._rank}'s step {draft.step}"
+        loss = sum(news.loss_sum for news in self.news) / draft.global_tokens
+        self._write_line(draft, loss, split_blocked([news.blocked_s for news in self.news])[self._rank])
         if not math.isfinite(loss):
-            guilty = [rank for rank, row in enumerate(rows) if not math.isfinite(row[1])]
-            who = ", ".join(f"rank {rank}" for rank in guilty)
+            guilty = [rank for rank, news in enumerate(self.news) if not math.isfinite(news.loss_sum)]
             if self._rank == 0:
                 self._rundir.add_event("run.nonfinite", step=draft.step, ranks=guilty)
             raise RunError(
-                f"step {draft.step}: the loss of {who} is not finite",
+                f"step {draft.step}: the loss of {', '.join(f'rank {rank}' for rank in guilty)} is not finite",
                 hint="a smaller --lr, a longer --warmup, or --dtype fp32",
             )
 
@@ -144,11 +198,12 @@ class Recorder:
         parts["wait_s"] = None if wait is None else wait + (parts["wait_s"] or 0.0)
         self.last = StepRecord(
             step=draft.step,
+            epoch=draft.epoch,
             tokens=draft.tokens,
             loss=loss if loss is None or math.isfinite(loss) else None,
             wall_s=draft.wall_s if self._lag == 0 else sum(part or 0.0 for part in parts.values()),
             cost=StepCost(**parts),
-            sync_s=draft.sync_s,
+            sync_s=draft.sync_s(),
             cpu_s=draft.cpu_s,
             bytes=draft.bytes,
             members=self._world_size,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from evener.core.device_rates import DeviceRatesSpec, Passes, Sustained
-from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.roster import MICRO_BATCH_TOKENS
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.spec import TrainSpec
 from evener.core.units import median, percentile

@@ -1,54 +1,89 @@
-"""How do replicas agree? A Sync wraps the model so that after backward every rank holds the same gradient."""
+"""How do replicas agree? After the last backward of a pass every rank holds the same gradient: a Sync sees to it.
+
+The training program runs forward on the bare module. `backward` of the Sync is the one that exchanges; whatever came
+before it on this rank has added to the gradients and is exchanged with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
+from evener.core.roster import Roster
 from evener.worker.clock import Clock
+from evener.worker.group import Group
+
+Replica = Literal["equal", "drifting", "sharded"]
 
 
 class Sync(Protocol):
     """One strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count."""
 
-    name: str
-    bytes_per_step: int  # payload that this rank sends in one step, by the strategy's formula
-    waits: bool  # does the backward that is due end with waiting for the other ranks?
+    replica: Replica  # equal: compare hashes every N steps; drifting: after an outer step; sharded: gather to save
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module whose backward synchronizes."""
+    def wrap(self, module: nn.Module, uses_all: bool) -> None:
+        """Synchronize this module's gradients from now on; every rank then has rank 0's weights.
 
-    def arm(self, last: bool) -> None:
-        """Say before each forward whether its backward is the step's last, the one that synchronizes."""
+        `uses_all`: every pass of a rank that has sequences uses every parameter, so that nobody needs to ask.
+        """
 
-    def take_sync_s(self) -> float | None:
-        """Seconds of the step in which an all-reduce was in flight, hidden or not; forgets them."""
+    def backward(self, loss: Tensor | None) -> None:
+        """The last backward of a pass, and the exchange; None: this rank has nothing to add to it."""
+
+    def settle(self) -> None:
+        """After the first exchange: arrange the next ones in the order in which its gradients came."""
+
+    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
+        """(bytes that this rank sent since the last call, by the strategy's formula; seconds in flight, hidden or not).
+
+        The seconds are asked for later: on a GPU they are known when the step is over.
+        """
+
+    def average(self, buffers: list[Tensor], has_share: bool) -> None:
+        """Make buffers that forward changes equal on all ranks: the mean over the ranks that had a share."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers from step to step; empty where it remembers nothing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was remembered."""
 
 
 class Alone:
     """A world of one: nothing to agree on."""
 
-    name = "none"
-    bytes_per_step = 0
-    waits = False
+    replica: Replica = "equal"
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def arm(self, last: bool) -> None:
+    def wrap(self, module: nn.Module, uses_all: bool) -> None:
         pass
 
-    def take_sync_s(self) -> None:
-        return None
+    def backward(self, loss: Tensor | None) -> None:
+        if loss is not None:
+            loss.backward()
+
+    def settle(self) -> None:
+        pass
+
+    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
+        return 0, lambda: None
+
+    def average(self, buffers: list[Tensor], has_share: bool) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
-def make_sync(world_size: int, device: torch.device, clock: Clock, lap: Callable[[str], None]) -> Sync:
+def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], None]) -> Sync:
     """The strategy of a run."""
-    if world_size == 1:
+    if roster.sync.kind == "none":
         return Alone()
     from evener.worker.sync.ddp import DDP
 
-    return DDP(world_size, device, clock, lap)
+    assert roster.sync.kind == "ddp", roster.sync
+    return DDP(group, clock, lap)

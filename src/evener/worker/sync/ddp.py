@@ -1,8 +1,15 @@
 """How do replicas agree over a fast link? torch's DistributedDataParallel, summing, with its all-reduces timed.
 
 A rank sends 2(n-1)/n · P bytes a step, P = bytes of the gradients (ring all-reduce).   [Patarasuk & Yuan 2009]
+
+DDP decides at forward whether the backward that belongs to it exchanges gradients. A program may run several backwards,
+and its rank may have no sequences at all; so forward runs on the bare module, and DDP's reducer is told right before
+the one backward that exchanges. Of that it expects a gradient of every parameter. Those that got none get zeros, which
+the reducer waits for; where no rank had one, the parameter keeps none, so that an optimizer leaves it alone as it would
+on one rank.
 """
 
+# No `from __future__ import annotations`: torch looks at the hook's own.
 from collections.abc import Callable
 from typing import Any
 
@@ -13,55 +20,101 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
+from evener.worker.group import Group
+from evener.worker.sync import Replica
 
 
 class DDP:
     """The hook replaces DDP's own all-reduce by the same one, summing instead of averaging, between two clock marks."""
 
-    name = "ddp"
+    replica: Replica = "equal"
 
-    def __init__(self, world_size: int, device: torch.device, clock: Clock, lap: Callable[[str], None]) -> None:
-        self._world_size = world_size
-        self._device = device
-        self._clock = clock
-        self._lap = lap
+    def __init__(self, group: Group, clock: Clock, lap: Callable[[str], None]) -> None:
+        self._group, self._clock, self._lap = group, clock, lap
         self._in_flight: list[tuple[Any, Any]] = []
-        self.bytes_per_step = 0
-        self.waits = False
+        self._num_exchanges = 0
+        self._done: set[Tensor] = set()  # parameters whose gradient this rank has added to since the last exchange
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        self.bytes_per_step = ring_all_reduce_bytes(gradient_bytes, self._world_size)
-        self._module = DistributedDataParallel(
+    def wrap(self, module: nn.Module, uses_all: bool) -> None:
+        self._uses_all = uses_all
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        gradient_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        self._bytes = ring_all_reduce_bytes(gradient_bytes, self._group.world_size)
+        self._ddp = DistributedDataParallel(
             module,
-            device_ids=[self._device] if self._device.type == "cuda" else None,
+            device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
+            process_group=self._group.gradients,
             gradient_as_bucket_view=True,  # the buckets are the gradients: a copy less each way
-            forward_sync_buffers=False,  # rank 0's are the ones that are saved
+            forward_sync_buffers=False,  # see `average`
         )
-        self._module.register_comm_hook(None, self._all_reduce)
-        return self._module
+        self._ddp.register_comm_hook(None, self._all_reduce)
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._done.add)
 
-    def arm(self, last: bool) -> None:
-        self._module.require_backward_grad_sync = self.waits = last
+    def backward(self, loss: Tensor | None) -> None:
+        before = self._done.copy()
+        self._done.clear()
+        self._ddp.reducer.prepare_for_backward([])
+        if loss is not None:
+            loss.backward()
+        missing = [parameter for parameter in self._parameters if parameter not in self._done]
+        used = before | self._done
+        if missing:
+            sum((parameter.flatten()[:1] * 0).sum().float() for parameter in missing).backward()
+        self._done.clear()
+        if not self._uses_all:
+            self._forget_unused(used)
+        self._num_exchanges += 1
 
-    def take_sync_s(self) -> float:
-        spans = [(self._clock.seconds(self._first, begin), self._clock.seconds(self._first, end))
-                 for begin, end in self._in_flight]  # fmt: skip
-        self._in_flight = []
-        return union_s(spans)
+    def settle(self) -> None:
+        self._ddp.reducer._rebuild_buckets()
+
+    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
+        spans, self._in_flight = self._in_flight, []
+        num_exchanges, self._num_exchanges = self._num_exchanges, 0
+
+        def in_flight_s() -> float:
+            if not spans:
+                return 0.0
+            first = spans[0][0]
+            return union_s([(self._clock.seconds(first, begin), self._clock.seconds(first, end))
+                            for begin, end in spans])  # fmt: skip
+
+        return num_exchanges * self._bytes, in_flight_s
+
+    def average(self, buffers: list[Tensor], has_share: bool) -> None:
+        flat = torch.cat([buffer.detach().flatten().to("cpu", torch.float64) for buffer in buffers])
+        total = torch.cat([flat * has_share, torch.tensor([float(has_share)], dtype=torch.float64)])
+        dist.all_reduce(total, group=self._group.control)
+        mean = total[:-1] / total[-1]
+        for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _forget_unused(self, used: set[Tensor]) -> None:
+        """Parameters that no rank used have no gradient, as on one rank."""
+        mask = torch.tensor([parameter in used for parameter in self._parameters], dtype=torch.uint8)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group.control)
+        for parameter, is_used in zip(self._parameters, mask.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None
 
     def _all_reduce(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
             self._lap("compute_s")  # the last gradient is there: from here on backward only waits
         begin, in_flight = self._clock.mark(), self._in_flight
-        if bucket.index() == 0:
-            self._first = begin
 
         def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             in_flight.append((begin, self._clock.mark()))
             return future.value()[0]
 
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(done)
+        work = dist.all_reduce(bucket.buffer(), group=self._group.gradients, async_op=True)
+        return work.get_future().then(done)
 
 
 def union_s(spans: list[tuple[float, float]]) -> float:

@@ -1,0 +1,127 @@
+"""What does a run tell of itself beside its steps? Its manifest and the events of its beginning and end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+
+from evener.core.corpus import TOKENIZER_FILES
+from evener.core.errors import EvenerError
+from evener.core.failure import is_consequence
+from evener.core.machine import Machine, peak_memory_bytes
+from evener.core.resolve import Resolved
+from evener.core.roster import Roster
+from evener.core.rundir import SAMPLERS, Contention, Manifest, Rank, Result, RunDir, code_hash
+from evener.core.spec import RunSpec
+from evener.core.step import StepRecord
+from evener.core.units import count
+from evener.core.version import __version__
+from evener.worker.group import Group
+
+
+class Journal:
+    """One rank's part in it: rank 0 writes what all have told. All ranks call every method but `failed` together."""
+
+    def __init__(self, rundir: RunDir, group: Group, machine: Machine) -> None:
+        self._dir, self._group, self._machine = rundir, group, machine
+        self._manifest: Manifest | None = None
+
+    def begin(self, spec: RunSpec, resolved: Resolved | None, roster: Roster, params_by_group: Mapping[str, int], *,
+              compiled: bool, first: int, resumes: bool) -> None:  # fmt: skip
+        """The run goes on with step `first`."""
+        group = self._group
+        on_gpu = group.device.type == "cuda"
+        facts = Rank(
+            rank=group.rank,
+            host=self._machine.host,
+            device=torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
+            threads=torch.get_num_threads(),
+            pid=os.getpid(),
+        )
+        ranks = [msgspec.json.decode(text, type=Rank) for text in group.gather(msgspec.json.encode(facts))]
+        hosts = [msgspec.json.decode(text, type=Machine) for text in group.gather(msgspec.json.encode(self._machine))]
+        versions = {
+            "evener": __version__, "torch": str(torch.__version__), "python": platform.python_version()
+        }  # fmt: skip
+        self._manifest = Manifest(
+            verdict="running",
+            started=self._dir.manifest().started if resumes else time.time(),
+            argv=sys.argv,
+            versions=versions,
+            spec=msgspec.structs.replace(spec, out=str(self._dir)),
+            shape=resolved.shape if resolved else None,
+            corpus=resolved.corpus if resolved else None,
+            sampler=SAMPLERS[spec.train.sampling] if resolved else "own",
+            code_hash=code_hash(),
+            params_by_group=dict(params_by_group),
+            num_params=sum(params_by_group.values()),
+            roster=roster,
+            compiled=compiled,
+            hosts=list({host.host: host for host in hosts}.values()),
+            ranks=ranks,
+        )
+        if group.rank != 0:
+            return
+        self._dir.write_manifest(self._manifest)
+        if resolved is not None:  # a copy, so that the run can write text when its corpus is gone
+            for file in (Path(resolved.corpus.path) / name for name in TOKENIZER_FILES):
+                if file.exists():
+                    shutil.copy(file, self._dir.path / file.name)
+        self._dir.add_event("start", step=first, ranks=roster.world_size)
+        groups = ", ".join(f"{name} {count(num)}" for name, num in params_by_group.items() if num)
+        print(f"{count(self._manifest.num_params)} parameters: {groups}")
+        through = "" if roster.backend == "none" else f"{roster.backend}, "
+        begins = f"; going on with step {first + 1}" if resumes else ""
+        print(
+            f"{roster.world_size} × {facts.device}, {facts.threads} threads a rank, {through}{roster.dtypes}"
+            f"{', compiled' if compiled else ''}; run directory {self._dir}{begins}",
+            flush=True,
+        )
+
+    def rebalanced(self, roster: Roster) -> None:
+        """Another Roster is in force."""
+        if self._group.rank == 0:
+            self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.shares)
+            print(f"step {roster.from_step + 1}: shares {' : '.join(map(str, roster.shares))}", flush=True)
+
+    def finish(self, verdict: str, step: int, *, last: StepRecord | None, val_loss: float | None, agree: bool | None,
+               contention: Contention | None) -> None:  # fmt: skip
+        """The run has ended as it should."""
+        on_gpu = self._group.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self._group.device) if on_gpu else peak_memory_bytes()
+        peaks = [int(text) for text in self._group.gather(str(peak).encode())]
+        if self._group.rank == 0:
+            assert self._manifest is not None
+            result = Result(
+                steps=step,
+                loss=last.loss if last else None,
+                val_loss=val_loss,
+                replicas_agree=agree,
+                peak_memory_bytes=peaks,
+            )
+            self._dir.write_manifest(
+                msgspec.structs.replace(
+                    self._manifest, verdict=verdict, ended=time.time(), contention=contention, result=result
+                )
+            )
+            self._dir.add_event(verdict, step=step)
+        self._group.barrier()
+
+    def failed(self, error: BaseException) -> None:
+        """This rank fails: the event names it, as the cause or as one that only followed."""
+        event = "run.peer-exit" if is_consequence(error) else "failure"
+        hint = error.hint if isinstance(error, EvenerError) else ""
+        with contextlib.suppress(OSError):  # it may not have a directory, or a disk
+            self._dir.add_event(event, rank=self._group.rank, error=str(error) or type(error).__name__,
+                                kind=type(error).__name__, hint=hint)  # fmt: skip
+            if self._group.rank == 0 and self._manifest is not None:
+                self._dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))

@@ -1,0 +1,106 @@
+"""When is a run saved, and what proves that its replicas are one model? Rank 0 alone writes a checkpoint; hashes that
+it keeps say whether the others hold the same.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import safetensors.torch
+import torch
+
+from evener.core.errors import EvenerError, RunError
+from evener.core.rundir import Checkpoint, RunDir, read_checkpoint
+from evener.core.spec import RunSpec
+from evener.worker import checkpoint as checkpoints
+from evener.worker.group import Group
+from evener.worker.sync import Sync
+from evener.worker.trained import Trained
+from evener.worker.verify import differences, gather_hashes, hash_tensors
+
+
+class Keeper:
+    """One rank's part in saving and comparing. All ranks call every method together."""
+
+    def __init__(self, rundir: RunDir, spec: RunSpec, group: Group, trained: Trained, sync: Sync) -> None:
+        self._dir, self._spec, self._group, self._trained, self._sync = rundir, spec, group, trained, sync
+        self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
+        self._best: tuple[float, int] | None = None
+
+    def restore(self, resume: Checkpoint | None) -> None:
+        """Become what a checkpoint holds, with this rank's random numbers as they were, or as they begin."""
+        step = resume.step if resume else 0
+        if resume is not None:
+            folder = self._dir.checkpoint_path(step)
+            self._trained.load(folder)
+            self._saved_step = step
+            if self._group.local_rank == 0:
+                for rank in self._dir.recorded_ranks():
+                    self._dir.keep_records_before(rank, step)
+            saved = [(read_checkpoint(self._dir.checkpoint_path(step)).val_loss, step)
+                     for step in self._dir.checkpoint_steps()]  # fmt: skip
+            self._best = min(((loss, step) for loss, step in saved if loss is not None), default=None)
+            if resume.world_size == self._group.world_size:
+                checkpoints.restore_rng(checkpoints.load_rng(folder, self._group.rank), self._group.device)
+                return
+        draw = np.random.SeedSequence((self._spec.train.seed, step, self._group.rank)).generate_state(2, np.uint32)
+        torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
+
+    def save(self, step: int, val_loss: float | None) -> None:
+        """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be."""
+        if step == self._saved_step:
+            return
+        weights = self._trained.weights()
+        replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
+        rng = self._group.gather(safetensors.torch.save(checkpoints.rng_states(self._group.device)))
+        failed = b""
+        if self._group.rank == 0:
+            try:
+                checkpoints.save(
+                    self._dir,
+                    weights,
+                    self._trained.state_dicts(),
+                    step=step,
+                    val_loss=val_loss,
+                    rng_states=[safetensors.torch.load(state) for state in rng],
+                    replica_hashes=replica_hashes,
+                )
+            except EvenerError as error:
+                failed = msgspec.json.encode([str(error), error.hint])
+            else:
+                if val_loss is not None and (self._best is None or val_loss < self._best[0]):
+                    self._best = (val_loss, step)
+                checkpoints.prune(self._dir, self._spec.checkpoint.keep, self._best[1] if self._best else None)
+                self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
+        failed = self._group.gather(failed)[0]  # also keeps the others from starting the next step's clock
+        if failed:
+            message, hint = msgspec.json.decode(failed)
+            raise RunError(message, hint=hint)
+        self._saved_step = step
+
+    def compare(self, step: int) -> bool | None:
+        """Do the replicas hold the same bits? None of one rank.
+
+        RunError where they do not; each then leaves its weights in RUN/replicas for `evener verify`.
+        """
+        if self._group.world_size == 1:
+            return None
+        assert self._sync.replica == "equal", self._sync.replica
+        weights = self._trained.weights()
+        hashes = hash_tensors(weights.items())
+        found = differences(list(hashes), gather_hashes(hashes, self._group.world_size, self._group.control))
+        if found:
+            folder = self._dir.path / "replicas"
+            folder.mkdir(exist_ok=True)
+            checkpoints.write_tensors(folder / f"rank-{self._group.rank}.safetensors", weights)
+            if self._group.rank == 0:
+                self._dir.add_event("run.diverged", step=step, differences=msgspec.to_builtins(found))
+            self._group.barrier()
+            raise RunError(
+                f"after step {step}: the replicas differ: rank {found[0].rank} in {found[0].tensor}"
+                + (f" and {len(found) - 1} more tensors" if len(found) > 1 else ""),
+                hint=f"evener verify {self._dir} shows by how much; --resume goes back to the last checkpoint",
+            )
+        if self._group.rank == 0:
+            self._dir.add_event("replicas.agree", step=step, tensors=len(hashes))
+        return True

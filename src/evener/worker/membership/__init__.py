@@ -1,0 +1,18 @@
+"""Who takes part in this step? A Membership says so, as a Roster; what to do about a change is its business alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from evener.core.roster import Roster
+from evener.worker.record import News
+
+
+class Membership(Protocol):
+    """The Roster in force. All ranks hold the same one at the same step, because all derive it from the same News."""
+
+    roster: Roster
+
+    def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
+        """The Roster from `next_step` on, by what all ranks have told; None where nothing changes."""

@@ -1,0 +1,225 @@
+"""What does one optimizer step of one rank consist of? Passes over its share of the batch, and updates.
+
+    micro_batches() ─▶ batch ─▶ forward ─▶ backward() ─▶ … ─▶ the last backward exchanges gradients ─▶ update()
+
+A program may run several backwards on a micro-batch, and only when its loop asks for the next one is it known which was
+the last. So the newest backward of a pass's last micro-batch is held until then: gradients are complete when the loop
+over micro_batches() has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evener.core.errors import UsageError
+from evener.core.roster import Member, Roster
+from evener.core.spec import RunSpec
+from evener.worker.datasets import Dataset
+from evener.worker.group import Group
+from evener.worker.record import BLOCKED, OnHost, Recorder
+from evener.worker.rehearsal import Rehearsal
+from evener.worker.sync import Sync
+from evener.worker.trained import Trained
+
+
+@dataclass
+class Engine:
+    """What every step of a run is made with."""
+
+    spec: RunSpec
+    group: Group
+    dataset: Dataset
+    trained: Trained
+    sync: Sync
+    recorder: Recorder
+    tries_halves: bool  # does the rehearsal ask whether a loss is a sum?
+    moved: set[str] = field(default_factory=set)  # buffers that forward changes
+
+
+class Step:
+    """One optimizer step of one rank."""
+
+    def __init__(self, engine: Engine, roster: Roster, index: int, *, is_first: bool) -> None:
+        self._engine, self._roster, self._is_first = engine, roster, is_first
+        train, every = engine.spec.train, engine.spec.eval.eval_every
+        self.index = index
+        self.val_loss: float | None = None
+        self.evaluates = index + 1 == train.steps or (bool(every) and (index + 1) % every == 0)
+        self._samples = engine.dataset.global_batch(train.seed, index, train.batch)
+        self._global_tokens = engine.dataset.num_tokens(self._samples)
+        if not self._global_tokens > 0:
+            raise UsageError(f"step {index}: num_tokens of its batch is {self._global_tokens}: expected more than 0")
+        self._num_passes = 0
+        self._in_micro_batch = self._is_last = self._is_updated = False
+        self._held: Tensor | None = None
+        self._tokens = 0.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.group.device)
+        self._grad_norm: Tensor | None = None
+        self._lr = 0.0
+
+    @property
+    def member(self) -> Member:
+        """This rank's part."""
+        return self._roster.members[self._engine.group.rank]
+
+    def micro_batches(self) -> Iterator[Any]:
+        """This rank's share of the global batch, micro-batch by micro-batch; called again, the same samples once more.
+
+        In the first step of a start its loop sees a few micro-batches more: the rehearsal (see rehearsal.py).
+        """
+        engine, sizes = self._engine, self.member.micro_batches
+        if self._num_passes and not self._is_updated:
+            raise UsageError(
+                "step.micro_batches() again, before step.update: the ranks have exchanged the first pass's gradients",
+                hint="both losses in one pass: step.backward may be called several times in a micro-batch",
+            )
+        self._is_updated = False
+        engine.trained.zero_grad()
+        start = self._roster.first_sequence(engine.group.rank)
+        mine = self._samples[start : start + self.member.share]
+        if self._is_first:
+            yield from self._rehearse(mine)
+        parts = np.split(mine, np.cumsum(sizes)[:-1]) if sizes else []
+        if self._num_passes == 0:
+            self._tokens = float(sum(engine.dataset.num_tokens(part) for part in parts))
+        self._num_passes += 1
+        yield from self._run(parts)
+
+    def backward(self, loss: Tensor, tokens: float | None = None) -> None:
+        """Backward of a *sum* of losses, divided by what the losses of the global batch are weighed by.
+
+        Of a mean, `tokens` says over how many it was taken. May be called several times in a micro-batch.
+        UsageError outside of one, where nothing would be exchanged.
+        """
+        if not self._in_micro_batch:
+            raise UsageError(
+                "step.backward outside of the loop over step.micro_batches(): its gradients would stay on this rank",
+                hint="call it inside of the loop, once for each micro-batch or more often",
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(
+                f"step.backward: expected one number that depends on parameters, got a tensor of {tuple(loss.shape)}"
+                f"{'' if loss.requires_grad else ' that depends on none'}",
+                hint="the sum of the losses of the micro-batch's samples",
+            )
+        loss_sum = (loss if tokens is None else loss * tokens).reshape(())
+        self._loss_sum += loss_sum.detach()
+        self._release()
+        self._held = self._engine.trained.scaler.scale(loss_sum / self._global_tokens)
+        if not self._is_last:
+            self._release()
+
+    def update(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Clip the global norm of these optimizers' gradients, and step with each."""
+        engine, clip = self._engine, self._engine.spec.train.clip
+        self._check_update(optimizers)
+        for optimizer in optimizers:
+            engine.trained.scaler.unscale_(optimizer)
+        if clip:
+            groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+            norm = nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group], clip)
+            self._grad_norm = norm if self._grad_norm is None else torch.hypot(norm, self._grad_norm)
+        self._lr = optimizers[0].param_groups[0]["lr"]
+        for optimizer in optimizers:
+            engine.trained.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self._is_updated = True
+        engine.recorder.lap("optimizer_s")
+        engine.recorder.pause()
+
+    def end(self, *, want_stop: bool, weight: float) -> None:
+        """The training program's step is over: record it."""
+        if not self._is_updated:
+            what = "there was no step.update" if self._num_passes else "no micro-batch was taken"
+            raise UsageError(
+                f"step {self.index}: {what}: nothing was learned from its batch",
+                hint="micro-batches of one step are accumulated already; a larger --batch has more of them",
+            )
+        num_bytes, sync_s = self._engine.sync.take_cost()
+        if self._engine.trained.scaler.is_enabled():
+            self._engine.trained.scaler.update()
+        self._engine.recorder.end(
+            want_stop=want_stop,
+            weight=weight,
+            step=self.index,
+            epoch=self._roster.epoch,
+            tokens=self._tokens,
+            global_tokens=self._global_tokens,
+            sync_s=sync_s,
+            bytes=num_bytes,
+            lr=self._lr,
+            loss_sum=OnHost(self._loss_sum),
+            grad_norm=None if self._grad_norm is None else OnHost(self._grad_norm),
+        )
+
+    # --- one pass ---------------------------------------------------------------------------------------------------
+
+    def _run(self, parts: list[np.ndarray]) -> Iterator[Any]:
+        """The micro-batches, one after the other; when the program asks for one more, the exchange."""
+        engine = self._engine
+        for i, part in enumerate(parts):
+            batch = engine.dataset.load(part, engine.group.device)
+            engine.recorder.lap("data_s")
+            self._in_micro_batch, self._is_last = True, i + 1 == len(parts)
+            yield batch
+            self._in_micro_batch = False
+        self._exchange()
+
+    def _exchange(self) -> None:
+        engine, held = self._engine, self._held
+        self._held, self._is_last = None, False
+        engine.recorder.lap("compute_s")
+        engine.sync.backward(held)
+        if engine.moved:
+            moved = [buffer for name, buffer in engine.trained.module.named_buffers() if name in engine.moved]
+            engine.sync.average(moved, has_share=self.member.share > 0)
+        engine.recorder.lap("compute_s" if engine.group.world_size == 1 else BLOCKED)
+
+    def _release(self) -> None:
+        """Run the backward that was held: it was not the last."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.backward()
+            self._engine.recorder.lap("compute_s")
+
+    def _rehearse(self, mine: np.ndarray) -> Iterator[Any]:
+        """Run the program's own loop on parts of the batch, and forget what it did."""
+        engine = self._engine
+        rehearsal = Rehearsal(engine.trained.module, engine.group, tries_halves=engine.tries_halves)
+        parts = rehearsal.parts(mine if len(mine) else self._samples[:1], self.member.micro_batches or [1])
+        before = self._loss_sum.clone()
+        for i, part in enumerate(parts):
+            exchanges = i + 1 == len(parts)
+            self._loss_sum.zero_()
+            batch = engine.dataset.load(part, engine.group.device)
+            self._in_micro_batch, self._is_last = True, exchanges
+            yield batch
+            self._in_micro_batch = False
+            rehearsal.note(float(self._loss_sum))
+            if exchanges:
+                self._exchange()
+                engine.sync.settle()
+        engine.sync.take_cost()
+        engine.trained.zero_grad()
+        self._loss_sum = before
+        engine.moved |= rehearsal.end()
+        engine.recorder.begin()
+
+    def _check_update(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        if self._in_micro_batch or self._num_passes == 0:
+            raise UsageError(
+                "step.update inside of the loop over step.micro_batches(), or without one: gradients are not complete",
+                hint="call it once, after the loop",
+            )
+        for optimizer in optimizers:
+            if not any(optimizer is known for known in self._engine.trained.optimizers):
+                raise UsageError(
+                    f"step.update: this {type(optimizer).__name__} was not given to run.optimizer, nor will be saved",
+                    hint="optimizer = run.optimizer(…) before run.steps",
+                )
