@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from evener.core.corpus import Corpus
+from evener.core.files import write_atomic
 from evener.core.machine import Machine
 from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir, write_atomic
+from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import EvalSpec, RunSpec, TrainSpec
 from evener.core.step import StepCost, StepRecord

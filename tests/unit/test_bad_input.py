@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evener.cli.main import main
+from evener.core.files import digest_of, write_atomic
 from evener.core.machine import this_machine
 from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Checkpoint, Manifest, Rank, RunDir, digest_of, write_atomic
+from evener.core.rundir import Checkpoint, Manifest, Rank, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import FLAGS, RunSpec
 from evener.launch import local

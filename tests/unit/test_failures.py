@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from evener.core.files import write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan
-from evener.core.rundir import RunDir, write_atomic
+from evener.core.rundir import RunDir
 from evener.launch.failures import first_failure
 
 PEER = "RuntimeError: [gloo/pair.cc:537] Connection closed by peer [10.0.0.2]:1"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from evener.core.errors import RunError
+from evener.core.files import follow_lines, write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan, write_plan
-from evener.core.rundir import RunDir, follow_lines, write_atomic
+from evener.core.rundir import RunDir
 from evener.launch.mirror import BehindError, HostMirror
 
 DEADLINE_S = 120.0

@@ -11,7 +11,8 @@ from jinja2 import UndefinedError
 
 from evener.cli.report import report
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.rundir import RunDir, write_atomic
+from evener.core.files import write_atomic
+from evener.core.rundir import RunDir
 from evener.report.markup import document
 from evener.report.page import run_page, write_page
 from evener.report.picture import scaling_png

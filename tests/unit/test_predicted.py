@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from evener.bench.table import rows as bench_rows
+from evener.core.files import write_atomic
 from evener.core.plan import Plan, write_plan
 from evener.core.prediction import Cluster, HostRates, Job, Option, Prediction, RankCost, Wire
-from evener.core.rundir import RunDir, write_atomic
+from evener.core.rundir import RunDir
 from evener.core.shape import preset_shape
 from evener.core.step import PARTS, StepCost, StepRecord
 from evener.report.explain import explain_run

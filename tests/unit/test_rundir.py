@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.rundir import RunDir, follow_lines, write_atomic, write_folder_atomic
+from evener.core.files import follow_lines, write_atomic, write_folder_atomic
+from evener.core.rundir import RunDir
 from evener.core.step import StepCost, StepRecord
 
 

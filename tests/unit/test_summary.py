@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from evener.core.rundir import write_atomic
+from evener.core.files import write_atomic
 from evener.core.step import StepCost, aligned
 from evener.core.units import median
 from evener.report import figures

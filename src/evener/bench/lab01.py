@@ -21,9 +21,10 @@ import msgspec
 
 from evener.core.corpus import Corpus, load_corpus
 from evener.core.errors import RunError, UsageError
+from evener.core.files import write_atomic
 from evener.core.machine import this_machine
 from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Manifest, Rank, Result, RunDir, code_hash, write_atomic
+from evener.core.rundir import Manifest, Rank, Result, RunDir, code_hash
 from evener.core.shape import GPTShape, preset_shape
 from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.core.step import StepCost, StepRecord, aligned, split_blocked

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import UsageError
+from evener.core.files import write_atomic
 from evener.core.prediction import Prediction
-from evener.core.rundir import RunDir, write_atomic
+from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.launch import local

@@ -171,7 +171,7 @@ class Lines:
     """What the ranks print, as it comes home: `2 attic │ text`."""
 
     def __init__(self, rundir: Any, plan: Any, hosts: set[str] | None = None, ranks: set[int] | None = None) -> None:
-        from evener.core.rundir import follow_lines
+        from evener.core.files import follow_lines
 
         self._followers: list[tuple[str, Any]] = []
         width = max(len(f"{host.first_rank + host.num_ranks} {host.name}") for host in plan.hosts)

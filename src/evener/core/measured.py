@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import UsageError
+from evener.core.files import write_atomic
 from evener.core.fleet import Link, Rates
-from evener.core.rundir import write_atomic
 
 
 def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None = None,

@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from evener.core.errors import UsageError
+from evener.core.files import write_atomic
 from evener.core.fleet import Host
 from evener.core.prediction import Prediction
 from evener.core.roster import Roster
-from evener.core.rundir import RunDir, write_atomic
+from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec
 
 FORMAT = 1

@@ -12,12 +12,8 @@ Whoever can read the directory can watch, report, verify, compare and resume the
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ import msgspec
 
 from evener.core.corpus import Corpus
 from evener.core.errors import CheckpointError, UsageError
+from evener.core.files import digest_of, write_atomic
 from evener.core.machine import Machine
 from evener.core.roster import Roster
 from evener.core.shape import GPTShape
@@ -247,43 +244,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def write_folder_atomic(folder: Path, write: Any) -> None:
-    """Let `write(temporary)` fill a folder, make it durable, then give it its name in one step."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        write(temporary)
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
-        temporary.rename(folder)
-        sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file in one step: a reader sees the old content or the new one. `mode` is cut by the umask."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(content)
-        sync(temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def digest_of(path: Path) -> str:
-    """blake2b of a file's content, as hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
-
-
 def code_hash() -> str:
     """blake2b over evener's own source, so that two hosts can be compared."""
     root = Path(__file__).parents[1]
@@ -291,30 +251,3 @@ def code_hash() -> str:
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def follow_lines(path: Path) -> Iterator[list[bytes]]:
-    """Each time it is asked, the complete lines that a growing file has gained; of a file that was replaced, all."""
-    position, inode = 0, -1
-    while True:
-        try:
-            with path.open("rb") as file:
-                facts = os.fstat(file.fileno())
-                if inode != facts.st_ino or facts.st_size < position:
-                    position, inode = 0, facts.st_ino
-                file.seek(position)
-                chunk = file.read()
-        except OSError:
-            chunk = b""
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        position += len(complete)
-        yield complete.split(b"\n")[:-1]
-
-
-def sync(path: Path) -> None:
-    """Return when a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -35,7 +35,7 @@ from evener.core.corpus import (
     token_dtype,
 )
 from evener.core.errors import DataError, UsageError
-from evener.core.rundir import sync
+from evener.core.files import sync
 from evener.corpus.text import Part, Progress, Splits, read_text, survey
 from evener.corpus.tokenizer import (
     BPE_VOCAB_SIZE,

@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import HostError, RunError, UsageError
+from evener.core.files import follow_lines
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.plan import HostPlan, Plan, write_plan
 from evener.core.resolve import Resolved
-from evener.core.rundir import RunDir, follow_lines
+from evener.core.rundir import RunDir
 from evener.core.step import StepRecord
 from evener.core.units import size
 from evener.hosts.doctor import Survey, survey

@@ -18,9 +18,10 @@ import msgspec
 
 from evener.core import errors
 from evener.core.errors import EvenerError, HostError, RunError
+from evener.core.files import follow_lines
 from evener.core.machine import usable_cores
 from evener.core.plan import Plan
-from evener.core.rundir import RunDir, follow_lines
+from evener.core.rundir import RunDir
 from evener.hosts.session import RemoteError, Sessions
 from evener.launch import fleet
 from evener.launch.commands import script_plan

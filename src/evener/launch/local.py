@@ -25,9 +25,10 @@ import psutil
 
 from evener.core import errors
 from evener.core.errors import EvenerError, RunError
+from evener.core.files import follow_lines
 from evener.core.plan import Plan, write_plan
 from evener.core.prediction import Prediction
-from evener.core.rundir import Manifest, RunDir, follow_lines
+from evener.core.rundir import Manifest, RunDir
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.launch.torchrun import worker_argv, worker_env

@@ -23,8 +23,9 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import HostError, RunError
+from evener.core.files import write_atomic
 from evener.core.plan import HostPlan, Plan, read_plan
-from evener.core.rundir import RunDir, write_atomic
+from evener.core.rundir import RunDir
 from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import HostError, UsageError
+from evener.core.files import sync
 from evener.core.fleet import Fleet
-from evener.core.rundir import sync
 from evener.core.units import size
 from evener.hosts.session import RemoteError, Session, Sessions, for_each
 from evener.launch.tree import DigestCache, File, Tree

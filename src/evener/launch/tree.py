@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.rundir import write_atomic
+from evener.core.files import write_atomic
 from evener.core.units import size
 
 MAX_CODE_BYTES = 512_000_000

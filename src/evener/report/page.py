@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from evener.core.files import write_atomic
 from evener.core.prediction import Option
-from evener.core.rundir import Manifest, RunDir, write_atomic
+from evener.core.rundir import Manifest, RunDir
 from evener.core.step import StepRecord, aligned
 from evener.core.units import count, seconds, size
 from evener.plan.search import what_if

@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evener.core.errors import CheckpointError, RunError, UsageError
-from evener.core.rundir import Checkpoint, RunDir, describe_checkpoint, digest_of, write_atomic, write_folder_atomic
+from evener.core.files import digest_of, write_atomic, write_folder_atomic
+from evener.core.rundir import Checkpoint, RunDir, describe_checkpoint
 from evener.worker.statetree import check_storable, pack, unpack
 
 REMOVED = ".removed"  # ends the name of a checkpoint that is on its way out

@@ -39,7 +39,7 @@ from evener.worker.membership.fixed import Fixed
 from evener.worker.record import Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
-from evener.worker.sync import make_sync
+from evener.worker.sync.choose import make_sync
 from evener.worker.trained import Thing, Trained, check_batch_norm
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -11,10 +11,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from evener.core.roster import Roster
-from evener.worker.clock import Clock
-from evener.worker.group import Group
-
 Replica = Literal["equal", "drifting", "sharded"]
 
 
@@ -49,41 +45,3 @@ class Sync(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was remembered."""
-
-
-class Alone:
-    """A world of one: nothing to agree on."""
-
-    replica: Replica = "equal"
-
-    def wrap(self, module: nn.Module, uses_all: bool) -> None:
-        pass
-
-    def backward(self, loss: Tensor | None) -> None:
-        if loss is not None:
-            loss.backward()
-
-    def settle(self) -> None:
-        pass
-
-    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
-        return 0, lambda: None
-
-    def average(self, buffers: list[Tensor], has_share: bool) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], None]) -> Sync:
-    """The strategy of a run."""
-    if roster.sync.kind == "none":
-        return Alone()
-    from evener.worker.sync.ddp import DDP
-
-    assert roster.sync.kind == "ddp", roster.sync
-    return DDP(group, clock, lap)

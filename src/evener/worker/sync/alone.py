@@ -1,0 +1,38 @@
+"""How does one replica agree with itself? There is nothing to exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from evener.worker.sync import Replica
+
+
+class Alone:
+    """A world of one."""
+
+    replica: Replica = "equal"
+
+    def wrap(self, module: nn.Module, uses_all: bool) -> None:
+        pass
+
+    def backward(self, loss: Tensor | None) -> None:
+        if loss is not None:
+            loss.backward()
+
+    def settle(self) -> None:
+        pass
+
+    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
+        return 0, lambda: None
+
+    def average(self, buffers: list[Tensor], has_share: bool) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
