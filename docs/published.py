@@ -16,9 +16,11 @@ from typing import NamedTuple
 import msgspec
 
 from evener.core.prediction import Job, Wire
+from evener.core.roster import SyncSpec
 from evener.core.shape import PRESETS, GPTShape
+from evener.core.spec import ModelSpec, RunSpec, TrainSpec
 from evener.plan.cluster import uniform
-from evener.plan.collectives import INFINITE, backend_s, bus_factor, ring
+from evener.plan.collectives import INFINITE, Ring, backend_s, bus_factor, ring
 from evener.plan.cost import price
 from evener.plan.scale import scale
 from evener.plan.sync import loss_penalty
@@ -82,9 +84,11 @@ def _training(row: dict[str, str], by_id: dict[str, dict[str, str]], source: str
         return [_fsdp(row, by_id["fsdp7b-1"], source, stated)]
     if family == "homelab":
         rates = [60.0, 60.0 * 4 / 8]
-        job = Job(model="d8", shape=_with(PRESETS["d8"], block_size=512), batch=8, micro_batch=8, dtype="fp32")
+        spec = RunSpec(model=ModelSpec(model="d8"), train=TrainSpec(batch=8, micro_batch=8))
+        job = Job(spec=spec, shape=_with(PRESETS["d8"], block_size=512))
         wire = Wire(latency_s=1e-4, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9)
-        found = price(job, uniform(["i9", "laptop"], rates, wire), "ddp")
+        cluster = uniform(dict(zip(["i9", "laptop"], rates, strict=True)), wire)
+        found = price(job, cluster, job.roster(cluster.seats))
         all_reduce_s = found.ranks[0].sync_s
         return [
             Row(name, value, found.tokens_per_s, "tokens/s", source,
@@ -93,9 +97,7 @@ def _training(row: dict[str, str], by_id: dict[str, dict[str, str]], source: str
             Row(f"{name}: all-reduce", 4.3, all_reduce_s, "s", source, "503 MB at 0.117 GB/s, of 71.5 s", stated),
         ]  # fmt: skip
     if family.startswith("comm760m"):
-        two = ring(
-            uniform(["a", "b"], [1.0, 1.0], Wire(latency_s=0.0, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9))
-        )
+        two = _two(Wire(latency_s=0.0, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9))
         ours = backend_s("all_reduce", 2 * 760e6, two, "gloo")
         return [Row(name, value, ours, "s", source, "2(n-1)/n · 1.52 GB at 85 % of the line", stated)]
     if family == "mpt7b":
@@ -114,13 +116,18 @@ def _fsdp(row: dict[str, str], alone: dict[str, str], source: str, stated: bool)
         return Row(row["id"], value, value, "tokens/s", source, "given: one node's rate is that of its computing")
     nodes, busbw = int(row["nodes"]), float(row["link_busbw_GBps"]) * 1e9
     shape = like(float(row["params"]), num_layers=28, width=3584, block_size=2048)
-    job = Job(model="Qwen-7B", shape=shape, batch=2 * 8 * nodes, micro_batch=2, dtype="bf16")
+    job = Job(spec=RunSpec(train=TrainSpec(batch=2 * 8 * nodes, micro_batch=2)), shape=shape)
     wire = Wire(latency_s=1e-5, bandwidth_Bps=busbw)
-    cluster = uniform([f"n{i}" for i in range(nodes)], [per_gpu] * nodes, wire, 8, wire, "nccl")
-    found = price(job, cluster, "fsdp")
+    cluster = uniform({f"n{i}": per_gpu for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(8)], wire)
+    found = price(job, cluster, _with(job.roster(cluster.seats), sync=SyncSpec(kind="fsdp")))
     why = f"two gathers and a reduce-scatter of 15.2 GB: {found.ranks[0].sync_s:.3g} s beside " \
           f"{found.slowest.cost.compute_s:.2f} s of computing"  # fmt: skip
     return Row(row["id"], value, found.tokens_per_s, "tokens/s", source, why, stated)
+
+
+def _two(wire: Wire) -> Ring:
+    """Two ranks on hosts of their own."""
+    return ring(uniform({"a": 1.0, "b": 1.0}, wire), ["a", "b"])
 
 
 def like(num_params: float, *, num_layers: int, width: int, block_size: int) -> GPTShape:
@@ -230,7 +237,9 @@ def low_communication() -> list[Row]:
         name, source = f"{row['model']} {row['method']}", row["source"]
         if row["metric"].startswith("loss penalty"):
             replicas = int(row["method"].split()[1])
-            penalty, _ = loss_penalty("diloco:30", int(float(row["model"].rstrip("M")) * 1e6), replicas)
+            penalty, _ = loss_penalty(
+                SyncSpec(kind="diloco", every=30), int(float(row["model"].rstrip("M")) * 1e6), replicas
+            )
             found.append(Row(name, float(row["value"]), None if penalty is None else 100 * penalty, "% of loss", source,
                              "the planner's own table"))  # fmt: skip
         elif row["metric"].startswith("hours"):
@@ -242,7 +251,7 @@ def _streaming(row: dict[str, str], name: str) -> Row:
     """1B parameters in bf16 over two replicas at 1 Gbit/s; steps of 2²⁰ tokens, 8 fragments: assumptions."""
     num_steps, compute_s = 25e9 / 2**20, 0.67 * 3600 / (25e9 / 2**20)
     wire = Wire(latency_s=0.0, bandwidth_Bps=1e9 / 8)
-    two = ring(uniform(["a", "b"], [1.0, 1.0], wire))
+    two = _two(wire)
     if "streaming" in row["method"]:
         fragment_s = backend_s("all_reduce", 0.5e9 / 8, two, "gloo")
         step_s = compute_s + 8 * max(0.0, fragment_s - compute_s) / 100

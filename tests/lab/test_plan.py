@@ -56,11 +56,12 @@ def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, cor
     option = prediction.option("ddp")
     (same,) = [one for one in asked["options"] if one["name"] == "ddp"]
     assert option.step_s == pytest.approx(same["step_s"])  # what plan said is what train executes
-    assert [host.name for host in read_plan(rundir).hosts] == [host.name for host in prediction.cluster.hosts]
-    for rank in option.ranks:
-        assert rundir.manifest().ranks[rank.rank].host == rank.host
-        assert {record.bytes for record in rundir.records(rank.rank)} == {rank.bytes}
-        assert {record.tokens for record in rundir.records(rank.rank)} == {4 * 64}
+    assert [host.name for host in read_plan(rundir).hosts] == prediction.cluster.names
+    assert option.roster == read_plan(rundir).roster == rundir.manifest().roster
+    for member in option.roster.members:
+        assert rundir.manifest().ranks[member.rank].host == member.host
+        assert {record.bytes for record in rundir.records(member.rank)} == {option.ranks[member.rank].bytes}
+        assert {record.tokens for record in rundir.records(member.rank)} == {4 * 64}
     told = json.loads(done.stdout)["predicted"]
     assert told["step_s"] == pytest.approx(option.step_s)
     assert summarize(rundir).predicted == option
@@ -68,7 +69,7 @@ def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, cor
 
     again = json.loads(evener(tmp_path, "plan", "--from", "run", "--json").stdout)
     (ddp,) = [one for one in again["options"] if one["name"] == "ddp"]
-    assert [host["name"] for host in again["cluster"]["hosts"]] == [host.name for host in prediction.cluster.hosts]
+    assert list(again["cluster"]["hosts"]) == prediction.cluster.names
     assert ddp["step_s"] == pytest.approx(summarize(rundir).step_p50_s, rel=0.5)
 
     few = evener(

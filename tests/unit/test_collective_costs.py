@@ -404,28 +404,28 @@ def test_gloo_all_to_all_has_the_wire_until_the_sockets_are_full():
         assert size / 2 / took_s / wire.bandwidth_Bps == pytest.approx(share, rel=near)
 
 
-def cluster(sizes, wire, backend="gloo", sum_Bps=None):
-    hosts = [
-        HostRates(
-            name=name, device="cpu", num_ranks=num, tokens_per_s=1.0, sum_Bps=sum_Bps,
-            local=Wire(latency_s=1e-6, bandwidth_Bps=1e10),
-        )
-        for name, num in sizes.items()
-    ]  # fmt: skip
-    return Cluster(hosts=hosts, wires={a: {b: wire(a, b) for b in sizes if b != a} for a in sizes}, backend=backend)
+def ring_of(sizes, wire, sum_Bps=None):
+    """Of so many ranks on each host, between which `wire` tells the links."""
+    rates = HostRates(tokens_per_s={}, sum_Bps=sum_Bps, local=Wire(latency_s=1e-6, bandwidth_Bps=1e10))
+    wires = {a: {b: wire(a, b) for b in sizes if b != a} for a in sizes}
+    hosts = [name for name, num in sizes.items() for _ in range(num)]
+    return ring(Cluster(seats=[], hosts=dict.fromkeys(sizes, rates), wires=wires), hosts)
 
 
 def test_a_ring_crosses_a_host_connection_once_each_way():
     speed = {("a", "b"): 1.0, ("b", "c"): 2.0, ("c", "a"): 3.0, ("b", "a"): 4.0, ("c", "b"): 5.0, ("a", "c"): 6.0}
-    made = cluster({"a": 2, "b": 1, "c": 3}, lambda a, b: Wire(latency_s=0.0, bandwidth_Bps=speed[a, b]))
-    around = ring(made)
+
+    def wire(a, b):
+        return Wire(latency_s=0.0, bandwidth_Bps=speed[a, b])
+
+    around = ring_of({"a": 2, "b": 1, "c": 3}, wire)
     assert around.hosts == ("a", "a", "b", "c", "c", "c")
     assert [w.bandwidth_Bps for w in around.wires] == [1e10, 1.0, 2.0, 1e10, 1e10, 3.0]
     assert [w.bandwidth_Bps for w in around.back] == [6.0, 1e10, 4.0, 5.0, 1e10, 1e10]
     assert (around.host_sizes, around.sum_Bps) == ([2, 1, 3], (math.inf,) * 6)
     assert around.slowest(crossing=True).bandwidth_Bps == 1.0
     assert around.slowest(crossing=False).bandwidth_Bps == 1e10
-    turned = ring(made, ["a", "c", "b"])
+    turned = ring_of({"a": 2, "c": 3, "b": 1}, wire)
     assert turned.hosts == ("a", "a", "c", "c", "c", "b")
     assert [w.bandwidth_Bps for w in turned.wires] == [1e10, 6.0, 1e10, 1e10, 5.0, 4.0]
     # Gloo's all-reduce sends to the rank before, NCCL's to the next
@@ -438,9 +438,9 @@ def test_a_ring_crosses_a_host_connection_once_each_way():
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_time_grows_with_size_and_a_world_of_one_waits_for_nobody(collective, backend):
     wire = Wire(latency_s=1e-4, bandwidth_Bps=1e8)
-    assert backend_s(collective, 1e6, ring(cluster({"a": 1}, lambda a, b: wire)), backend) == 0.0
+    assert backend_s(collective, 1e6, ring_of({"a": 1}, lambda a, b: wire), backend) == 0.0
     for sizes in ({"a": 1, "b": 1}, {"a": 2, "b": 2}, {"a": 4}, {"a": 1, "b": 3, "c": 2}, dict.fromkeys("abcdefg", 3)):
-        around = ring(cluster(sizes, lambda a, b: wire, sum_Bps=5e9))
+        around = ring_of(sizes, lambda a, b: wire, sum_Bps=5e9)
         times = [backend_s(collective, size, around, backend) for size in (0, 1, 1e3, 1e5, 1e6, 1e7, 1e9)]
         assert times == sorted(times)
         assert times[0] > 0
@@ -452,7 +452,7 @@ def test_time_grows_with_size_and_a_world_of_one_waits_for_nobody(collective, ba
 
 def test_ranks_of_a_host_share_its_connection():
     wire = Wire(latency_s=0.0, bandwidth_Bps=1e8)
-    two_by_four = ring(cluster({"a": 4, "b": 4}, lambda a, b: wire))
+    two_by_four = ring_of({"a": 4, "b": 4}, lambda a, b: wire)
     # to-all: 4 ranks × 4 parts of 1/8 leave a host; a tree by rank: in its last round 4 buffers cross at once
     assert backend_s("all_to_all", 8e6, two_by_four, "nccl") == pytest.approx(4 * 4 * 1e6 / 1e8, rel=1e-3)
     assert backend_s("broadcast", 8e6, two_by_four, "gloo") == pytest.approx(4 * 8e6 / 1e8 + 2 * 8e6 / 1e10, rel=1e-3)
@@ -460,7 +460,7 @@ def test_ranks_of_a_host_share_its_connection():
 
 @pytest.mark.parametrize("sizes", [{"a": 8}, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 1)])
 def test_nccl_goes_through_a_host_before_it_leaves_it(sizes):
-    around = ring(cluster(sizes, lambda a, b: Wire(latency_s=2e-5, bandwidth_Bps=4e10), "nccl"))
+    around = ring_of(sizes, lambda a, b: Wire(latency_s=2e-5, bandwidth_Bps=4e10))
     num_nodes, per_node = len(sizes), max(sizes.values())
     small_s = backend_s("all_reduce", 1, around, "nccl")
     hops_s = 2 * (per_node - 1) * 1e-6 + 2 * (num_nodes - 1).bit_length() * 2e-5

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from evener.core.errors import UsageError
-from evener.core.prediction import Cluster, HostRates, Job, Wire
+from evener.core.prediction import Cluster, Wire
+from evener.core.roster import SYNC_EXAMPLES, equal_shares, parse_sync
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.step import PARTS
-from evener.plan.balance import equal_shares, fastest_shares
-from evener.plan.cluster import uniform, with_wire
-from evener.plan.cost import BACKWARD, price
+from evener.plan.balance import fastest_shares
+from evener.plan.cluster import uniform
+from evener.plan.cost import BACKWARD
 from evener.plan.sync import STRATEGIES, buckets, exchange, gradients, loss_penalty
+from tests.unit.planner import changed, cluster_of, job_of, priced
 
 SHAPE = preset_shape("char", 512)
-JOB = Job(model="char", shape=SHAPE, batch=24, micro_batch=12, dtype="fp32")
+JOB = job_of(SHAPE, batch=24, micro_batch=12)
 WIRE = Wire(latency_s=0.0, bandwidth_Bps=100e6)
 SYNCS = ("ddp", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30", "diloco:100:int4:streamed")
 
 
 def cluster(*rates: float, wire: Wire = WIRE, **more: object) -> Cluster:
-    names = ["abc"[i] for i in range(len(rates))]
-    found = uniform(names, rates, wire)
-    return msgspec.structs.replace(found, hosts=[msgspec.structs.replace(host, **more) for host in found.hosts])
+    return cluster_of(*rates, wire=wire, **more)
 
 
 def test_one_rank_computes_and_updates_and_nothing_else():
-    option = price(JOB, cluster(1000.0, pass_s=0.1, update_s=0.5, data_s=0.25), "none")
+    option = priced(JOB, cluster(1000.0, pass_s=0.1, update_s=0.5, data_s=0.25), "none")
     assert option.step_s == pytest.approx(24 * 256 / 1000 + 2 * 0.1 + 0.5 + 0.25)  # two micro-batches
     cost = option.ranks[0].cost
     assert (cost.exposed_sync_s, cost.wait_s, cost.optimizer_s, cost.data_s) == (0.0, 0.0, 0.5, 0.25)
@@ -37,7 +35,7 @@ def test_one_rank_computes_and_updates_and_nothing_else():
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("rates", [(1e3, 1e3), (1e3, 400.0), (1e3, 900.0, 800.0)])
 def test_the_parts_of_every_rank_sum_to_the_step(sync, rates):
-    option = price(JOB, cluster(*rates, update_s=0.1, sync_Bps=1e9, cpus=1.0, copy_Bps=1e10), sync)
+    option = priced(JOB, cluster(*rates, update_s=0.1, sync_Bps=1e9, cpus=1.0, copy_Bps=1e10), sync)
     for rank in option.ranks:
         assert sum(getattr(rank.cost, part) for part in PARTS) == pytest.approx(option.step_s)
         assert all(getattr(rank.cost, part) >= 0 for part in PARTS)
@@ -47,15 +45,15 @@ def test_the_parts_of_every_rank_sum_to_the_step(sync, rates):
 
 def test_over_an_endless_wire_ddp_is_the_slowest_rank_alone():
     fast = Wire(latency_s=0.0, bandwidth_Bps=1e18)
-    option = price(JOB, cluster(1000.0, 250.0, wire=fast), "ddp")
+    option = priced(JOB, cluster(1000.0, 250.0, wire=fast), "ddp")
     assert option.step_s == pytest.approx(12 * 256 / 250.0)
     assert [rank.cost.wait_s for rank in option.ranks] == pytest.approx([12 * 256 * (1 / 250 - 1 / 1000), 0.0])
-    assert option.slowest.host == "b"
+    assert option.last.host == "b"
 
 
 def test_over_a_slow_wire_ddp_is_all_its_bytes_from_the_first_bucket_on():
     """start_0 = ready_0, and from then on the wire never rests."""
-    option = price(JOB, cluster(1e6, 1e6), "ddp")
+    option = priced(JOB, cluster(1e6, 1e6), "ddp")
     compute_s = 12 * 256 / 1e6
     first_s = compute_s * (1 - BACKWARD) + compute_s * BACKWARD * buckets(gradients(SHAPE))[0][1]
     assert option.step_s == pytest.approx(first_s + 4 * SHAPE.num_params() / 100e6, rel=1e-6)
@@ -65,7 +63,7 @@ def test_over_a_slow_wire_ddp_is_all_its_bytes_from_the_first_bucket_on():
 def test_what_backward_can_hide_is_hidden():
     """By hand: three buckets, each ready when its tensors are; the wire carries 1e8 bytes a second."""
     rate = 2000.0
-    option = price(JOB, cluster(rate, rate), "ddp")
+    option = priced(JOB, cluster(rate, rate), "ddp")
     compute_s = 12 * 256 / rate
     end_s = 0.0
     for size, ready in buckets(gradients(SHAPE)):
@@ -75,20 +73,20 @@ def test_what_backward_can_hide_is_hidden():
 
 
 def test_only_the_last_micro_batch_synchronizes():
-    one = price(JOB, cluster(1000.0, 1000.0), "ddp")
-    four = price(msgspec.structs.replace(JOB, micro_batch=3), cluster(1000.0, 1000.0), "ddp")
+    one = priced(JOB, cluster(1000.0, 1000.0), "ddp")
+    four = priced(changed(JOB, micro_batch=3), cluster(1000.0, 1000.0), "ddp")
     assert four.bytes_per_rank == one.bytes_per_rank
     assert four.ranks[0].cost.exposed_sync_s > one.ranks[0].cost.exposed_sync_s  # a shorter backward hides less
 
 
 def test_communication_beside_computing_takes_processor_time_from_it():
     """What is in flight while a rank computes costs it bytes / (sync_Bps · cpus)."""
-    free = price(JOB, cluster(500.0, 500.0), "ddp")
-    taken = price(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=1.0), "ddp")
+    free = priced(JOB, cluster(500.0, 500.0), "ddp")
+    taken = priced(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=1.0), "ddp")
     grown_s = taken.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s
     hidden_bytes = (taken.ranks[0].sync_s - taken.ranks[0].cost.exposed_sync_s) * 100e6
     assert grown_s == pytest.approx(hidden_bytes / 50e6, rel=0.01)
-    twice = price(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=2.0), "ddp")
+    twice = priced(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=2.0), "ddp")
     assert twice.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s == pytest.approx(grown_s / 2, rel=0.05)
 
 
@@ -96,7 +94,7 @@ def test_bytes_are_those_of_the_table():
     """P = 4 · parameters, n = 3: 2(n-1)/n · P for ddp, and what the others make of it on Gloo."""
     P, n = 4 * SHAPE.num_params(), 3
     ring = 2 * (n - 1) / n * P
-    found = {sync: price(JOB, cluster(1.0, 1.0, 1.0), sync).bytes_per_rank for sync in SYNCS}
+    found = {sync: priced(JOB, cluster(1.0, 1.0, 1.0), sync).bytes_per_rank for sync in SYNCS}
     assert found["ddp"] == pytest.approx(ring)
     assert [found[sync] / ring for sync in ("bf16", "int8", "int4")] == pytest.approx([1 / 2, 1 / 4, 1 / 8])
     assert found["diloco:30"] == pytest.approx(ring / 30, abs=1)
@@ -109,15 +107,16 @@ def test_bytes_are_those_of_the_table():
 
 
 def test_fsdp_gathers_for_every_micro_batch():
-    few = price(JOB, cluster(1.0, 1.0), "fsdp").bytes_per_rank
-    many = price(msgspec.structs.replace(JOB, micro_batch=3), cluster(1.0, 1.0), "fsdp").bytes_per_rank
+    few = priced(JOB, cluster(1.0, 1.0), "fsdp").bytes_per_rank
+    many = priced(changed(JOB, micro_batch=3), cluster(1.0, 1.0), "fsdp").bytes_per_rank
     P = 4 * SHAPE.num_params()
     assert many - few == pytest.approx(3 * P)  # 4 passes instead of 1, two gathers of P/2 each
 
 
 def test_sparse_embeddings_send_rows_and_not_tables():
-    job = Job(model="d8", shape=preset_shape("d8", 32768, 256), batch=2, micro_batch=1, dtype="fp32")
-    dense, sparse = (sum(t.size_bytes for t in exchange(sync, job, 2, 1).transfers) for sync in ("ddp", "ddp+sparse"))
+    shape = preset_shape("d8", 32768, 256)
+    rosters = [priced(job_of(shape, batch=2), cluster(1.0, 1.0), sync).roster for sync in ("ddp", "ddp+sparse")]
+    dense, sparse = (sum(t.size_bytes for t in exchange(shape, roster).transfers) for roster in rosters)
     tables = 5 * 32768 * 512 * 4
     assert dense - sparse == pytest.approx(tables - 5 * 2 * 256 * (512 * 4 + 8))
 
@@ -133,19 +132,15 @@ def test_gradients_come_once_each_and_in_order(preset):
     assert sum(size for size, _ in buckets(found)) == 4 * shape.num_params()
 
 
-@pytest.mark.parametrize("sync", ["dpp", "ddp:4", "powersgd", "powersgd:x", "diloco", "diloco:0", "diloco:10:int9", ""])
-def test_a_strategy_that_nobody_knows_is_named(sync):
-    with pytest.raises(UsageError, match="no such strategy"):
-        price(JOB, cluster(1.0, 1.0), sync)
-
-
-def test_penalties_have_a_source():
-    for strategy in STRATEGIES.values():
-        penalty, source = loss_penalty(strategy.example, 10**8, 2)
+def test_every_strategy_has_a_price_and_its_penalty_a_source():
+    assert {parse_sync(example).kind for example in SYNC_EXAMPLES} == set(STRATEGIES)
+    for sync in map(parse_sync, SYNC_EXAMPLES):
+        penalty, source = loss_penalty(sync, 10**8, 2)
         assert source
-        assert (penalty == 0.0) == strategy.is_exact
-    assert loss_penalty("diloco:30", 35_000_000, 4) == (0.020, "arXiv 2503.09799, H = 30")
-    assert loss_penalty("diloco:30", 10**8, 3)[0] is None  # nobody published three replicas
+        assert (penalty == 0.0) == (STRATEGIES[sync.kind].is_exact)
+    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 4) == (0.020, "arXiv 2503.09799, H = 30")
+    assert loss_penalty(parse_sync("diloco:30:int8"), 35_000_000, 4)[0] is None
+    assert loss_penalty(parse_sync("diloco:30"), 10**8, 3)[0] is None  # nobody published three replicas
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------
@@ -178,28 +173,24 @@ def test_equal_speeds_get_equal_shares():
 @pytest.mark.parametrize(("link_Gbps", "seconds"), [(1, 14.3), (2.5, 5.72), (10, 1.43), (400, 0.0358)])
 def test_gpt2_760m_in_bf16_over_each_fabric(link_Gbps, seconds):
     """A note on training at home: 1.52 GB at 85 % of the line rate, two ranks."""
-    job = Job(model="gpt2-760m", shape=PRESETS["gpt2-760m"], batch=16, micro_batch=8, dtype="bf16")
+    job = job_of(PRESETS["gpt2-760m"], batch=16)
     wire = Wire(latency_s=0.0, bandwidth_Bps=0.85 * link_Gbps * 1e9 / 8)
-    option = price(job, with_wire(uniform(["a", "b"], [500.0, 500.0], wire), wire), "bf16")
+    option = priced(job, cluster(500.0, 500.0, wire=wire), "bf16")
     assert option.ranks[0].sync_s == pytest.approx(seconds, rel=0.01)
 
 
 def test_the_home_lab_that_blamed_its_network():
     """126M parameters on an i9 and a laptop: 4.3 s of 71.5 s are the network's, the rest is the laptop's."""
     shape = preset_shape("d8", 32768, 512)
-    job = Job(model="d8", shape=shape, batch=8, micro_batch=8, dtype="fp32")
-    wire = Wire(latency_s=1e-4, bandwidth_Bps=117e6)
-    hosts = [
-        HostRates(name="i9", device="cpu", tokens_per_s=60.0),
-        HostRates(name="laptop", device="cpu", tokens_per_s=30.0),
-    ]
-    both = Cluster(hosts=hosts, wires={"i9": {"laptop": wire}, "laptop": {"i9": wire}}, backend="gloo")
-    equal = price(job, both, "ddp")
+    job = job_of(shape, batch=8)
+    both = uniform({"i9": 60.0, "laptop": 30.0}, Wire(latency_s=1e-4, bandwidth_Bps=117e6))
+    equal = priced(job, both, "ddp")
     assert equal.ranks[0].sync_s == pytest.approx(4.3, rel=0.01)
-    assert equal.slowest.host == "laptop"
+    assert equal.last.host == "laptop"
     assert equal.step_s == pytest.approx(71.5, rel=0.05)  # theirs hid nothing of the 4.3 s: 72.6 s
     assert equal.step_s - equal.ranks[0].cost.exposed_sync_s + equal.ranks[0].sync_s == pytest.approx(71.5, rel=0.02)
     assert equal.ranks[0].cost.wait_s == pytest.approx(34.1, rel=0.01)  # the i9 idles half of every step
     shares = fastest_shares(8, [0.0, 0.0], [512 / 60, 512 / 30])
-    proportional = price(job, both, "ddp", shares=shares)
+    proportional = priced(changed(job, shares=":".join(map(str, shares))), both)
+    assert proportional.roster.shares == shares
     assert proportional.tokens_per_s > 1.3 * equal.tokens_per_s

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evener.core.errors import UsageError
+from evener.core.roster import Member, Roster, parse_sync
 from evener.core.shape import GPTShape, preset_shape
 from evener.plan.memory import BASE_BYTES, Memory, memory, saved
 
@@ -15,9 +15,11 @@ GPT2 = preset_shape("gpt2", vocab_size=50257)
 D8 = preset_shape("d8", vocab_size=32768)
 
 
-def need(shape: GPTShape, **change: Any) -> Memory:
-    asked: dict[str, Any] = {"sequences": 1, "dtype": "fp32", "recompute": False, "sync": "none", "num_ranks": 1}
-    return memory(shape, **(asked | change))
+def need(shape: GPTShape, *, sequences: int = 1, accumulates: bool = False, dtype: Any = "fp32", device: str = "cpu",
+         sync: str = "none", num_ranks: int = 1, **change: Any) -> Memory:  # fmt: skip
+    member = Member(rank=0, host="h", device=device, dtype=dtype, share=sequences * (1 + accumulates),
+                    micro_batch=sequences)  # fmt: skip
+    return memory(shape, Roster(members=[member] * num_ranks, sync=parse_sync(sync), backend="gloo"), 0, **change)
 
 
 def test_the_total_is_the_sum_of_the_causes() -> None:
@@ -120,11 +122,11 @@ def test_fsdp_divides_what_lasts_and_gathers_what_is_used() -> None:
 
 def test_only_the_processor_has_glibcs_holes() -> None:
     assert need(CHAR).heap > 0
-    assert need(CHAR, device="cuda").heap == 0
-    assert need(CHAR, device="cuda").base == BASE_BYTES["cuda"]
+    assert need(CHAR, device="cuda:0").heap == 0
+    assert need(CHAR, device="cuda:0").base == BASE_BYTES["cuda"]
 
 
-@pytest.mark.parametrize("sync", ["", "fsdpp", "powersgd", "powersgd:0", "diloco", "diloco:100:int3"])
-def test_a_sync_that_does_not_exist_is_an_error(sync: str) -> None:
-    with pytest.raises(UsageError, match="unknown sync"):
-        need(CHAR, sync=sync)
+def test_a_rank_without_a_share_keeps_the_model_and_no_activations() -> None:
+    idle = need(CHAR, sequences=0)
+    assert (idle.weights, idle.optimizer) == (need(CHAR).weights, need(CHAR).optimizer)
+    assert idle.activations < 0.01 * need(CHAR, sequences=1).activations

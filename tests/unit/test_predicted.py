@@ -10,21 +10,18 @@ import pytest
 from evener.bench.table import rows as bench_rows
 from evener.core.files import write_atomic
 from evener.core.plan import Plan, write_plan
-from evener.core.prediction import Cluster, HostRates, Job, Option, Prediction, RankCost, Wire
+from evener.core.prediction import Cluster, HostRates, Option, Prediction, RankCost, Wire
+from evener.core.roster import Member, Roster, Seat, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.shape import preset_shape
 from evener.core.step import PARTS, StepCost, StepRecord
 from evener.report.explain import explain_run
+from evener.report.gap import explain_prediction
 from evener.report.page import run_page
-from evener.report.predicted import (
-    against,
-    cells,
-    explain_prediction,
-    rank_rows,
-    step_rows,
-)
+from evener.report.predicted import against, cells, rank_rows, step_rows
 from evener.report.summary import as_result, summarize
 from evener.report.whatif import Correction, corrected_step_s, correction, what_if_table
+from tests.unit.planner import job_of
 
 MARKS = {  # words by which a sentence names a cause
     "taken": "the rest taken by others",
@@ -63,29 +60,33 @@ def named(text: list[str]) -> set[str]:
 
 
 def option(*costs: dict[str, float | None], name: str = "ddp", hosts: tuple[str, ...] = ("attic", "laptop"),
-           **other: object) -> Option:  # fmt: skip
-    ranks = [
-        RankCost(rank=rank, host=host, share=16 // len(costs), cost=StepCost(**cost),
-                 sync_s=SYNC_S if len(costs) > 1 else 0.0,
-                 bytes=BYTES, memory_bytes=390_000_000)
-        for rank, (host, cost) in enumerate(zip(hosts, costs, strict=True))
-    ]  # fmt: skip
+           sync: str = "ddp", **other: object) -> Option:  # fmt: skip
+    members = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=16 // len(costs), micro_batch=256)
+               for rank, host in enumerate(hosts)]  # fmt: skip
+    ranks = [RankCost(cost=StepCost(**cost), sync_s=SYNC_S if len(costs) > 1 else 0.0, bytes=BYTES,
+                      memory_bytes=390_000_000) for cost in costs]  # fmt: skip
     step_s = max(rank.cost.total_s for rank in ranks)
-    given = {"sync": "ddp", "hosts": list(hosts), "ranks": ranks, "step_s": step_s, "tokens_per_s": 1024 / step_s,
-             "speedup_vs_best_host": 1.2, "bytes_per_rank": BYTES, "loss_penalty": 0.0}  # fmt: skip
+    given = {"roster": Roster(members=members, sync=parse_sync(sync), backend="gloo"), "ranks": ranks, "step_s": step_s,
+             "tokens_per_s": 1024 / step_s, "speedup_vs_best_host": 1.2, "bytes_per_rank": BYTES,
+             "loss_penalty": 0.0}  # fmt: skip
     return Option(name=name, **(given | other))
 
 
-def predict(chosen: Option | None = None, *options: Option, dtype: str = "fp32", micro_batch: int = 256,
+def predict(chosen: Option | None = None, *options: Option, laptop_is: dict[str, object] | None = None,
             **laptop: object) -> Prediction:  # fmt: skip
+    """`laptop_is`: how its rank was planned; the rest is what it can do."""
     chosen = chosen or option(ATTIC, LAPTOP)
-    rates = {"device": "cpu", "tokens_per_s": 20.0, "cpus": 4.0, "sync_Bps": 500e6, "memory_bytes": 16 << 30}
+    attic_rank, *others = chosen.roster.members
+    members = [attic_rank, *(msgspec.structs.replace(member, **(laptop_is or {})) for member in others)]
+    roster = msgspec.structs.replace(chosen.roster, members=members)
+    chosen = msgspec.structs.replace(chosen, roster=roster)
+    rates = {"tokens_per_s": {"fp32": 20.0}, "cpus": 4.0, "sync_Bps": 500e6, "memory_bytes": 16 << 30}
     return Prediction(
-        job=Job(model="tiny", shape=preset_shape("tiny", 256, 64), batch=16, micro_batch=micro_batch, dtype=dtype),
+        job=job_of(preset_shape("tiny", 256, 64), model="tiny", batch=16),
         cluster=Cluster(
-            hosts=[HostRates(name="attic", **rates), HostRates(name="laptop", **(rates | laptop))],
+            seats=[Seat(host=member.host, device=member.device) for member in members],
+            hosts={"attic": HostRates(**rates), "laptop": HostRates(**(rates | laptop))},
             wires={"attic": {"laptop": LINK}, "laptop": {"attic": LINK}},
-            backend="gloo",
             assumed=["a GPU's power limit <b>stays</b>"],
         ),
         verdict="Use both.",
@@ -235,15 +236,15 @@ def test_ranks_that_share_a_memory(run, contention):
 
 
 def test_other_micro_batches(run):
-    text = told(run(laptop={"compute_s": 54.0}, prediction=predict(micro_batch=8)))
+    text = told(run(laptop={"compute_s": 54.0}, prediction=predict(laptop_is={"micro_batch": 8})))
     assert named(text) == {"micro-batch"}
     assert "in micro-batches of 256 sequences, predicted were 8" in text[2]
 
 
 def test_other_arithmetic(run):
-    text = told(run(laptop={"compute_s": 54.0}, prediction=predict(dtype="bf16")))
+    text = told(run(laptop={"compute_s": 54.0}, prediction=predict(laptop_is={"dtype": "bf16"})))
     assert named(text) == {"dtype"}
-    assert "in float32; predicted was bfloat16" in text[2]
+    assert "in fp32; predicted was bf16" in text[2]
 
 
 def test_processors_not_measured(run):
@@ -252,7 +253,9 @@ def test_processors_not_measured(run):
 
 
 def test_a_slow_gpu(run):
-    text = told(run(laptop={"compute_s": 54.0}, had=(None, None), prediction=predict(device="cuda", cpus=None)))
+    text = told(
+        run(laptop={"compute_s": 54.0}, had=(None, None), prediction=predict(laptop_is={"device": "cuda:0"}, cpus=None))
+    )
     assert named(text) == {"gpu"}
 
 
@@ -432,7 +435,7 @@ FAST = option(ATTIC | {"exposed_sync_s": 1.7}, LAPTOP | {"exposed_sync_s": 1.7},
 ALONE = option(
     ATTIC | {"compute_s": 40.0, "exposed_sync_s": 0.0, "wait_s": 0.0}, name="without laptop", hosts=("attic",)
 )
-INT4 = option(ATTIC, LAPTOP, name="int4", loss_penalty=0.004, is_built=False)
+INT4 = option(ATTIC, LAPTOP, name="int4", sync="int4", loss_penalty=0.004, is_built=False)
 
 
 def test_what_if_beside_this_runs_prediction():
@@ -479,9 +482,7 @@ def test_input_is_added_and_what_is_not_known_is_left_alone():
 
 
 def test_the_page_has_it_all(run):
-    summary = run(
-        laptop={"compute_s": 60.0}, prediction=predict(None, ALONE, msgspec.structs.replace(INT4, sync="int4"))
-    )
+    summary = run(laptop={"compute_s": 60.0}, prediction=predict(None, ALONE, INT4))
     text = run_page(RunDir(summary.run_dir), now=0.0).partition("<script")[0]
     order = ["predicted 36.10 s, +83%", "What happened, and why", "Predicted beside measured",
              "computes 2 times slower than probed", "The step", "Its parts on rank 1 (laptop), for which the others",

@@ -11,21 +11,26 @@ from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import NAMED, parse_link
 from evener.core.prediction import Cluster, Job, Wire
+from evener.core.roster import NO_SYNC, parse_sync
 from evener.core.shape import PRESETS, preset_shape
-from evener.core.spec import MachineSpec
-from evener.plan.cluster import NotMeasuredError, cluster_of, dtype_of, scaled, uniform, without
-from evener.plan.cost import price
-from evener.plan.search import larger, predict, what_if
+from evener.plan.cluster import NotMeasuredError, cluster_of, scaled, uniform
+from evener.plan.search import flags_of_recommended, larger, predict, what_if
+from tests.unit import planner
+from tests.unit.planner import changed, job_of, priced
 
 SHAPE = preset_shape("char", 512)
-JOB = Job(model="char", shape=SHAPE, batch=24, micro_batch=12, dtype="fp32")
+JOB = job_of(SHAPE, batch=24, micro_batch=12)
 FAST = Wire(latency_s=1e-5, bandwidth_Bps=1e10)
 SLOW = Wire(latency_s=1e-3, bandwidth_Bps=1e6)
 
 
-def cluster(*rates: float, wire: Wire = FAST, names: str = "abcdefgh", **more: object) -> Cluster:
-    found = uniform(names[: len(rates)], rates, wire)
-    return msgspec.structs.replace(found, hosts=[msgspec.structs.replace(host, **more) for host in found.hosts])
+def cluster(*rates: float, wire: Wire = FAST, **more: object) -> Cluster:
+    return planner.cluster_of(*rates, wire=wire, **more)
+
+
+def resized(found: Cluster, name: str, memory_bytes: int) -> Cluster:
+    hosts = found.hosts | {name: msgspec.structs.replace(found.hosts[name], memory_bytes=memory_bytes)}
+    return msgspec.structs.replace(found, hosts=hosts)
 
 
 def test_equal_hosts_and_a_fast_link_train_together():
@@ -43,19 +48,39 @@ def test_a_slow_link_is_not_worth_it():
     assert found.option("ddp").rejected_because.startswith("slower: a alone trains")
 
 
-def test_a_slow_host_is_left_out_with_both_figures():
+def test_a_slow_host_helps_with_the_share_that_it_can_take():
     found = predict(JOB, cluster(60.0, 28.0))
-    assert found.verdict == "Leave b out: with it 56 tokens/s, without 60 tokens/s."
+    assert found.verdict == (
+        "Train on both hosts with ddp, shares 17 : 7: 84.7 tokens/s, 1.41 times the fastest host alone."
+    )
     assert "b is the straggler" in found.advice[0]
-    assert any("no network would make all hosts together pay" in line for line in found.advice)
-    assert any(line.startswith("ddp, shares") for line in found.advice)  # what would pay is said
+    assert any("With equal shares no network would make all hosts together pay" in line for line in found.advice)
+    assert flags_of_recommended(found) == "--shares 17:7"
+    told = predict(changed(JOB, shares="17:7"), cluster(60.0, 28.0))
+    assert (told.chosen, told.recommended) == ("ddp, shares 17 : 7", "ddp, shares 17 : 7")
+    assert told.option("ddp").step_s == found.option("ddp").step_s
+    assert not any("equal shares" in line for line in told.advice)
+
+
+def test_a_host_that_is_too_slow_for_any_share_is_left_out_with_both_figures():
+    found = predict(JOB, cluster(60.0, 2.0))
+    assert found.verdict == "Leave b out: with it 4 tokens/s, without 60 tokens/s."
+    assert flags_of_recommended(found) == "--hosts a"
 
 
 def test_the_slowest_of_three_is_left_out_and_two_go_on():
-    found = predict(JOB, cluster(100.0, 100.0, 20.0))
+    found = predict(JOB, cluster(100.0, 100.0, 4.0))
     assert found.recommended == "ddp without c"
-    assert found.option(found.recommended).hosts == ["a", "b"]
-    assert found.verdict.startswith("Leave c out: with it 60 tokens/s, without 200 tokens/s")
+    assert found.option(found.recommended).roster.hosts == ["a", "b"]
+    assert found.verdict.startswith("Leave c out: with it 12 tokens/s, without 200 tokens/s")
+
+
+def test_a_rank_without_a_share_is_priced_as_one_that_waits():
+    found = predict(changed(JOB, shares="1:0"), cluster(1000.0, 1000.0))
+    chosen = found.option("ddp, shares 24 : 0")
+    assert chosen.ranks[1].cost.compute_s == 0.0
+    assert chosen.ranks[1].cost.wait_s == pytest.approx(24 * 256 / 1000)
+    assert chosen.is_built
 
 
 def test_what_is_faster_but_cannot_run_yet_is_not_recommended():
@@ -67,7 +92,7 @@ def test_what_is_faster_but_cannot_run_yet_is_not_recommended():
 
 
 def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
-    monkeypatch.setattr("evener.plan.cost.BUILT", ("none", "ddp", "diloco", "diloco:30", "int8"))
+    monkeypatch.setattr("evener.plan.cost.BUILT", ("none", "ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     assert predict(JOB, slow, loss_budget=0.05).recommended == "diloco:30"
     strict = predict(JOB, slow, loss_budget=0.01)
@@ -84,13 +109,11 @@ def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
     )
     assert not any("pay" in line for line in found.advice)
     roomy = cluster(1000.0, 1000.0, memory_bytes=8_000_000_000)
-    tight = msgspec.structs.replace(roomy.hosts[1], memory_bytes=500_000_000)
-    found = predict(JOB, msgspec.structs.replace(roomy, hosts=[roomy.hosts[0], tight]))
+    found = predict(JOB, resized(roomy, "b", 500_000_000))
     assert found.recommended == "a alone"
     assert found.verdict.startswith("Use a only. With both hosts it does not fit: b has 500.0 MB")
     three = cluster(1000.0, 900.0, 800.0, memory_bytes=8_000_000_000)
-    small = msgspec.structs.replace(three.hosts[0], memory_bytes=500_000_000)
-    found = predict(JOB, msgspec.structs.replace(three, hosts=[small, *three.hosts[1:]]))
+    found = predict(JOB, resized(three, "a", 500_000_000))
     assert found.recommended == "ddp without a"  # and not without the slowest, which has room
 
 
@@ -99,16 +122,16 @@ def test_at_the_break_even_bandwidth_all_are_clearly_faster_than_one():
     found = predict(JOB, start)
     (line,) = [line for line in found.advice if "t would pay from" in line]
     told = float(line.split("pay from ")[1].split(" Mbit/s")[0]) * 1e6 / 8
-    at = price(JOB, scaled(start, told / 3e6), "ddp")
+    at = priced(JOB, scaled(start, told / 3e6))
     assert at.tokens_per_s == pytest.approx(1020.0, rel=0.01)
 
 
 def test_at_the_break_even_batch_all_are_clearly_faster_than_one():
     start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
     (line,) = [line for line in predict(JOB, start).advice if line.startswith("Or with --batch")]
-    factor = int(line.split("--batch ")[1].split(",")[0]) // JOB.batch
-    assert price(larger(JOB, factor), start, "ddp").tokens_per_s > 1020.0
-    assert price(larger(JOB, factor - 1), start, "ddp").tokens_per_s <= 1020.0
+    factor = int(line.split("--batch ")[1].split(",")[0]) // JOB.spec.train.batch
+    assert priced(larger(JOB, factor), start).tokens_per_s > 1020.0
+    assert priced(larger(JOB, factor - 1), start).tokens_per_s <= 1020.0
 
 
 def test_one_host_has_nothing_to_distribute():
@@ -119,7 +142,7 @@ def test_one_host_has_nothing_to_distribute():
 
 def test_more_ranks_than_sequences_is_a_mistake():
     with pytest.raises(UsageError, match="3 ranks, more than the 2 sequences"):
-        predict(msgspec.structs.replace(JOB, batch=2), cluster(1.0, 1.0, 1.0))
+        predict(changed(JOB, batch=2), cluster(1.0, 1.0, 1.0))
 
 
 def test_the_ring_avoids_the_slow_link():
@@ -129,18 +152,18 @@ def test_the_ring_avoids_the_slow_link():
     wires = {a: dict(row) for a, row in found.wires.items()}
     wires["b"]["a"] = slow
     planned = predict(JOB, msgspec.structs.replace(found, wires=wires))
-    assert [host.name for host in planned.cluster.hosts] == ["a", "c", "b"]
+    assert planned.cluster.names == ["a", "c", "b"]
     assert any("10.0 times that of the file's order" in line for line in planned.advice)
-    assert [rank.host for rank in planned.option("ddp").ranks] == ["a", "c", "b"]
+    assert planned.option("ddp").roster.hosts == ["a", "c", "b"]
 
 
 def test_replicas_that_never_exchange_are_not_one_model():
     with pytest.raises(UsageError, match="never exchange"):
-        predict(JOB, cluster(1.0, 1.0), also=["none"])
+        predict(JOB, cluster(1.0, 1.0), also=[NO_SYNC])
 
 
 def test_another_strategy_is_priced_beside_ddp_and_never_instead():
-    found = predict(JOB, cluster(1000.0, 1000.0, wire=SLOW), also=["int8", "powersgd:8"])
+    found = predict(JOB, cluster(1000.0, 1000.0, wire=SLOW), also=[parse_sync("int8"), parse_sync("powersgd:8")])
     assert found.chosen == "ddp"
     assert len({option.name for option in found.options}) == len(found.options)
     assert found.option("powersgd:8").rejected_because == "train cannot run it yet"
@@ -149,7 +172,7 @@ def test_another_strategy_is_priced_beside_ddp_and_never_instead():
 def test_a_small_gain_is_none_and_says_so():
     found = predict(JOB, cluster(1000.0, 10.2, wire=FAST))
     assert found.recommended == "a alone"
-    at_par = predict(JOB, cluster(1000.0, 507.0))
+    at_par = predict(changed(JOB, batch=2), cluster(1000.0, 507.0))  # one sequence each: no other division helps
     assert at_par.verdict == "a will do: both hosts together train 1.0k tokens/s, it alone 1.0k tokens/s."
 
 
@@ -163,7 +186,7 @@ def test_latency_is_blamed_where_it_is_to_blame():
 
 
 def test_equal_hosts_are_no_stragglers_where_a_batch_does_not_divide():
-    found = predict(msgspec.structs.replace(JOB, batch=25), cluster(1000.0, 1000.0))
+    found = predict(changed(JOB, batch=25), cluster(1000.0, 1000.0))
     assert "25 sequences are not divided equally by 2: others wait for a" in found.advice[0]
 
 
@@ -178,14 +201,8 @@ def test_what_if_changes_one_thing_at_a_time():
 
 def test_thirty_two_hosts_take_a_moment():
     began = time.process_time()
-    predict(msgspec.structs.replace(JOB, batch=512), uniform([f"n{i}" for i in range(32)], [100.0] * 32, FAST))
+    predict(changed(JOB, batch=512), uniform({f"n{i}": 100.0 for i in range(32)}, FAST))
     assert time.process_time() - began < 1.0
-
-
-def test_without_leaves_the_rest_as_it_is():
-    left = without(cluster(1.0, 2.0, 3.0), "b")
-    assert [host.name for host in left.hosts] == ["a", "c"]
-    assert left.wires == {"a": {"c": FAST}, "c": {"a": FAST}}
 
 
 # --- what a fleet file says -------------------------------------------------------------------------------------------
@@ -204,27 +221,26 @@ def fleet(**changes: Rates) -> Fleet:
     )
 
 
-def job(model: str = "char", dtype: str = "bf16", **shape: int) -> Job:
-    preset = PRESETS[model]
-    return Job(model=model, shape=msgspec.structs.replace(preset, **shape), batch=24, micro_batch=12, dtype=dtype)
+def job(model: str = "char", **shape: int) -> Job:
+    return job_of(msgspec.structs.replace(PRESETS[model], **shape), model=model, batch=24, micro_batch=12)
 
 
 def test_what_was_probed_is_used_as_it_is():
     found = cluster_of(fleet(), job())
     assert found.assumed == []
-    host = found.hosts[0]
-    assert (host.tokens_per_s, host.pass_s, host.update_s, host.cpus) == (1000.0, 0.01, 0.02, 2.0)
+    host = found.hosts["a"]
+    assert (host.tokens_per_s, host.pass_s, host.update_s, host.cpus) == ({"bf16": 1000.0}, 0.01, 0.02, 2.0)
     assert found.wires["a"]["b"] == Wire(latency_s=2e-4, bandwidth_Bps=1.1e8)
     assert host.bound_by == "arithmetic"
     slow_memory = fleet(b=msgspec.structs.replace(PROBED, copy_Bps=1e9))
-    assert cluster_of(slow_memory, job()).hosts[1].bound_by == "memory"
+    assert cluster_of(slow_memory, job()).hosts["b"].bound_by == "memory"
 
 
 def test_another_vocabulary_changes_the_rate_by_its_flops():
     bigger = job(vocab_size=5000)
     found = cluster_of(fleet(), bigger)
     ratio = PRESETS["char"].flops_per_token() / bigger.shape.flops_per_token()
-    assert found.hosts[0].tokens_per_s == pytest.approx(1000.0 * ratio)
+    assert found.hosts["a"].tokens_per_s == pytest.approx({"bf16": 1000.0 * ratio})
     assert found.assumed == []
 
 
@@ -233,37 +249,53 @@ def test_another_model_is_derived_and_marked():
     assert len([line for line in found.assumed if "evener probe host --model gpt2" in line]) == 2
 
 
+def dtypes(fleet: Fleet, **flags: object) -> set[str]:
+    """The arithmetic of all ranks together."""
+    asked = changed(job(), **flags)
+    return {member.dtype for member in asked.roster(cluster_of(fleet, asked).seats).members}
+
+
 def test_another_arithmetic_is_derived_and_marked():
-    assert dtype_of(fleet(), "char") == "bf16"
+    assert dtypes(fleet()) == {"bf16"}
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
-    assert dtype_of(mixed, "char") == "fp32"
-    found = cluster_of(mixed, job(dtype="fp32"))
-    assert [host.tokens_per_s for host in found.hosts] == [500.0, 1000.0]  # its products are half as fast in fp32
-    assert "a: was measured in bf16" in found.assumed[0]
+    assert dtypes(mixed) == {"fp32"}
+    found = cluster_of(mixed, job())
+    assert found.hosts["a"].tokens_per_s == {"fp32": 500.0, "bf16": 1000.0}  # its products are half as fast in fp32
+    assert found.hosts["b"].tokens_per_s == {"fp32": 1000.0}
+    assert found.assumed == ["a: was measured in bf16; fp32 is taken to run at 50% of that"]
 
 
-def test_a_host_alone_computes_in_the_type_that_suits_it():
+def test_hosts_compute_in_the_type_that_suits_those_that_take_part():
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
-    found = predict(job(dtype="fp32"), cluster_of(mixed, job(dtype="fp32"), any_dtype=True))
-    assert (
-        found.option("a alone").tokens_per_s
-        > 1.8 * price(job(dtype="fp32"), without(found.cluster, "b"), "none").tokens_per_s
-    )
+    found = predict(job(), cluster_of(mixed, job()))
+    assert found.option("ddp").roster.dtypes == "fp32"
+    assert found.option("a alone").roster.dtypes == "bf16"
+    told = changed(job(), dtype="fp32")
+    in_fp32 = predict(told, cluster_of(mixed, told)).option("b alone")
+    assert found.option("a alone").tokens_per_s == pytest.approx(in_fp32.tokens_per_s)
 
 
 def test_gpus_and_processors_compute_in_fp32_together():
     """As the launcher has it."""
     gpu = msgspec.structs.replace(PROBED, name="H200")
     both = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cpu": PROBED}, "b": {"cpu": PROBED}})
-    assert dtype_of(both, "char") == "fp32"
-    assert dtype_of(both, "char", device="cpu") == "bf16"
-    assert cluster_of(both, job()).backend == "gloo"
+    assert dtypes(both) == {"fp32"}
+    assert dtypes(both, device="cpu") == {"bf16"}
+    assert job().roster(cluster_of(both, job()).seats).backend == "gloo"
     gpus = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cuda:1": gpu}, "b": {"cuda:0": gpu}})
-    assert dtype_of(gpus, "char") == "bf16"
-    found = cluster_of(gpus, job())
-    assert ([host.num_ranks for host in found.hosts], found.backend) == ([2, 1], "nccl")
+    assert dtypes(gpus) == {"bf16"}
+    roster = job().roster(cluster_of(gpus, job()).seats)
+    assert [(member.host, member.device) for member in roster.members] == [
+        ("a", "cuda:0"),
+        ("a", "cuda:1"),
+        ("b", "cuda:0"),
+    ]
+    assert roster.backend == "nccl"
+    on_processors = changed(job(), device="cpu")
+    with_cpus = msgspec.structs.replace(gpus, rates={name: {"cpu": PROBED} | of for name, of in gpus.rates.items()})
+    assert on_processors.roster(cluster_of(with_cpus, on_processors).seats).backend == "gloo"
     two_on_one = msgspec.structs.replace(gpus, hosts=gpus.hosts | {"b": Host(address="1.1.1.2", ranks=2)})
-    assert cluster_of(two_on_one, job()).hosts[1].tokens_per_s == 500.0
+    assert cluster_of(two_on_one, job()).hosts["b"].tokens_per_s == {"bf16": 500.0}
 
 
 def test_a_narrower_model_is_derived_and_marked():
@@ -274,7 +306,7 @@ def test_a_narrower_model_is_derived_and_marked():
 def test_a_declared_rate_is_enough():
     declared = fleet(b=Rates(models={"char": ModelRate(tokens_per_s=30.0)}))
     found = cluster_of(declared, job())
-    assert found.hosts[1].tokens_per_s == 30.0
+    assert found.hosts["b"].tokens_per_s == {"fp32": 30.0}  # whatever it was measured in
     assert any("b: the update of the weights is taken to be part" in line for line in found.assumed)
 
 
@@ -297,12 +329,13 @@ def test_one_direction_stands_for_the_other_and_says_so():
 
 
 def test_ranks_of_one_processor_divide_it():
-    found = cluster_of(fleet(), job(), machine=MachineSpec(ranks=2))
-    assert found.num_ranks == 4
-    assert found.hosts[0].tokens_per_s == 500.0
-    assert (found.hosts[0].update_s, found.hosts[0].pass_s) == (0.04, 0.02)
-    assert found.hosts[0].local == Wire(latency_s=20e-6, bandwidth_Bps=1e9)
-    assert len(price(job(), found, "ddp").ranks) == 4
+    asked = changed(job(), ranks=2)
+    found = cluster_of(fleet(), asked)
+    assert len(found.seats) == 4
+    assert found.hosts["a"].tokens_per_s == {"bf16": 500.0}
+    assert (found.hosts["a"].update_s, found.hosts["a"].pass_s) == (0.04, 0.02)
+    assert found.hosts["a"].local == Wire(latency_s=20e-6, bandwidth_Bps=1e9)
+    assert len(priced(asked, found).ranks) == 4
 
 
 # --- links by name ----------------------------------------------------------------------------------------------------

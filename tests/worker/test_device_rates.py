@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evener.core.device_rates import DeviceRatesSpec, model_rate
-from evener.core.resolve import MICRO_BATCH_TOKENS
+from evener.core.roster import MICRO_BATCH_TOKENS
 from evener.core.shape import PRESETS
 from evener.worker import sustained
 from evener.worker.loopback import INTERFACE, SIZE_BYTES, loopback_rates

@@ -102,17 +102,7 @@ def peak(out: Path, vocab_size: int, flags: str, ranks: int, env: dict[str, str]
 
 
 def predict(manifest: Any) -> plan.Memory:
-    train = manifest.spec.train
-    share = train.batch // manifest.world_size
-    return plan.memory(
-        manifest.shape,
-        sequences=train.micro_batch,
-        dtype=manifest.roster.dtypes,
-        recompute=manifest.spec.model.recompute,
-        sync=str(manifest.roster.sync),
-        num_ranks=manifest.world_size,
-        accumulates=share > train.micro_batch,
-    )
+    return plan.memory(manifest.shape, manifest.roster, 0, recompute=manifest.spec.model.recompute)
 
 
 CHAR = "--model char --block-size 256"

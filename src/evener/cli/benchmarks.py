@@ -18,7 +18,6 @@ from evener.bench import lab01 as lab
 from evener.bench import scaling as bench
 from evener.bench.table import rows
 from evener.cli import follow
-from evener.cli.planned import of_training
 from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Rates
@@ -29,6 +28,7 @@ from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.lines import lines_here
+from evener.plan.question import of_training
 from evener.report.explain import explain_scaling, largest_loss_gap
 from evener.report.page import write_page
 from evener.report.picture import scaling_png
@@ -71,7 +71,8 @@ def scaling(
     def predict(spec: RunSpec) -> Prediction:
         name = this_machine().host
         here = Host(address="local", ranks=spec.machine.ranks)
-        return of_training(Fleet(hosts={name: here}, rates={name: rates}), resolved[spec.out])
+        shape = resolved[spec.out].shape
+        return of_training(Fleet(hosts={name: here}, rates={name: rates}), spec, shape)
 
     with follow.series(series, console) as observer:
         found = bench.run(folder, series, observer, predict)

@@ -67,20 +67,20 @@ def tell_warnings(prepared: Any) -> None:
 
 def predicted(fleet: Any, resolved: Any, *, keep_order: bool = False) -> Any:
     """What the planner says of a run on these hosts, told in a line; None where it knows too little to say anything."""
-    from evener.cli.planned import of_training
     from evener.core.errors import UsageError
-    from evener.plan.search import in_a_line
+    from evener.plan.question import of_training
+    from evener.plan.search import flags_of_recommended, in_a_line
 
     try:
-        prediction = of_training(fleet, resolved, keep_order=keep_order)
+        prediction = of_training(fleet, resolved.spec, resolved.shape, keep_order=keep_order)
     except UsageError as unknown:  # what stands in the run's own way is told by those who start it
         say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         return None
     say(f"predicted: {in_a_line(prediction)}")
     if prediction.recommended != prediction.chosen:
         say(f"warning: {prediction.verdict}")
-        if fewer := prediction.recommended and prediction.option(prediction.recommended).hosts:
-            say(f"hint:  --hosts {','.join(fewer)}")
+        if prediction.recommended:
+            say(f"hint:  {flags_of_recommended(prediction)}")
     return prediction
 
 
@@ -131,7 +131,7 @@ def in_order(fleet: Any, names: list[str]) -> Any:
 
 def ring_order(prediction: Any) -> list[str]:
     """The order of hosts in which the planner found the ring fastest."""
-    return [host.name for host in prediction.cluster.hosts] if prediction else []
+    return prediction.cluster.names if prediction else []
 
 
 def tell_plan(plan: Any) -> None:

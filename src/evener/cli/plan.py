@@ -54,8 +54,12 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
     from evener.cli import fleets, planned
     from evener.cli.flags import given
     from evener.core.errors import UsageError
+    from evener.core.roster import parse_sync
     from evener.core.spec import make_spec
+    from evener.plan.question import of_words
+    from evener.plan.search import predict
 
+    also = [parse_sync(sync)] if sync is not None else []
     texts = given(flags)
     words = {"--nodes": nodes, "--compute-tokens-per-s": rate, "--per-node": per_node, "--node-link": node_link}
     said = [name for name, value in (*words.items(), ("--scale", scale)) if value is not None]
@@ -77,10 +81,11 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
             hint="--per-node says how many ranks a machine has",
         )
     if source_run is not None:
-        asked = planned.from_run(source_run, texts, link, fleet)
+        asked = planned.of_run(source_run, texts, link, fleet)
     elif said:
         spec = make_spec(Path(spec_file) if spec_file else None, texts)
-        asked = planned.from_words(spec, "data" in texts, 2 if scale else nodes, rate, link, per_node or 1, node_link)
+        vocab_size = planned.vocab_size_of(spec) if "data" in texts else None
+        asked = of_words(spec, vocab_size, 2 if scale else nodes, rate, link, per_node or 1, node_link)
         if scale is not None:
             from evener.cli import scaled
 
@@ -93,8 +98,8 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
                 "no fleet.toml here, and no --fleet",
                 hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
             )
-        asked = planned.from_fleet(path, hosts, spec, "data" in texts, link)
-    found = planned.answer(asked, sync, loss_budget / 100)
+        asked = planned.of_fleet(path, hosts, spec, "data" in texts, link)
+    found = predict(asked.job, asked.cluster, loss_budget=loss_budget / 100, also=also)
     if as_json:
         print(json.dumps(planned.as_json(found, asked)))
     else:

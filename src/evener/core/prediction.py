@@ -7,28 +7,35 @@ Whoever has a Prediction can ask again with one thing changed: a faster link, a 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import msgspec
 
+from evener.core.roster import Dtype, Member, Roster, Seat, first_roster
 from evener.core.shape import GPTShape
+from evener.core.spec import RunSpec
 from evener.core.step import StepCost
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained, as far as its cost depends on it."""
+    """What is trained: a run as it was asked for, and the shape of its model."""
 
-    model: str  # the preset's name
+    spec: RunSpec
     shape: GPTShape
-    batch: int  # sequences of a global batch, over all ranks
-    micro_batch: int  # largest number of sequences in one backward
-    dtype: Literal["fp32", "bf16", "fp16"]  # of the arithmetic; weights, gradients and optimizer are fp32
-    recompute: bool = False  # activation checkpointing
+
+    @property
+    def model(self) -> str:
+        """The preset's name."""
+        return self.spec.model.model
 
     @property
     def tokens(self) -> int:
         """Tokens of one step."""
-        return self.batch * self.shape.block_size
+        return self.spec.train.batch * self.shape.block_size
+
+    def roster(self, seats: Sequence[Seat]) -> Roster:
+        """The Roster with which a run on these seats begins."""
+        return first_roster(self.spec, seats, self.shape.block_size)
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,13 +46,9 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
-    """One host, and what each of its equal ranks can do."""
+    """What each of a host's equal ranks can do."""
 
-    name: str
-    device: str  # cpu, cuda
-    num_ranks: int = 1
-    tokens_per_s: float  # a rank's forward and backward of this job's model, in large micro-batches
-    own_tokens_per_s: float | None = None  # alone, in the arithmetic that suits it; None: the job's
+    tokens_per_s: dict[Dtype, float]  # forward and backward of this job's model, in large micro-batches
     pass_s: float = 0.0  # what a forward and backward costs apart from its tokens
     update_s: float = 0.0  # clipping and the update of all parameters
     data_s: float = 0.0  # waiting for input, a step
@@ -57,40 +60,28 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None  # a CPU's: of the host, for all its ranks; a GPU's: of each
     bound_by: str | None = None  # "arithmetic" or "memory"; None: not known
 
-    @property
-    def all_tokens_per_s(self) -> float:
-        """Of all its ranks together."""
-        return self.num_ranks * self.tokens_per_s
-
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The machines as the planner sees them. Ranks are counted host after host."""
+    """The machines as the planner sees them. Which of them take part is a Roster's to say."""
 
-    hosts: list[HostRates]
+    seats: list[Seat]  # where ranks can be, host after host, in the order in which they would be counted
+    hosts: dict[str, HostRates]
     wires: dict[str, dict[str, Wire]]  # from host to host
-    backend: str  # gloo, nccl
     assumed: list[str] = []  # sentences: what nobody measured, and what stands in for it
 
     @property
-    def num_ranks(self) -> int:
-        """Over all hosts."""
-        return sum(host.num_ranks for host in self.hosts)
+    def names(self) -> list[str]:
+        """Of the hosts, in the order of the seats."""
+        return list(dict.fromkeys(seat.host for seat in self.seats))
 
-    def host_of(self, rank: int) -> HostRates:
-        """Where a rank runs."""
-        for host in self.hosts:
-            if rank < host.num_ranks:
-                return host
-            rank -= host.num_ranks
-        raise IndexError(rank)
+    def tokens_per_s(self, member: Member) -> float:
+        """Of a rank: its forward and backward, in its arithmetic."""
+        return self.hosts[member.host].tokens_per_s[member.dtype]
 
 
 class RankCost(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's part of a step."""
 
-    rank: int
-    host: str
-    share: int  # sequences of the global batch
     cost: StepCost
     sync_s: float  # collectives in flight, hidden or not
     bytes: int  # payload that it sends
@@ -101,9 +92,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run the job."""
 
     name: str  # unique among the options: "ddp", "attic alone", "ddp without laptop", "ddp, shares 11 : 5"
-    sync: str  # none, ddp, ddp+sparse, bf16, int8, int4, powersgd:4, fsdp, zero1, diloco:100, diloco:100:int4:streamed
-    hosts: list[str]
-    ranks: list[RankCost]
+    roster: Roster
+    ranks: list[RankCost]  # by rank
     step_s: float
     tokens_per_s: float
     speedup_vs_best_host: float | None  # None: no host can hold the model alone, or its rate is not known
@@ -114,9 +104,14 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     rejected_because: str = ""  # "" = recommended
 
     @property
-    def slowest(self) -> RankCost:
+    def last(self) -> Member:
         """The rank that the others wait for."""
-        return min(self.ranks, key=lambda rank: rank.cost.wait_s or 0.0)
+        return min(self.roster.members, key=lambda member: self.ranks[member.rank].cost.wait_s or 0.0)
+
+    @property
+    def slowest(self) -> RankCost:
+        """What it does in a step."""
+        return self.ranks[self.last.rank]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

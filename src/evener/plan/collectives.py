@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.prediction import Cluster, HostRates, Wire
+from evener.core.prediction import Cluster, Wire
 
 INFINITE = float("inf")
 GLOO_SEGMENT_BYTES = 1 << 20  # of a rank's part of an all-reduce: at most so much is in one message (Gloo's source)
@@ -163,28 +163,27 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True):
         return _worst(found) if found and self.num_ranks > 1 else None
 
 
-def ring(cluster: Cluster, order: Sequence[str] | None = None) -> Ring:
-    """A cluster's ranks host after host, as `order` or else the cluster lists the hosts.
+def ring(cluster: Cluster, hosts: Sequence[str]) -> Ring:
+    """Ranks in their order, `hosts` being where each is; those of one host stand together.
 
     Inside a host its `local` wire joins rank to rank; between hosts go the last rank of one and the first of the next.
     So however many ranks share a host's network connection, a ring crosses it once each way.
     """
-    by_name = {host.name: host for host in cluster.hosts}
-    ranks = [host for name in order or by_name for host in [by_name[name]] * by_name[name].num_ranks]
 
-    def wire(a: HostRates, b: HostRates) -> Wire:
-        if a.name != b.name:
-            return cluster.wires[a.name][b.name]
-        assert a.local is not None, f"{a.name} has several ranks, and no wire between them"
-        return a.local
+    def wire(a: str, b: str) -> Wire:
+        if a != b:
+            return cluster.wires[a][b]
+        local = cluster.hosts[a].local
+        assert local is not None, f"{a} has several ranks, and no wire between them"
+        return local
 
-    pairs = list(zip(ranks, ranks[1:] + ranks[:1], strict=True)) if len(ranks) > 1 else []
+    pairs = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True)) if len(hosts) > 1 else []
     back = [wire(b, a) for a, b in pairs]  # of the next rank, to this one
     return Ring(
-        hosts=tuple(host.name for host in ranks),
+        hosts=tuple(hosts),
         wires=tuple(wire(a, b) for a, b in pairs),
         back=tuple(back[-1:] + back[:-1]),
-        sum_Bps=tuple(host.sum_Bps or INFINITE for host in ranks),
+        sum_Bps=tuple(cluster.hosts[name].sum_Bps or INFINITE for name in hosts),
     )
 
 
@@ -249,12 +248,10 @@ def _gloo_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
 
 
 def _nccl_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
-    """[NCCL's documentation; Sanders, Speck & Träff 2009 for the double tree]
+    """[NCCL's documentation]
 
-    All-reduce: the ring or the tree, whichever is shorter. Both go through all ranks of a host before they leave it.
-    The tree is a chain inside hosts and binary across them. Two trees carry half the buffer each, so every rank sends
-    2S at most, up and down at the same time, cut into segments that follow one another (`pipelined_s`). Sums hide
-    behind the wire. Broadcast is a chain in segments, all-to-all direct.
+    All-reduce: the ring or the tree, whichever is shorter. Both go through all ranks of a host before they leave it,
+    and sums hide behind the wire. Broadcast is a chain in segments, all-to-all direct.
     """
     num_ranks, sizes = ring.num_ranks, ring.host_sizes
     part = size_bytes / num_ranks
@@ -270,12 +267,24 @@ def _nccl_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
         return lap_s(ring.wires, part)
     if collective == "reduce_scatter":
         return lap_s(adding, part)
-    within, across = 2 * (max(sizes) - 1), 2 * _rounds(len(sizes))
-    alpha = (within * (inner.latency_s if inner else 0.0) + across * (outer.latency_s if outer else 0.0)) / (
-        within + across
-    )
-    tree = Wire(latency_s=alpha, bandwidth_Bps=min(beta, *ring.sum_Bps))
-    return min(lap_s(adding, part) + lap_s(ring.wires, part), pipelined_s(2 * size_bytes, within + across, tree))
+    ring_s = lap_s(adding, part) + lap_s(ring.wires, part)
+    return nccl_all_reduce_s(size_bytes, ring_s, max(sizes), len(sizes), inner, outer, min(ring.sum_Bps))[0]
+
+
+def nccl_all_reduce_s(size_bytes: float, ring_s: float, ranks_per_host: int, num_hosts: int, inner: Wire | None,
+                      outer: Wire | None, sum_Bps: float) -> tuple[float, str]:  # fmt: skip
+    """NCCL's choice: (seconds, "ring" or "tree"), whichever is shorter; `ring_s` is what the ring takes.
+
+    The tree is a chain inside hosts, over `inner`, and binary across them, over `outer`. Two trees carry half the
+    buffer each, so every rank sends 2S at most, up and down at the same time, cut into segments that follow one
+    another. The slowest link sets the pace.   [Sanders, Speck & Träff 2009; NCCL, src/graph/tuning.cc]
+    """
+    within, across = 2 * (ranks_per_host - 1), 2 * _rounds(num_hosts)
+    alphas_s = within * (inner.latency_s if inner else 0.0) + across * (outer.latency_s if outer else 0.0)
+    beta = min(sum_Bps, *(wire.bandwidth_Bps for wire in (inner, outer) if wire))
+    hop = Wire(latency_s=alphas_s / (within + across), bandwidth_Bps=beta)
+    tree_s = pipelined_s(2 * size_bytes, within + across, hop)
+    return (tree_s, "tree") if tree_s < ring_s else (ring_s, "ring")
 
 
 def _all_to_all_s(part_bytes: float, ring: Ring) -> float:

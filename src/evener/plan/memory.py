@@ -15,12 +15,9 @@ this was measured: there the formulas are an *assumption*. A compiled model keep
 
 from __future__ import annotations
 
-import re
-from typing import Literal
-
 import msgspec
 
-from evener.core.errors import UsageError
+from evener.core.roster import Roster
 from evener.core.shape import MLP_EXPANSION, GPTShape
 
 FP32 = 4
@@ -62,32 +59,25 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return sum(getattr(self, field) for field in self.__struct_fields__)
 
 
-def memory(
-    shape: GPTShape,
-    *,
-    sequences: int,
-    dtype: Literal["fp32", "bf16", "fp16"],
-    recompute: bool,
-    sync: str,
-    num_ranks: int,
-    device: str = "cpu",
-    accumulates: bool = False,
-) -> Memory:
-    """Peak of a rank whose largest micro-batch has so many sequences.
+def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = False) -> Memory:
+    """Peak of a rank, in its largest micro-batch.
 
-    `accumulates`: more than one micro-batch a step, so that gradients are held while the next one runs. Under DDP they
-    always are. Raises UsageError for a sync that does not exist.
+    With several micro-batches a step gradients are held while the next one runs. Under DDP they always are.
 
+    >>> from evener.core.roster import NO_SYNC, Member
     >>> from evener.core.shape import preset_shape
     >>> gpt2 = preset_shape("gpt2", vocab_size=50257, block_size=256)
-    >>> need = memory(gpt2, sequences=1, dtype="fp32", recompute=False, sync="none", num_ranks=1)
+    >>> alone = Member(rank=0, host="attic", device="cpu", dtype="fp32", share=1, micro_batch=1)
+    >>> need = memory(gpt2, Roster(members=[alone], sync=NO_SYNC, backend="none"), 0)
     >>> need.weights, need.optimizer == 2 * need.weights
     (495399936, True)
     """
-    name, rank = _parse(sync)
+    member, sync, num_ranks = roster.members[rank], roster.sync, roster.world_size
+    sequences = max(member.micro_batches, default=0)
+    device = "cuda" if member.is_gpu else "cpu"
     weights = FP32 * shape.num_params()
-    gradients_held = accumulates or name not in ("none", "fsdp", "diloco")
-    micro_batch = _MicroBatch(shape, sequences, 4 if dtype == "fp32" else 2, device)
+    gradients_held = len(member.micro_batches) > 1 or sync.kind not in ("none", "fsdp", "diloco")
+    micro_batch = _MicroBatch(shape, sequences, 4 if member.dtype == "fp32" else 2, device)
     moments = micro_batch.moments(recompute, gradients_held)
     worst = max(moments, key=_Moment.total)
     gradients, activations = sum(worst.gradients), sum(worst.activations)
@@ -95,21 +85,21 @@ def memory(
     heap = int(HOLES * recycled) if device == "cpu" else 0
     extra = buckets = 0
     optimizer = 2 * weights
-    if name in ("bf16", "int8", "int4"):
-        compressed = {"bf16": 2, "int8": 1, "int4": 0.5}[name] / FP32
+    if sync.kind in ("bf16", "int8", "int4"):
+        compressed = {"bf16": 2, "int8": 1, "int4": 0.5}[sync.kind] / FP32
         buckets = int(max(min(BUCKET_BYTES, weights), *_gradients(shape)) * compressed)  # one in flight
-        extra = weights if name != "bf16" else 0  # what was rounded off, kept for the next step
-    elif name == "powersgd":
-        extra = weights + FP32 * rank * sum(rows + columns for rows, columns in _matrices(shape))
-    elif name == "ddp+sparse":
+        extra = weights if sync.kind != "bf16" else 0  # what was rounded off, kept for the next step
+    elif sync.kind == "powersgd":
+        extra = weights + FP32 * sync.rank * sum(rows + columns for rows, columns in _matrices(shape))
+    elif sync.kind == "ddp+sparse":
         tables = 1 + sum(map(shape.has_value_embedding, range(shape.num_layers)))
         extra = num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # everybody's touched rows
-    elif name == "zero1":
+    elif sync.kind == "zero1":
         optimizer //= num_ranks
-    elif name == "diloco":
-        extra = 2 * weights + (weights if ":int4" in sync else 0)  # anchor, outer momentum; error feedback
-        extra += weights // shape.num_layers if sync.endswith(":streamed") else weights  # the difference being averaged
-    elif name == "fsdp":
+    elif sync.kind == "diloco":
+        extra = 2 * weights + (weights if sync.bits == 4 else 0)  # anchor, outer momentum; error feedback
+        extra += weights // shape.num_layers if sync.streamed else weights  # the difference being averaged
+    elif sync.kind == "fsdp":
         root, block = _root_bytes(shape), max(sum(_block_gradients(shape, layer)) for layer in range(shape.num_layers))
         extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered
         gradients = min(gradients, weights)
@@ -122,7 +112,7 @@ def memory(
         buckets=buckets,
         sync=extra,
         heap=heap,
-        base=BASE_BYTES[device] + (BF16_BYTES if device == "cpu" and dtype != "fp32" else 0),
+        base=BASE_BYTES[device] + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
     )
 
 
@@ -252,14 +242,3 @@ def _gradients(shape: GPTShape) -> list[int]:
 def _root_bytes(shape: GPTShape) -> int:
     groups = shape.params_by_group()
     return FP32 * (groups["token embeddings"] + groups["position embeddings"] + groups["head"])
-
-
-_SYNC = re.compile(r"(none|ddp|ddp\+sparse|bf16|int8|int4|fsdp|zero1|powersgd:(?P<rank>[1-9]\d*)|"
-                   r"diloco:[1-9]\d*(:int[48])?(:streamed)?)")  # fmt: skip
-
-
-def _parse(sync: str) -> tuple[str, int]:
-    match = _SYNC.fullmatch(sync)
-    if match is None:
-        raise UsageError(f'unknown sync "{sync}"', hint="ddp, int8, powersgd:4, fsdp, diloco:100 …")
-    return sync.partition(":")[0], int(match["rank"] or 0)

@@ -10,18 +10,19 @@ integrals, not samples: the same scenario gives the same figures.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.prediction import Wire
+from evener.core.prediction import Cluster, Job, Wire
+from evener.core.roster import Member, backend_of, equal_shares
 from evener.core.step import StepCost
-from evener.plan.balance import equal_shares, micro_batch_sizes
-from evener.plan.collectives import lap_s, pipelined_s
+from evener.plan.collectives import lap_s, nccl_all_reduce_s
 from evener.plan.goodput import checkpoint_interval_s, useful_share
-from evener.plan.sync import BUCKET_BYTES
+from evener.plan.sync import BUCKET_BYTES, GRADIENT_BYTES, buckets, gradients
 
 LIMITS: list[tuple[str, Callable[[float], bool], str]] = [
     ("compute_s slow_factor", lambda x: 0 < x < math.inf, "more than 0"),
@@ -32,6 +33,9 @@ LIMITS: list[tuple[str, Callable[[float], bool], str]] = [
     ("jitter", lambda x: 0 <= x <= 3, "between 0 and 3"),
     ("backward_share slow_share", lambda x: 0 <= x <= 1, "between 0 and 1"),
 ]
+MOST_RANKS = 1 << 20
+JITTER, MTBF_DAYS = 0.02, 300.0  # *assumptions*
+CHECKPOINT_S, RESTART_S = 20.0, 300.0  # *assumptions*: to write all weights, and from a failure to the next step
 INTERVALS = 512  # of a trapezoid rule over a function that fades at both ends: the error falls exponentially
 
 
@@ -113,7 +117,8 @@ def _point(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None)
     nodes = -(-num_ranks // scenario.per_node)
     slowest = _slowest(scenario, shares)
     transfers = _transfers(scenario, num_ranks)
-    last_pass = micro_batch_sizes(shares[0], scenario.micro_batch)[-1] / shares[0]
+    first = Member(rank=0, host="", device="cuda:0", dtype="bf16", share=shares[0], micro_batch=scenario.micro_batch)
+    last_pass = first.micro_batches[-1] / first.share
 
     def exposed_s(compute_s: float) -> float:
         backward_s = scenario.backward_share * last_pass * compute_s if scenario.overlap else 0.0
@@ -156,17 +161,87 @@ def _point(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None)
     )
 
 
+# What is asked
+
+
+def scenario_of(job: Job, cluster: Cluster, *, strong: bool, jitter: float | None, mtbf_days: float | None) -> Scenario:
+    """Ranks like the cluster's first, nodes like its first two; UsageError where they are not alike."""
+    if len({tuple(host.tokens_per_s.items()) for host in cluster.hosts.values()}) > 1:
+        raise UsageError("--scale: all its ranks are alike", hint="one rate: --compute-tokens-per-s 500")
+    alone = job.roster(cluster.seats[:1])
+    (first,), names = alone.members, cluster.names
+    outer, local = cluster.wires[names[0]][names[1]], cluster.hosts[names[0]].local
+    devices = [seat.device for seat in cluster.seats]
+    jitter, mtbf_days = JITTER if jitter is None else jitter, MTBF_DAYS if mtbf_days is None else mtbf_days
+    return Scenario(
+        compute_s=job.tokens / cluster.tokens_per_s(first),
+        sequences=first.share,
+        micro_batch=min(first.micro_batch, first.share),
+        sequence_tokens=job.shape.block_size,
+        gradient_bytes=GRADIENT_BYTES * job.shape.num_params(),
+        buckets=buckets(gradients(job.shape)),
+        per_node=len(devices) // len(names),
+        inner=local or outer,
+        outer=outer,
+        has_trees=backend_of(devices, job.spec.machine.backend) == "nccl",
+        kind="strong" if strong else "weak",
+        jitter=jitter,
+        mtbf_s=86400 * mtbf_days,
+        checkpoint_s=CHECKPOINT_S,
+        restart_s=RESTART_S,
+        assumed=[
+            "sums hide behind the transfer",
+            f"a rank's compute time varies by {jitter:.0%} from step to step (lognormal; --jitter)",
+            f"a node fails every {mtbf_days:g} days (--mtbf-days); a checkpoint takes {CHECKPOINT_S:.0f} s, a restart "
+            f"{RESTART_S:.0f} s",
+        ],
+    )
+
+
+def with_slow(scenario: Scenario, text: str) -> Scenario:
+    """The same with ranks that are slower for good: "0.01:1.5"."""
+    try:
+        share, factor = map(float, text.split(":"))
+    except ValueError:
+        share, factor = -1.0, 0.0
+    if not (0 <= share <= 1 and 1 <= factor < 1e6):
+        raise UsageError(f"--slow {text}: expected a share of the ranks and a factor", hint="--slow 0.01:1.5")
+    told = f"of the ranks {share:.2%} take {factor:g} times as long in every step (--slow)"
+    return msgspec.structs.replace(scenario, slow_share=share, slow_factor=factor, assumed=[*scenario.assumed, told])
+
+
+def parse_counts(text: str) -> list[int]:
+    """Numbers of ranks; … goes on as the two before it did, by their ratio.
+
+    >>> parse_counts("1,2,4,…,32"), parse_counts("8, 16"), parse_counts("3,9,...,81")
+    ([1, 2, 4, 8, 16, 32], [8, 16], [3, 9, 27, 81])
+    """
+    wrong = UsageError(f"--scale {text}: expected numbers of ranks, growing", hint="for example 1,2,4,…,4096")
+    words = [word.strip() for word in text.split(",")]
+    found: list[int] = []
+    for i, word in enumerate(words):
+        if re.fullmatch(r"…|\.\.\.?", word):
+            if len(found) < 2 or i + 1 >= len(words) or not words[i + 1].isdecimal():
+                raise wrong
+            ratio, last = found[-1] / found[-2], int(words[i + 1])
+            while ratio > 1 and round(found[-1] * ratio) < last:
+                found.append(round(found[-1] * ratio))
+        elif word.isdecimal() and 1 <= int(word) <= MOST_RANKS and (not found or int(word) > found[-1]):
+            found.append(int(word))
+        else:
+            raise wrong
+    return found
+
+
 # Communication
 
 
 def all_reduce_s(size_bytes: float, num_ranks: int, scenario: Scenario) -> tuple[float, str]:
     """Seconds of one all-reduce, and "ring" or "tree": the faster of NCCL's two. Both go through a node's k ranks.
 
-    Latencies are about 2(n-N)·α_inner + 2(N-1)·α_outer of the ring, 2(k-1)·α_inner + 2·⌈log₂N⌉·α_outer of the tree; the
-    ring sends 2(n-1)/n · S, the tree 2S and has a pipe to fill (`lap_s`, `pipelined_s`). Chunks are in all links at
-    once, so the slowest sets the pace, and a node sends what one rank does. Published: 4 nodes of 8 B200 with 400 GB/s
-    each reach a busbw of 382 GB/s; this gives 400, two levels one after the other 340 (NVLink of 900 GB/s).
-    [NCCL, src/graph/tuning.cc; Sanders, Speck & Träff 2009 for its pair of binary trees]
+    Latencies are about 2(n-N)·α_inner + 2(N-1)·α_outer of the ring, which sends 2(n-1)/n · S. Chunks are in all links
+    at once, so the slowest sets the pace, and a node sends what one rank does. Published: 4 nodes of 8 B200 with 400
+    GB/s each reach a busbw of 382 GB/s; this gives 400, two levels one after the other 340 (NVLink of 900 GB/s).
 
     >>> fabric = Scenario(compute_s=1, sequences=1, micro_batch=1, sequence_tokens=1, gradient_bytes=0,
     ...     inner=Wire(latency_s=0, bandwidth_Bps=900e9), outer=Wire(latency_s=10e-6, bandwidth_Bps=400e9))
@@ -184,15 +259,11 @@ def all_reduce_s(size_bytes: float, num_ranks: int, scenario: Scenario) -> tuple
         )
         return [inner] * (n - crossing) + [outer] * crossing
 
-    adding = links(scenario.sum_Bps)
-    ring_s = lap_s(adding, size_bytes / n) + lap_s(links(math.inf), size_bytes / n)
+    ring_s = lap_s(links(scenario.sum_Bps), size_bytes / n) + lap_s(links(math.inf), size_bytes / n)
     if not scenario.has_trees:
         return ring_s, "ring"
-    within, across = 2 * (k - 1), 2 * (nodes - 1).bit_length()
-    alpha_s = (within * scenario.inner.latency_s + across * scenario.outer.latency_s) / max(1, within + across)
-    hop = Wire(latency_s=alpha_s, bandwidth_Bps=min(wire.bandwidth_Bps for wire in adding))
-    tree_s = pipelined_s(2 * size_bytes, within + across, hop)
-    return (tree_s, "tree") if tree_s < ring_s else (ring_s, "ring")
+    inner, outer = scenario.inner if k > 1 else None, scenario.outer if nodes > 1 else None
+    return nccl_all_reduce_s(size_bytes, ring_s, k, nodes, inner, outer, scenario.sum_Bps)
 
 
 def _transfers(scenario: Scenario, num_ranks: int) -> list[tuple[float, float, str]]:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
 from evener.core.errors import UsageError
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction, Wire
+from evener.core.roster import DDP, NO_SYNC, Roster, SyncSpec, equal_shares, parse_sync
 from evener.core.units import count, link_rate, plural, seconds, size
-from evener.plan.balance import equal_shares, fastest_shares
-from evener.plan.cluster import scaled, with_wire, without
+from evener.plan.balance import fastest_shares
+from evener.plan.cluster import scaled, with_wire
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 
 LOSS_BUDGET = 0.01
-CANDIDATES = (
-    "ddp+sparse",
-    "bf16",
-    "int8",
-    "int4",
-    "powersgd:4",
-    "fsdp",
-    "zero1",
-    "diloco:30",
-    "diloco:100:int4:streamed",
-)
-SYNC = "ddp"  # what train runs
+CANDIDATES = tuple(map(parse_sync, (
+    "ddp+sparse", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30", "diloco:100:int4:streamed",
+)))  # fmt: skip
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
 MOST_FACTOR = 64  # of batch or bandwidth that is looked at
@@ -35,26 +27,30 @@ BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
 MEMORY_SHARE = 0.9  # of a host that a run may fill
 
 
-def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, also: Sequence[str] = (),
+def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, also: Sequence[SyncSpec] = (),
             keep_order: bool = False) -> Prediction:  # fmt: skip
     """Price every way, choose the fastest that can run, and say why the others lost.
 
     The chosen option is what `train` does on all these hosts, recommended or not. `also` are strategies to price beside
-    CANDIDATES. Hosts are put in the order of the fastest ring, unless it has to be kept.
+    CANDIDATES. Hosts are put in the order of the fastest ring, unless it has to be kept: shares that were asked for are
+    those of the ranks as they are counted.
     """
-    given, cluster = cluster, cluster if keep_order else _in_best_ring(cluster)
-    chosen = _everywhere(job, cluster)
+    given = cluster
+    if not keep_order and job.spec.machine.shares is None:
+        cluster = _in_best_ring(job, cluster)
+    chosen = _priced(job, cluster)
     options = [chosen]
-    alone = [_alone(job, cluster, host.name) for host in cluster.hosts] if len(cluster.hosts) > 1 else []
+    alone = [_alone(job, cluster, name) for name in cluster.names] if len(cluster.names) > 1 else []
     if alone:
         options += _best_alone(alone, cluster)
         options += _fewer(job, cluster)
         options += _that_fit(job, cluster, alone)
-        options += _unequal(job, cluster)
-    if cluster.num_ranks > 1:
-        if "none" in also:
+    if len(cluster.seats) > 1:
+        options += _otherwise_divided(job, given)
+        if NO_SYNC in also:
             raise UsageError("sync none: replicas that never exchange are not one model", hint="--sync ddp")
-        options += [price(job, cluster, name) for name in (*CANDIDATES, *also) if _makes_sense(name, job)]
+        options += [price(job, cluster, msgspec.structs.replace(chosen.roster, sync=sync))
+                    for sync in (*CANDIDATES, *also) if _makes_sense(sync, job)]  # fmt: skip
     options = list({option.name: option for option in reversed(options)}.values())[::-1]
     fitting = [option for option in alone if _fits(option, cluster)]
     baseline = max(map(_speed, fitting), default=None) if alone else chosen.tokens_per_s
@@ -65,7 +61,7 @@ def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, als
     best = max(able, key=_speed, default=None)
     if best is not None:  # a gain within what a prediction can err is none: then the simpler way, fewer hosts first
         near = [option for option in able if best.tokens_per_s < WORTH * option.tokens_per_s]
-        best = min(near, key=lambda option: (len(option.hosts), option.name != chosen.name, option.step_s))
+        best = min(near, key=lambda option: (len(option.roster.hosts), option.name != chosen.name, option.step_s))
     options = [_judged(option, best, cluster, loss_budget) for option in options]
     prediction = Prediction(
         job=job,
@@ -77,8 +73,8 @@ def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, als
     )
     advice = _advice(prediction)
     if cluster is not given:
-        order = " → ".join(host.name for host in cluster.hosts)
-        gain = _slowest_Bps(cluster) / _slowest_Bps(given)
+        gain = _slowest_Bps(chosen.roster, cluster) / _slowest_Bps(job.roster(given.seats), given)
+        order = " → ".join(cluster.names)
         advice.append(f"The ring goes {order}: its slowest link is {gain:.1f} times that of the file's order.")
     return msgspec.structs.replace(prediction, verdict=_verdict(prediction), advice=advice)
 
@@ -92,68 +88,90 @@ def in_a_line(prediction: Prediction) -> str:
     return f"a step of {seconds(option.step_s)}, {rate(option.tokens_per_s)}: {told}"
 
 
+def flags_of_recommended(prediction: Prediction) -> str:
+    """What to add to `train`'s command line for the option that is recommended and was not chosen."""
+    best, chosen = prediction.option(prediction.recommended).roster, prediction.option(prediction.chosen).roster
+    if set(best.hosts) != set(chosen.hosts):
+        return f"--hosts {','.join(best.hosts)}"
+    return f"--shares {':'.join(map(str, best.shares))}"
+
+
 def what_if(prediction: Prediction) -> list[Option]:
     """The chosen option with one thing changed at a time: the links, the hosts, the batch, the strategy. What fits."""
     job, cluster = prediction.job, prediction.cluster
+    roster = prediction.option(prediction.chosen).roster
     found: list[Option] = []
-    if len(cluster.hosts) > 1:
+    if len(cluster.names) > 1:
         for name in ("2.5GbE", "10GbE"):
             wire = parse_link(name).wire
-            found.append(price(job, with_wire(cluster, wire), SYNC, name=f"{name} between all hosts"))
-        found += _fewer(job, cluster)[:1] or [_alone(job, cluster, _ranked(cluster)[0])]
-        found += _unequal(job, cluster)
-    if cluster.num_ranks > 1:
-        found.append(price(larger(job, 4), cluster, SYNC, name="batch and accumulation × 4"))
-        found += [option for option in prediction.options
-                  if option.sync not in (SYNC, "none") and len(option.hosts) == len(cluster.hosts)]  # fmt: skip
+            found.append(price(job, with_wire(cluster, wire), roster, name=f"{name} between all hosts"))
+        found += _fewer(job, cluster)[:1] or [_alone(job, cluster, _ranked(job, cluster)[0])]
+        found += _otherwise_divided(job, cluster)
+    if roster.world_size > 1:
+        found.append(_priced(larger(job, 4), cluster, name="batch and accumulation × 4"))
+        found += [option for option in prediction.options if option.roster.sync not in (DDP, NO_SYNC)]
     return [option for option in {option.name: option for option in found}.values() if _fits(option, cluster)]
 
 
 def larger(job: Job, factor: int) -> Job:
     """The job with so many times its batch, in micro-batches as before."""
-    return msgspec.structs.replace(job, batch=factor * job.batch)
+    train = job.spec.train
+    spec = msgspec.structs.replace(job.spec, train=msgspec.structs.replace(train, batch=factor * train.batch))
+    return msgspec.structs.replace(job, spec=spec)
+
+
+def divided(job: Job, shares: Sequence[int] | None) -> Job:
+    """The job with these shares; None: equal ones."""
+    told = None if shares is None else ":".join(map(str, shares))
+    spec = msgspec.structs.replace(job.spec, machine=msgspec.structs.replace(job.spec.machine, shares=told))
+    return msgspec.structs.replace(job, spec=spec)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def _everywhere(job: Job, cluster: Cluster) -> Option:
-    if cluster.num_ranks == 1:
-        return price(job, cluster, "none", name=f"{cluster.hosts[0].name} alone")
-    return price(job, cluster, SYNC)
+def _priced(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, name: str = "") -> Option:
+    """What `train` does on these hosts, on all if None."""
+    seats = [seat for seat in cluster.seats if hosts is None or seat.host in hosts]
+    roster = job.roster(seats)
+    return price(job, cluster, roster, name=name or _name_of(roster))
 
 
-def _in_best_ring(cluster: Cluster) -> Cluster:
+def _name_of(roster: Roster) -> str:
+    if roster.world_size == 1:
+        return f"{roster.hosts[0]} alone"
+    if roster.shares == equal_shares(roster.batch, roster.world_size):
+        return str(roster.sync)
+    told = " : ".join(map(str, roster.shares)) if roster.world_size <= 4 else "by speed"
+    return f"{roster.sync}, shares {told}"
+
+
+def _in_best_ring(job: Job, cluster: Cluster) -> Cluster:
     """Hosts in the order in which the slowest link of the ring is fastest; the same object where that gains nothing."""
-    names = [host.name for host in cluster.hosts]
     if len({wire for row in cluster.wires.values() for wire in row.values()}) < 2:
         return cluster
-    if cluster.backend == "gloo":  # each rank sends to the one before it
+    names, roster = cluster.names, job.roster(cluster.seats)
+    wires = cluster.wires
+    if roster.backend == "gloo":  # each rank sends to the one before it
         wires = {a: {b: cluster.wires[b][a] for b in names if b != a} for a in names}
-    else:
-        wires = cluster.wires
     order = best_ring(names, wires)
-    by_name = {host.name: host for host in cluster.hosts}
-    ordered = msgspec.structs.replace(cluster, hosts=[by_name[name] for name in order])
-    if order == names or _slowest_Bps(ordered) < WORTH * _slowest_Bps(cluster):
+    seats = sorted(cluster.seats, key=lambda seat: order.index(seat.host))
+    ordered = msgspec.structs.replace(cluster, seats=seats)
+    if order == names or _slowest_Bps(job.roster(seats), ordered) < WORTH * _slowest_Bps(roster, cluster):
         return cluster
     return ordered
 
 
-def _slowest_Bps(cluster: Cluster) -> float:
-    """Of the links that a ring in the order of the hosts uses."""
-    used = ring(cluster).back if cluster.backend == "gloo" else ring(cluster).wires
+def _slowest_Bps(roster: Roster, cluster: Cluster) -> float:
+    """Of the links that a ring in the order of the ranks uses."""
+    links = ring(cluster, [member.host for member in roster.members])
+    used = links.back if roster.backend == "gloo" else links.wires
     return min((wire.bandwidth_Bps for wire in used), default=1.0)
 
 
 def _alone(job: Job, cluster: Cluster, name: str) -> Option:
     """One host, in the arithmetic that suits it."""
-    only = without(cluster, *(host.name for host in cluster.hosts if host.name != name))
-    (host,) = only.hosts
-    if host.own_tokens_per_s is not None:
-        host = msgspec.structs.replace(host, tokens_per_s=host.own_tokens_per_s)
-        only = msgspec.structs.replace(only, hosts=[host])
-    return price(job, only, SYNC if only.num_ranks > 1 else "none", name=f"{name} alone")
+    return _priced(divided(job, None), cluster, [name], name=f"{name} alone")
 
 
 def _best_alone(alone: Sequence[Option], cluster: Cluster) -> list[Option]:
@@ -163,54 +181,70 @@ def _best_alone(alone: Sequence[Option], cluster: Cluster) -> list[Option]:
     return [fits] if fits is ranked[0] else [fits, ranked[0]]
 
 
-def _ranked(cluster: Cluster) -> list[str]:
+def _speeds(job: Job, cluster: Cluster) -> dict[str, float]:
+    """Tokens/s of the ranks of every host, in the arithmetic of all."""
+    speeds = dict.fromkeys(cluster.names, 0.0)
+    for member in job.roster(cluster.seats).members:
+        speeds[member.host] += cluster.tokens_per_s(member)
+    return speeds
+
+
+def _ranked(job: Job, cluster: Cluster) -> list[str]:
     """Hosts from the fastest to the slowest."""
-    return [host.name for host in sorted(cluster.hosts, key=lambda host: -host.all_tokens_per_s)]
+    speeds = _speeds(job, cluster)
+    return sorted(speeds, key=lambda name: -speeds[name])
 
 
 def _fewer(job: Job, cluster: Cluster) -> list[Option]:
     """Without the slowest host, the two slowest, … while two are left; of a large fleet half stay at least."""
-    ranked = _ranked(cluster)
+    ranked = _ranked(job, cluster)
     counts = [len(ranked) - num_left_out for num_left_out in (1, 2, 3, 4, 5, 6)]
     found = []
     for num in counts:
         if num < max(2, len(ranked) // 2 if len(ranked) > 8 else 0):
             break
         left_out = ranked[num:]
-        name = _name_without(cluster, left_out) if len(left_out) <= 2 else f"{SYNC} on the {num} fastest"
-        found.append(price(job, without(cluster, *left_out), SYNC, name=name))
+        name = _name_without(cluster, left_out) if len(left_out) <= 2 else f"{DDP} on the {num} fastest"
+        found.append(_priced(divided(job, None), cluster, ranked[:num], name=name))
     return found
 
 
 def _that_fit(job: Job, cluster: Cluster, alone: Sequence[Option]) -> list[Option]:
     """Without the hosts that cannot hold the model, while two are left."""
-    too_small = [option.hosts[0] for option in alone if not _fits(option, cluster)]
-    if not too_small or len(cluster.hosts) - len(too_small) < 2:
+    too_small = [option.roster.hosts[0] for option in alone if not _fits(option, cluster)]
+    if not too_small or len(cluster.names) - len(too_small) < 2:
         return []
-    return [price(job, without(cluster, *too_small), SYNC, name=_name_without(cluster, too_small))]
+    left = [name for name in cluster.names if name not in too_small]
+    return [_priced(divided(job, None), cluster, left, name=_name_without(cluster, too_small))]
 
 
 def _name_without(cluster: Cluster, left_out: Sequence[str]) -> str:
     if len(left_out) <= 2:
-        return f"{SYNC} without {', '.join(sorted(left_out))}"
-    return f"{SYNC} on {', '.join(host.name for host in cluster.hosts if host.name not in left_out)}"
+        return f"{DDP} without {', '.join(sorted(left_out))}"
+    return f"{DDP} on {', '.join(name for name in cluster.names if name not in left_out)}"
 
 
-def _unequal(job: Job, cluster: Cluster) -> list[Option]:
-    """Shares in proportion to speed, where that is another division and leaves nobody without."""
-    hosts = [cluster.host_of(rank) for rank in range(cluster.num_ranks)]
-    fixed = [host.update_s + host.data_s + host.pass_s for host in hosts]
-    shares = fastest_shares(job.batch, fixed, [job.shape.block_size / host.tokens_per_s for host in hosts])
-    if shares == equal_shares(job.batch, cluster.num_ranks) or not all(shares):
+def _otherwise_divided(job: Job, cluster: Cluster) -> list[Option]:
+    """What the job's own shares are not: equal, and in proportion to speed where that leaves nobody without."""
+    batch, num_ranks = job.spec.train.batch, len(cluster.seats)
+    equal = divided(job, None)
+    if num_ranks > batch:  # the job's own shares leave some without
         return []
-    told = " : ".join(map(str, shares)) if len(shares) <= 4 else "by speed"
-    return [price(job, cluster, SYNC, shares=shares, name=f"{SYNC}, shares {told}")]
+    members = equal.roster(cluster.seats).members
+    hosts = [cluster.hosts[member.host] for member in members]
+    fixed_s = [host.update_s + host.data_s + host.pass_s for host in hosts]
+    sequence_s = [job.shape.block_size / cluster.tokens_per_s(member) for member in members]
+    shares = fastest_shares(batch, fixed_s, sequence_s)
+    ways = [equal] if job.spec.machine.shares is not None else []
+    if shares != equal_shares(batch, num_ranks) and all(shares):
+        ways.append(divided(job, shares))
+    return [_priced(way, cluster) for way in ways]
 
 
-def _makes_sense(sync: str, job: Job) -> bool:
+def _makes_sense(sync: SyncSpec, job: Job) -> bool:
     """Are there tables that are only looked up?"""
     shape = job.shape
-    return sync != "ddp+sparse" or shape.value_embeddings or not shape.tied_head
+    return sync.kind != "ddp+sparse" or shape.value_embeddings or not shape.tied_head
 
 
 def _speed(option: Option) -> float:
@@ -226,14 +260,15 @@ def _fits(option: Option, cluster: Cluster) -> bool:
 
 def _too_large(option: Option, cluster: Cluster) -> str:
     """Which host has too little memory; "" where all have enough, or nobody knows."""
-    for host in cluster.hosts:
-        needs = [rank.memory_bytes or 0 for rank in option.ranks if rank.host == host.name]
-        if not needs or host.memory_bytes is None:
+    for name in option.roster.hosts:
+        members = [member for member in option.roster.members if member.host == name]
+        needs = [option.ranks[member.rank].memory_bytes or 0 for member in members]
+        has = cluster.hosts[name].memory_bytes
+        if has is None:
             continue
-        need = sum(needs) if host.device == "cpu" else max(needs)
-        if need > MEMORY_SHARE * host.memory_bytes:
-            may_fill = MEMORY_SHARE * host.memory_bytes
-            return f"{host.name} has {size(host.memory_bytes)}, a run may fill {size(may_fill)} and needs {size(need)}"
+        need = max(needs) if members[0].is_gpu else sum(needs)
+        if need > MEMORY_SHARE * has:
+            return f"{name} has {size(has)}, a run may fill {size(MEMORY_SHARE * has)} and needs {size(need)}"
     return ""
 
 
@@ -276,24 +311,24 @@ def _verdict(prediction: Prediction) -> str:
         why = prediction.option(prediction.chosen).rejected_because
         return f"This cannot be trained here: {why}; a smaller --micro-batch or --recompute needs less."
     best, chosen = prediction.option(prediction.recommended), prediction.option(prediction.chosen)
-    hosts = prediction.cluster.hosts
-    left_out = [host.name for host in hosts if host.name not in best.hosts]
+    hosts, its_hosts = prediction.cluster.names, best.roster.hosts
+    left_out = [name for name in hosts if name not in its_hosts]
     everyone = "both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"
     if len(hosts) == 1:
-        ranks = plural(prediction.cluster.num_ranks, "rank")
-        return f"{hosts[0].name} with {ranks} trains {rate(best.tokens_per_s)}."
+        ranks = plural(best.roster.world_size, "rank")
+        return f"{hosts[0]} with {ranks} trains {rate(best.tokens_per_s)}."
     if not left_out:
         gain = f", {best.speedup_vs_best_host:.2f} times the fastest host alone" if best.speedup_vs_best_host else ""
         return f"Train on {everyone} with {best.name}: {rate(best.tokens_per_s)}{gain}."
     if _too_large(chosen, prediction.cluster):
         why = f"{chosen.rejected_because}; a smaller --micro-batch or --recompute needs less"
-        return f"Use {_listed(best.hosts)} only. With {everyone} it {why}."
+        return f"Use {_listed(its_hosts)} only. With {everyone} it {why}."
     with_all, fewer = rate(chosen.tokens_per_s), rate(best.tokens_per_s)
     if chosen.tokens_per_s * WORTH > best.tokens_per_s:
-        return f"{_listed(best.hosts)} will do: {everyone} together train {with_all}, it alone {fewer}."
-    speeds = [host.all_tokens_per_s for host in hosts]
-    if len(best.hosts) == 1 and (len(hosts) > 2 or min(speeds) > ALIKE * max(speeds)):
-        return f"Don't distribute this: {best.hosts[0]} alone trains {fewer}, {everyone} {with_all}."
+        return f"{_listed(its_hosts)} will do: {everyone} together train {with_all}, it alone {fewer}."
+    speeds = _speeds(prediction.job, prediction.cluster).values()
+    if len(its_hosts) == 1 and (len(hosts) > 2 or min(speeds) > ALIKE * max(speeds)):
+        return f"Don't distribute this: {its_hosts[0]} alone trains {fewer}, {everyone} {with_all}."
     return f"Leave {_listed(left_out)} out: with {'it' if len(left_out) == 1 else 'them'} {with_all}, without {fewer}."
 
 
@@ -303,8 +338,8 @@ def _advice(prediction: Prediction) -> list[str]:
     found = []
     if len(chosen.ranks) > 1:
         found.append(_division(chosen))
-    alone = [option for option in prediction.options if len(option.hosts) == 1 and _fits(option, cluster)]
-    if len(chosen.hosts) > 1 and alone and _fits(chosen, cluster):
+    alone = [option for option in prediction.options if len(option.roster.hosts) == 1 and _fits(option, cluster)]
+    if len(chosen.roster.hosts) > 1 and alone and _fits(chosen, cluster):
         found += _break_even(prediction, chosen, alone[0])
     faster = [option for option in prediction.options
               if not option.is_built and option.loss_penalty == 0.0 and _fits(option, cluster)]  # fmt: skip
@@ -320,17 +355,16 @@ def _advice(prediction: Prediction) -> list[str]:
 
 def _division(option: Option) -> str:
     """The slowest rank, and what its step is made of."""
-    slow = option.slowest
-    communication_s = slow.cost.exposed_sync_s or 0.0
+    slow, shares = option.last, option.roster.shares
+    communication_s = option.slowest.cost.exposed_sync_s or 0.0
     most_wait_s = max(rank.cost.wait_s or 0.0 for rank in option.ranks)
-    hosts = "all hosts" if len(option.hosts) > 1 else f"all ranks of {slow.host}"
+    hosts = "all hosts" if len(option.roster.hosts) > 1 else f"all ranks of {slow.host}"
     told = f"A step on {hosts} takes {seconds(option.step_s)}"
     share = communication_s / option.step_s
     if share > 0.005:
         told += f", of which {seconds(communication_s)} ({share:.0%}) is communication that computing does not hide"
-    if most_wait_s > 0.01 * option.step_s and slow.share > min(rank.share for rank in option.ranks):
-        total = sum(rank.share for rank in option.ranks)
-        divided = f"{total} sequences are not divided equally by {len(option.ranks)}"
+    if most_wait_s > 0.01 * option.step_s and slow.share > min(shares):
+        divided = f"{sum(shares)} sequences are not divided equally by {len(shares)}"
         return f"{told}. {divided}: others wait for {slow.host}."
     if most_wait_s > 0.05 * option.step_s:
         return f"{told}. {slow.host} is the straggler: others wait up to {seconds(most_wait_s)} for it in every step."
@@ -343,14 +377,15 @@ def _break_even(prediction: Prediction, chosen: Option, alone: Option) -> list[s
     slowest_Bps = min(wire.bandwidth_Bps for row in cluster.wires.values() for wire in row.values())
 
     def gain_with(factor: float) -> float:
-        return price(job, scaled(cluster, factor), SYNC).tokens_per_s / alone.tokens_per_s
+        return price(job, scaled(cluster, factor), chosen.roster).tokens_per_s / alone.tokens_per_s
 
     def gain_at(factor: int) -> float:
         more = larger(job, factor)
-        return price(more, cluster, SYNC).tokens_per_s / _alone(more, cluster, alone.hosts[0]).tokens_per_s
+        one = _alone(more, cluster, alone.roster.hosts[0])
+        return _priced(more, cluster).tokens_per_s / one.tokens_per_s
 
     pays = chosen.tokens_per_s > WORTH * alone.tokens_per_s
-    equally = "with equal shares " if _unequal(job, cluster) else ""
+    equally = "with equal shares " if job.spec.machine.shares is None and _otherwise_divided(job, cluster) else ""
     factor = _crossing(gain_with, pays)
     if factor is None and pays:
         return []
@@ -361,14 +396,15 @@ def _break_even(prediction: Prediction, chosen: Option, alone: Option) -> list[s
     if factor is not None:
         needs = link_rate(factor * slowest_Bps)
         told = f"{equally}it would pay from {needs} between the hosts upwards; they have {has}."
-    elif price(job, instant, SYNC).tokens_per_s > WORTH * alone.tokens_per_s:
+    elif price(job, instant, chosen.roster).tokens_per_s > WORTH * alone.tokens_per_s:
         latency_s = max(wire.latency_s for row in cluster.wires.values() for wire in row.values())
         told = f"{equally}bandwidth alone would not make it pay: every message takes {seconds(latency_s)} one way."
     else:
         told = f"{equally}no network would make all hosts together pay: their computing alone takes longer."
     batch = next((k for k in range(2, MOST_FACTOR + 1) if gain_at(k) > WORTH), None)
     if batch:
-        more = f"Or with --batch {batch * job.batch}, {batch} times as many sequences a step: another training run."
+        sequences = batch * job.spec.train.batch
+        more = f"Or with --batch {sequences}, {batch} times as many sequences a step: another training run."
     else:
         more = f"A batch up to {MOST_FACTOR} times as large would not make it pay."
     return [_sentence(told), more]

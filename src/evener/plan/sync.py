@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.errors import UsageError
-from evener.core.prediction import Job
+from evener.core.roster import Kind, Roster, SyncSpec
 from evener.core.shape import MLP_EXPANSION, GPTShape
 
 GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
 BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB, so that something leaves early
 FIRST_BUCKET_BYTES = 1 << 20
-BUILT = ("none", "ddp")  # what `train` runs today
+BUILT: tuple[Kind, ...] = ("none", "ddp")  # what `train` runs today
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,31 +116,30 @@ def buckets(tensors: Sequence[Gradient]) -> list[tuple[int, float]]:
     return found
 
 
-def exchange(sync: str, job: Job, num_ranks: int, share: int) -> Exchange:
-    """What a strategy does in one step of a rank that takes `share` sequences; UsageError for one that nobody knows.
+def exchange(shape: GPTShape, roster: Roster) -> Exchange:
+    """What the Roster's strategy does in one step of the rank that has most to do.
 
+    >>> from evener.core.roster import Member, parse_sync
     >>> from evener.core.shape import preset_shape
-    >>> job = Job(model="d8", shape=preset_shape("d8", 32768), batch=2, micro_batch=1, dtype="fp32")
-    >>> [round(sum(t.size_bytes for t in exchange(s, job, 2, 1).transfers) / 1e6, 1) for s in ("ddp", "ddp+sparse")]
-    [503.3, 209.9]
+    >>> shape, own = preset_shape("d8", 32768), {"device": "cpu", "dtype": "fp32", "share": 1, "micro_batch": 1}
+    >>> members = [Member(rank=rank, host=host, **own) for rank, host in enumerate("ab")]
+    >>> for name in ("ddp", "ddp+sparse"):
+    ...     found = exchange(shape, Roster(members=members, sync=parse_sync(name), backend="gloo"))
+    ...     print(round(sum(transfer.size_bytes for transfer in found.transfers) / 1e6, 1))
+    503.3
+    209.9
     """
-    name, *options = sync.split(":")
-    if name not in STRATEGIES or not STRATEGIES[name].takes(options):
-        known = ", ".join(strategy.example for strategy in STRATEGIES.values())
-        raise UsageError(f"sync {sync}: no such strategy", hint=f"one of {known}")
-    return STRATEGIES[name].exchange(job, num_ranks, share, options)
+    return STRATEGIES[roster.sync.kind].exchange(shape, roster)
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table."""
 
-    example: str
-    exchange: Callable[[Job, int, int, list[str]], Exchange]
-    takes: Callable[[list[str]], bool] = lambda options: not options
+    exchange: Callable[[GPTShape, Roster], Exchange]
     is_exact: bool = True  # up to the rounding of sums in another order
 
 
-def _none(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+def _none(shape: GPTShape, roster: Roster) -> Exchange:
     return Exchange(transfers=[])
 
 
@@ -149,19 +147,19 @@ def _all_reduces(found: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
     return [Transfer(collective="all_reduce", size_bytes=factor * size, ready=ready) for size, ready in found]
 
 
-def _ddp(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
-    return Exchange(transfers=_all_reduces(buckets(gradients(job.shape))))
+def _ddp(shape: GPTShape, roster: Roster) -> Exchange:
+    return Exchange(transfers=_all_reduces(buckets(gradients(shape))))
 
 
-def _sparse(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+def _sparse(shape: GPTShape, roster: Roster) -> Exchange:
     """Tables that are only looked up send the rows that were touched, at most one a token, with their 8-byte index."""
-    tensors = gradients(job.shape)
+    tensors = gradients(shape)
     dense = _all_reduces(buckets([tensor for tensor in tensors if not tensor.is_lookup]))
-    tokens = share * job.shape.block_size
+    tokens = max(roster.shares) * shape.block_size
     rows = [
         Transfer(
             collective="all_gather",
-            size_bytes=num_ranks * min(tokens, tensor.rows) * (GRADIENT_BYTES * tensor.columns + 8.0),
+            size_bytes=roster.world_size * min(tokens, tensor.rows) * (GRADIENT_BYTES * tensor.columns + 8.0),
             ready=tensor.ready,
         )
         for tensor in tensors
@@ -170,25 +168,25 @@ def _sparse(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchang
     return Exchange(transfers=sorted([*dense, *rows], key=lambda transfer: transfer.ready))
 
 
-def _narrow(bytes_per_element: float) -> Callable[[Job, int, int, list[str]], Exchange]:
+def _narrow(bytes_per_element: float) -> Callable[[GPTShape, Roster], Exchange]:
     """Gradients in fewer bits, with error feedback: read, written and remembered once each way."""
 
-    def narrow(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
-        moved = job.shape.num_params() * 2 * (3 * GRADIENT_BYTES + bytes_per_element)
-        found = _all_reduces(buckets(gradients(job.shape)), bytes_per_element / GRADIENT_BYTES)
+    def narrow(shape: GPTShape, roster: Roster) -> Exchange:
+        moved = shape.num_params() * 2 * (3 * GRADIENT_BYTES + bytes_per_element)
+        found = _all_reduces(buckets(gradients(shape)), bytes_per_element / GRADIENT_BYTES)
         return Exchange(transfers=found, moved_bytes=moved)
 
     return narrow
 
 
-def _powersgd(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+def _powersgd(shape: GPTShape, roster: Roster) -> Exchange:
     """Each matrix as a product of two thin ones, reduced one after the other; vectors whole.   [Vogels et al. 2019]"""
-    rank = int(options[0])
-    tensors = gradients(job.shape)
+    rank = roster.sync.rank
+    tensors = gradients(shape)
     sent = [(GRADIENT_BYTES * (rank * (t.rows + t.columns) if min(t.rows, t.columns) > 2 * rank else t.num_params),
              t.ready) for t in tensors]  # fmt: skip
     halves = [(size // 2, ready) for size, ready in sent for _ in range(2)]
-    moved = job.shape.num_params() * GRADIENT_BYTES * 6.0  # read for each factor, error written and added
+    moved = shape.num_params() * GRADIENT_BYTES * 6.0  # read for each factor, error written and added
     return Exchange(transfers=_all_reduces(_packed(halves)), moved_bytes=moved)
 
 
@@ -204,64 +202,54 @@ def _packed(sizes: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return found
 
 
-def _fsdp(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+def _fsdp(shape: GPTShape, roster: Roster) -> Exchange:
     """Every micro-batch gathers each layer's weights in forward and again in backward; gradients are reduce-scattered.
 
     [PyTorch FSDP2, reshard_after_forward.] Gathers and reductions are in the arithmetic's type.
     """
-    element = 4 if job.dtype == "fp32" else 2
-    size = float(element * job.shape.num_params())
-    num_passes = max(1, -(-share // job.micro_batch))
-    layers = job.shape.num_layers + 1
+    element = 4 if any(member.dtype == "fp32" for member in roster.members) else 2
+    size = float(element * shape.num_params())
+    num_passes = max(len(member.micro_batches) for member in roster.members)
+    layers = shape.num_layers + 1
     gathers = [Transfer(collective="all_gather", size_bytes=size / layers, ready=-1.0)
                for _ in range(2 * num_passes * layers)]  # fmt: skip
     scatters = [Transfer(collective="reduce_scatter", size_bytes=size / layers, ready=(i + 1) / layers)
                 for i in range(layers)]  # fmt: skip
-    return Exchange(transfers=[*gathers, *scatters], update_share=1 / num_ranks)
+    return Exchange(transfers=[*gathers, *scatters], update_share=1 / roster.world_size)
 
 
-def _zero1(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+def _zero1(shape: GPTShape, roster: Roster) -> Exchange:
     """DDP; then each rank updates its part of the weights and broadcasts it.   [torch, ZeroRedundancyOptimizer]"""
-    part = GRADIENT_BYTES * job.shape.num_params() / num_ranks
+    part = GRADIENT_BYTES * shape.num_params() / roster.world_size
     return Exchange(
-        transfers=_all_reduces(buckets(gradients(job.shape))),
-        after=[Transfer(collective="broadcast", size_bytes=part, ready=1.0) for _ in range(num_ranks)],
-        update_share=1 / num_ranks,
+        transfers=_all_reduces(buckets(gradients(shape))),
+        after=[Transfer(collective="broadcast", size_bytes=part, ready=1.0) for _ in range(roster.world_size)],
+        update_share=1 / roster.world_size,
     )
 
 
-def _diloco(job: Job, num_ranks: int, share: int, options: list[str]) -> Exchange:
+def _diloco(shape: GPTShape, roster: Roster) -> Exchange:
     """H steps alone, then one all-reduce of what they changed.   [Douillard et al. 2023; streamed: 2025]"""
-    element = {"int8": 1.0, "int4": 0.5}.get(options[1] if len(options) > 1 else "", float(GRADIENT_BYTES))
-    num_params = job.shape.num_params()
+    sync, num_params = roster.sync, shape.num_params()
     return Exchange(
-        transfers=[Transfer(collective="all_reduce", size_bytes=element * num_params, ready=1.0)],
+        transfers=[Transfer(collective="all_reduce", size_bytes=sync.bits / 8 * num_params, ready=1.0)],
         moved_bytes=num_params * GRADIENT_BYTES * 6.0,  # difference, momentum, outer update
-        every=int(options[0]),
-        hidden="streamed" in options,
+        every=sync.every,
+        hidden=sync.streamed,
     )
 
 
-def _is_count(options: list[str]) -> bool:
-    return len(options) == 1 and options[0].isdecimal() and 1 <= int(options[0]) <= 10**6
-
-
-def _is_diloco(options: list[str]) -> bool:
-    known: tuple[list[str], ...] = ([], ["int8"], ["int4"], ["streamed"], ["int8", "streamed"], ["int4", "streamed"])
-    return _is_count(options[:1]) and options[1:] in known
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "none": Strategy(example="none", exchange=_none),
-    "ddp": Strategy(example="ddp", exchange=_ddp),
-    "ddp+sparse": Strategy(example="ddp+sparse", exchange=_sparse),
-    "bf16": Strategy(example="bf16", exchange=_narrow(2.0), is_exact=False),
-    "int8": Strategy(example="int8", exchange=_narrow(1.0), is_exact=False),
-    "int4": Strategy(example="int4", exchange=_narrow(0.5), is_exact=False),
-    "powersgd": Strategy(example="powersgd:4", exchange=_powersgd, takes=_is_count, is_exact=False),
-    "fsdp": Strategy(example="fsdp", exchange=_fsdp),
-    "zero1": Strategy(example="zero1", exchange=_zero1),
-    "diloco": Strategy(example="diloco:30", exchange=_diloco, takes=_is_diloco, is_exact=False),
+STRATEGIES: dict[Kind, Strategy] = {
+    "none": Strategy(exchange=_none),
+    "ddp": Strategy(exchange=_ddp),
+    "ddp+sparse": Strategy(exchange=_sparse),
+    "bf16": Strategy(exchange=_narrow(2.0), is_exact=False),
+    "int8": Strategy(exchange=_narrow(1.0), is_exact=False),
+    "int4": Strategy(exchange=_narrow(0.5), is_exact=False),
+    "powersgd": Strategy(exchange=_powersgd, is_exact=False),
+    "fsdp": Strategy(exchange=_fsdp),
+    "zero1": Strategy(exchange=_zero1),
+    "diloco": Strategy(exchange=_diloco, is_exact=False),
 }
 
 # Loss of DiLoCo with H = 30 against data parallel at equal tokens: replicas → (parameters, relative penalty).
@@ -271,24 +259,24 @@ DILOCO_PENALTY = {
     4: [(35e6, 0.020), (180e6, 0.011)],
     8: [(35e6, 0.039)],
 }
+DILOCO_MEASURED = SyncSpec(kind="diloco", every=30)
 DILOCO_SOURCE = "arXiv 2503.09799, H = 30"
 
 
-def loss_penalty(sync: str, num_params: int, num_ranks: int) -> tuple[float | None, str]:
+def loss_penalty(sync: SyncSpec, num_params: int, num_ranks: int) -> tuple[float | None, str]:
     """(relative penalty, source): 0 of an exact strategy, None where nobody measured it.
 
     Between published sizes it is read off the straight line over log(parameters); beyond them the nearest holds.
 
-    >>> loss_penalty("ddp", 10**8, 4), loss_penalty("int8", 10**8, 4)[0]
+    >>> loss_penalty(SyncSpec(kind="ddp"), 10**8, 4), loss_penalty(SyncSpec(kind="int8"), 10**8, 4)[0]
     ((0.0, 'exact'), None)
-    >>> round(loss_penalty("diloco:30", 126_000_000, 2)[0], 4)
+    >>> round(loss_penalty(SyncSpec(kind="diloco", every=30), 126_000_000, 2)[0], 4)
     0.004
     """
-    name, *options = sync.split(":")
-    if STRATEGIES[name].is_exact:
+    if STRATEGIES[sync.kind].is_exact:
         return 0.0, "exact"
     rows = DILOCO_PENALTY.get(num_ranks)
-    if name != "diloco" or options != ["30"] or rows is None:
+    if sync != DILOCO_MEASURED or rows is None:
         return None, "not measured"
     if num_params <= rows[0][0] or len(rows) == 1:
         return rows[0][1], DILOCO_SOURCE

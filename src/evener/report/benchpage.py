@@ -14,8 +14,9 @@ from evener.core.rundir import RunDir
 from evener.core.units import count, seconds
 from evener.report import figures
 from evener.report.explain import Story, scaling_story, speedup, worth_it
+from evener.report.gap import NO_PREDICTION
 from evener.report.markup import Fact, document
-from evener.report.predicted import NO_PREDICTION, against
+from evener.report.predicted import against
 from evener.report.ranks import first_done, plural
 from evener.report.summary import Summary, summarize
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from evener.core.units import count, seconds, size
 from evener.report.causes import CAUSES, Cause, Comparison
-from evener.report.predicted import explain_prediction
+from evener.report.gap import explain_prediction
 from evener.report.ranks import (
     contention_of,
     cpus_at_work,

@@ -21,8 +21,9 @@ from evener.plan.search import what_if
 from evener.report import benchpage, figures
 from evener.report.events import evaluations, first_failure, tell
 from evener.report.explain import explain_measured, limit
+from evener.report.gap import NO_PREDICTION, explain_prediction
 from evener.report.markup import Fact, document
-from evener.report.predicted import NO_PREDICTION, cells, explain_prediction, percent, rank_rows, step_rows
+from evener.report.predicted import cells, percent, rank_rows, step_rows
 from evener.report.ranks import last_done, plural, straggles
 from evener.report.summary import Summary, records_of, summarize
 from evener.report.whatif import corrected_step_s, correction, what_if_table
@@ -257,7 +258,7 @@ def _beside(summary: Summary) -> Beside | None:
     assumed = prediction.cluster.assumed
     if option is None:
         return Beside(told, causes, assumed, step=[], last="", of_last=[], of_others={}, what_if=None)
-    names = [f"rank {rank} ({planned.host})" for rank, planned in enumerate(option.ranks)]
+    names = [f"rank {member.rank} ({member.host})" for member in option.roster.members]
     tables = [[cells(row) for row in rank_rows(summary, option, rank)] for rank in range(len(names))]
     last, others = last_done(summary).rank, what_if(prediction)
     return Beside(
@@ -291,9 +292,10 @@ def _parameters(manifest: Manifest) -> list[tuple[str, str, str]]:
 
 def _manifest(manifest: Manifest) -> dict[str, Text]:
     """The manifest by chapter."""
-    tree = msgspec.to_builtins(manifest)
+    tree, roster = msgspec.to_builtins(manifest), manifest.roster
     run: dict[str, Any] = {"command": shlex.join(manifest.argv)}
-    run |= {key: tree[key] for key in ("verdict", "backend", "sync", "dtype", "compiled", "code_hash")}
+    run |= {key: tree[key] for key in ("verdict", "compiled", "code_hash")}
+    run |= {"sync": str(roster.sync), "backend": roster.backend, "dtype": roster.dtypes}
     run |= {"started": _moment(manifest.started), "ended": None if manifest.ended is None else _moment(manifest.ended)}
     return {
         "Run": _text(run | {"versions": tree["versions"], "result": tree["result"]}),
@@ -302,6 +304,7 @@ def _manifest(manifest: Manifest) -> dict[str, Text]:
         "Corpus": _text(tree["corpus"]),
         "Machines": _text(tree["hosts"]),
         "Processes": _text(tree["ranks"]),
+        "Shares at the start": _text(tree["roster"]["members"]),
         "Contention: each rank alone, and all together": _text(tree["contention"]),
     }
 

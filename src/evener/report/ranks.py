@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.roster import MICRO_BATCH_TOKENS
 from evener.core.rundir import Contention
 from evener.core.units import count, seconds
-from evener.plan.balance import equal_shares, micro_batch_sizes
 from evener.report.summary import RankSummary, Summary
 
 CLEAR = 1.1  # a ratio of two timings nearer to 1 is taken for noise
@@ -80,11 +78,7 @@ def contention_of(summary: Summary) -> Contention | None:
 
 def sequences(summary: Summary) -> list[int]:
     """Sequences in the first micro-batch of every rank: what the contention measurement times."""
-    manifest = summary.manifest
-    train = manifest.spec.train
-    fitting = max(1, MICRO_BATCH_TOKENS // manifest.shape.block_size) if manifest.shape else train.batch
-    largest = train.micro_batch or fitting
-    return [micro_batch_sizes(share, largest)[0] for share in equal_shares(train.batch, manifest.world_size)]
+    return [max(member.micro_batches, default=0) for member in summary.manifest.roster.members]
 
 
 def token_alone_s(summary: Summary) -> float | None:
@@ -93,7 +87,7 @@ def token_alone_s(summary: Summary) -> float | None:
     if contention is None or shape is None:
         return None
     cpus = contention.alone_cpus if on_cpus(summary) else [1.0] * len(summary.ranks)
-    of_sequence = [t * p / n for t, p, n in zip(contention.alone_s, cpus, sequences(summary), strict=True)]
+    of_sequence = [t * p / n for t, p, n in zip(contention.alone_s, cpus, sequences(summary), strict=True) if n]
     return mean(of_sequence) / shape.block_size
 
 

@@ -215,8 +215,8 @@ def _predicted(summary: Summary) -> dict[str, Any] | None:
         "tokens_per_s": option.tokens_per_s,
         "step_difference": summary.step_p50_s / option.step_s - 1 if summary.step_p50_s else None,
         "ranks": [
-            {"rank": rank, "host": cost.host, "cost": msgspec.to_builtins(cost.cost), "sync_s": cost.sync_s,
+            {"rank": member.rank, "host": member.host, "cost": msgspec.to_builtins(cost.cost), "sync_s": cost.sync_s,
              "bytes": cost.bytes, "memory_bytes": cost.memory_bytes}
-            for rank, cost in enumerate(option.ranks)
+            for member, cost in zip(option.roster.members, option.ranks, strict=True)
         ],
     }  # fmt: skip

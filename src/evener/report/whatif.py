@@ -24,8 +24,8 @@ class Correction(msgspec.Struct, frozen=True, kw_only=True):
 def correction(summary: Summary, option: Option) -> Correction:
     """What one run says about the rates with which it was predicted."""
     by_host: dict[str, list[int]] = {}
-    for rank, planned in enumerate(option.ranks):
-        by_host.setdefault(planned.host, []).append(rank)
+    for member in option.roster.members:
+        by_host.setdefault(member.host, []).append(member.rank)
 
     def factor(ranks: list[int], part: str) -> float:
         pairs = [(getattr(option.ranks[i].cost, part), getattr(summary.ranks[i].typical, part)) for i in ranks]
@@ -51,15 +51,17 @@ def corrected_step_s(option: Option, by: Correction) -> float:
     What backward hid grows with the lesser of computing and communication: no more can be hidden than there is, and no
     more than there is to hide behind. A host that took no part in that run keeps its prediction.
     """
+    hosts = [member.host for member in option.roster.members]
     work = [
-        max(0.0, (rank.cost.data_s or 0.0) + by.data_s.get(rank.host, 0.0))
-        + (rank.cost.compute_s or 0.0) * by.compute.get(rank.host, 1.0)
-        + (rank.cost.optimizer_s or 0.0) * by.update.get(rank.host, 1.0)
-        for rank in option.ranks
+        max(0.0, (rank.cost.data_s or 0.0) + by.data_s.get(host, 0.0))
+        + (rank.cost.compute_s or 0.0) * by.compute.get(host, 1.0)
+        + (rank.cost.optimizer_s or 0.0) * by.update.get(host, 1.0)
+        for host, rank in zip(hosts, option.ranks, strict=True)
     ]
-    last = option.ranks[work.index(max(work))]  # what it does not hide, all wait for
+    slowest = work.index(max(work))
+    last = option.ranks[slowest]  # what it does not hide, all wait for
     hidden_s = last.sync_s - (last.cost.exposed_sync_s or 0.0)
-    exposed_s = by.sync * last.sync_s - hidden_s * min(by.sync, by.compute.get(last.host, 1.0))
+    exposed_s = by.sync * last.sync_s - hidden_s * min(by.sync, by.compute.get(hosts[slowest], 1.0))
     return max(work) + max(0.0, exposed_s)
 
 

@@ -1,0 +1,43 @@
+"""Jobs, machines and their prices in few words, for whatever tests the planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from evener.core.prediction import Cluster, Job, Option, Wire
+from evener.core.roster import parse_sync
+from evener.core.shape import PRESETS, GPTShape
+from evener.core.spec import parse_args
+from evener.plan.cluster import uniform
+from evener.plan.cost import price
+
+
+def job_of(shape: GPTShape | None = None, **flags: Any) -> Job:
+    """What `--batch 24 --model char …` asks for; the shape is the preset's if none is given."""
+    spec = parse_args([f"--{name.replace('_', '-')}={value}" for name, value in flags.items()])
+    return Job(spec=spec, shape=shape or PRESETS[spec.model.model])
+
+
+def changed(job: Job, **flags: Any) -> Job:
+    """The job with other flags."""
+    spec = msgspec.to_builtins(job.spec)
+    for section in ("model", "train", "machine"):
+        spec[section] |= {name: value for name, value in flags.items() if name in spec[section]}
+    return msgspec.structs.replace(job, spec=msgspec.convert(spec, type(job.spec)))
+
+
+def cluster_of(*rates: float, wire: Wire, names: str = "abcdefgh", devices: tuple[str, ...] = ("cpu",),
+               local: Wire | None = None, **more: Any) -> Cluster:  # fmt: skip
+    """Hosts with these rates of each rank, alike in all else."""
+    found = uniform(dict(zip(names, rates, strict=False)), wire, devices, local)
+    return msgspec.structs.replace(
+        found, hosts={name: msgspec.structs.replace(host, **more) for name, host in found.hosts.items()}
+    )
+
+
+def priced(job: Job, cluster: Cluster, sync: str | None = None) -> Option:
+    """On all seats, with this strategy instead of its own."""
+    roster = job.roster(cluster.seats)
+    return price(job, cluster, roster if sync is None else msgspec.structs.replace(roster, sync=parse_sync(sync)))
