@@ -14,6 +14,9 @@ import pytest
 
 from evener.cli.drill import _run_one, gist
 from evener.core.errors import UsageError
+from evener.core.fleet import load_fleet
+from evener.hosts.doctor import survey
+from evener.hosts.session import connect
 from evener.lab import state
 from evener.lab.drill import Drill, Heard, Play, Seen, doctor, steps_of
 from evener.lab.drills import DRILLS, NOT_HERE, find
@@ -137,8 +140,11 @@ def test_a_healthy_fleet_is_left_alone(hosts: dict[str, HostSpec]) -> None:
     """Ten looks at each of two fleets, goodput and all, while another test works on the same cores."""
     healthy = dataclasses.replace(DRILLS["net.slow-link"], fault=[], hosts=hosts)
     with Play(healthy) as play:
-        for _ in range(10):
-            assert [one for one in play.look().findings if one.severity != "info"] == []
+        fleet = load_fleet(play.stage.fleet)
+        with connect(fleet) as (sessions, errors):
+            for _ in range(10):
+                findings = survey(fleet, sessions, errors).findings
+                assert [one for one in findings if one.severity != "info"] == []
 
 
 def evener_argv(*args: str) -> list[str]:
