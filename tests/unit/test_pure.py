@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.bench.scaling import process_counts
+from evener.core.roster import Member, equal_shares
 from evener.core.step import PARTS, StepCost, split_blocked
-from evener.plan.balance import equal_shares, micro_batch_sizes
 from evener.plan.collectives import ring_all_reduce_bytes
 
 
@@ -24,7 +24,7 @@ def test_shares_cover_the_batch_and_differ_by_one_at_most(num, ranks):
 
 @given(st.integers(1, 10_000), st.integers(1, 512))
 def test_micro_batches_cover_the_share_and_are_as_few_as_can_be(share, largest):
-    sizes = micro_batch_sizes(share, largest)
+    sizes = Member(rank=0, host="h", device="cpu", dtype="fp32", share=share, micro_batch=largest).micro_batches
     assert sum(sizes) == share
     assert max(sizes) <= largest
     assert len(sizes) == math.ceil(share / largest)
