@@ -294,7 +294,7 @@ def _manifest(manifest: Manifest) -> dict[str, Text]:
     """The manifest by chapter."""
     tree, roster = msgspec.to_builtins(manifest), manifest.roster
     run: dict[str, Any] = {"command": shlex.join(manifest.argv)}
-    run |= {key: tree[key] for key in ("verdict", "compiled", "code_hash")}
+    run |= {key: tree[key] for key in ("verdict", "compiled", "sampler", "code_hash")}
     run |= {"sync": str(roster.sync), "backend": roster.backend, "dtype": roster.dtypes}
     run |= {"started": _moment(manifest.started), "ended": None if manifest.ended is None else _moment(manifest.ended)}
     return {

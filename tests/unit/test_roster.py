@@ -1,0 +1,121 @@
+"""A batch is divided once, for everybody: shares, devices, arithmetic and strategies have one rule each."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Host
+from evener.core.roster import (
+    SYNC_EXAMPLES,
+    Roster,
+    Seat,
+    backend_of,
+    devices_of,
+    dtype_of,
+    first_roster,
+    parse_shares,
+    parse_sync,
+    weighted_shares,
+)
+from evener.core.spec import MachineSpec, RunSpec, TrainSpec, parse_args
+
+CPU, OLD = Seat(host="a", device="cpu", has_bf16=True), Seat(host="b", device="cpu")
+GPU, T4 = Seat(host="c", device="cuda:0", has_bf16=True), Seat(host="d", device="cuda:0")
+
+
+@given(st.integers(1, 400), st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda w: sum(w) > 1e-3))
+def test_weighted_shares_keep_the_batch_and_the_quota(batch, weights):
+    """Hamilton's method: whole numbers that sum to the batch, none a whole sequence away from its quota."""
+    shares = weighted_shares(batch, weights)
+    assert sum(shares) == batch
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share - batch * weight / sum(weights)) < 1
+        assert share == 0 or weight > 0
+
+
+def test_the_nearest_shares_of_all():
+    """Against all divisions of small batches: none is nearer to the quotas, in the sum of squares."""
+    for batch, weights in itertools.product((1, 5, 7), ([3, 1], [1, 1, 1], [2, 0, 1.5])):
+        quotas = [batch * weight / sum(weights) for weight in weights]
+
+        def distance(shares, quotas=quotas):
+            return sum((share - quota) ** 2 for share, quota in zip(shares, quotas, strict=True))
+
+        every = [s for s in itertools.product(range(batch + 1), repeat=len(weights)) if sum(s) == batch]
+        assert distance(weighted_shares(batch, weights)) == pytest.approx(min(map(distance, every)))
+
+
+@pytest.mark.parametrize("text", [*SYNC_EXAMPLES, "diloco:100:int4:streamed", "diloco:2:int8", "powersgd:16"])
+def test_a_strategys_name_is_written_as_it_was_read(text):
+    assert str(parse_sync(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "DDP", "powersgd", "powersgd:0", "diloco", "diloco:0", "ddp:2", "diloco:5:int2"])
+def test_a_strategy_that_nobody_knows_is_refused(text):
+    with pytest.raises(UsageError, match="no such strategy"):
+        parse_sync(text)
+
+
+@pytest.mark.parametrize("text", ["", "3", "a:b", "-1:2", "0:0", "nan:1", "inf:1", "3;1"])
+def test_shares_that_are_none_are_refused(text):
+    spec = RunSpec(machine=MachineSpec(shares=text or " "))
+    with pytest.raises(UsageError, match="--shares"):
+        first_roster(spec, [CPU, CPU], None)
+
+
+def test_shares_that_are_not_numbers_of_ranks():
+    assert parse_shares("3:1") == [3, 1]
+    with pytest.raises(UsageError, match="3 shares, and the run has 2 ranks"):
+        first_roster(RunSpec(machine=MachineSpec(shares="3:1:1")), [CPU, CPU], None)
+    with pytest.raises(UsageError, match="more than the 2 sequences"):
+        first_roster(RunSpec(train=TrainSpec(batch=2)), [CPU] * 3, None)
+
+
+@pytest.mark.parametrize(
+    ("seats", "dtype", "backend"),
+    [
+        ([CPU], "bf16", "none"),
+        ([CPU, CPU], "bf16", "gloo"),
+        ([CPU, OLD], "fp32", "gloo"),
+        ([GPU, GPU], "bf16", "nccl"),
+        ([GPU, T4], "fp32", "nccl"),
+        ([T4, T4], "fp16", "nccl"),
+        ([GPU, CPU], "fp32", "gloo"),
+        ([T4, CPU], "fp32", "gloo"),
+    ],
+)
+def test_one_arithmetic_and_one_backend_for_all(seats, dtype, backend):
+    roster = first_roster(RunSpec(), seats, 64)
+    assert {member.dtype for member in roster.members} == {dtype}
+    assert roster.backend == backend
+    assert roster.sync.kind == ("none" if len(seats) == 1 else "ddp")
+    assert dtype_of(seats, "fp32") == "fp32"
+    assert backend_of([seat.device for seat in seats] * 2, "gloo") == "gloo"
+
+
+def test_devices_of_a_hosts_ranks():
+    gpus = Host(address="x", devices="auto")
+    assert devices_of("x", gpus, 2, MachineSpec(device="cpu", ranks=3)) == ["cpu"] * 3  # the flag wins
+    assert devices_of("x", Host(address="x", devices="cpu"), 2, MachineSpec()) == ["cpu"]
+    assert devices_of("x", Host(address="x", ranks=3), 2, MachineSpec()) == ["cuda:0", "cuda:1", "cuda:0"]
+    with pytest.raises(UsageError, match="x: ranks asked for GPUs"):
+        devices_of("x", gpus, 0, MachineSpec(device="cuda"))
+
+
+def test_a_roster_says_everybodys_part_and_survives_the_disk():
+    roster = first_roster(parse_args(["--batch", "11", "--shares", "3:0:1", "--micro-batch", "4"]), [CPU] * 3, 64)
+    assert roster.shares == [8, 0, 3]
+    assert [member.micro_batches for member in roster.members] == [[4, 4], [], [3]]
+    assert [roster.first_sequence(rank) for rank in range(3)] == [0, 8, 8]
+    assert roster.divide(22) == [16, 0, 6]
+    assert msgspec.json.decode(msgspec.json.encode(roster), type=Roster) == roster
+
+    later = roster.with_weights([1, 1, 1], from_step=20)
+    assert (later.epoch, later.from_step, later.shares, later.batch) == (1, 20, [4, 4, 3], 11)
+    assert later.members[1].micro_batch == 4
