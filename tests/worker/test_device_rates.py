@@ -34,7 +34,7 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
     num_steps = itertools.count()
 
     class Trainer:
-        shape, dtype, most = PRESETS["char"], torch.float32, MICRO_BATCH_TOKENS // PRESETS["char"].block_size
+        shape, dtype, most = PRESETS["char"], "fp32", MICRO_BATCH_TOKENS // PRESETS["char"].block_size
 
         def __init__(self, *_: object) -> None: ...
 

@@ -26,9 +26,9 @@ from evener.core.machine import this_machine
 from evener.core.roster import backend_of
 from evener.core.units import median, percentile
 from evener.plan.collectives import bus_factor
+from evener.worker.arithmetic import TORCH_DTYPES
 from evener.worker.group import Group, leave
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PERIOD = 4093  # of the known values: a prime, so that no segment of a power of two lies on its like
 EXACT = 256  # whole numbers up to here are exact in bf16
 SLOT_S = 1.0  # aimed at for one size
@@ -121,7 +121,7 @@ class Operation:
 
 def measure(group: Group, spec: CollectiveSpec, collective: Collective, size_bytes: int, slot_s: float) -> Row:
     """One row: checked first, then timed for about `slot_s`."""
-    operation = Operation(collective, group, size_bytes, DTYPES[spec.dtype], spec.in_place)
+    operation = Operation(collective, group, size_bytes, TORCH_DTYPES[spec.dtype], spec.in_place)
     operation.fill()
     group.barrier()
     _timed(operation, 1, group.device)
@@ -176,12 +176,12 @@ def run(spec: CollectiveSpec) -> None:
             backend=group.backend,
             device=torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
             interface=_interface(),
-            sum_Bps=-_largest(group, -sum_rate_Bps(DTYPES[spec.dtype], group.device)),
+            sum_Bps=-_largest(group, -sum_rate_Bps(TORCH_DTYPES[spec.dtype], group.device)),
             torch=str(torch.__version__),
         ),
     )
     for _ in range(SETTLE):  # connections find their pace
-        dist.all_reduce(torch.zeros(256, dtype=DTYPES[spec.dtype], device=group.device), group=group.gradients)
+        dist.all_reduce(torch.zeros(256, dtype=TORCH_DTYPES[spec.dtype], device=group.device), group=group.gradients)
     until = time.monotonic() + spec.seconds
     for index, collective in enumerate(spec.collectives):
         rows: list[Row] = []

@@ -23,7 +23,8 @@ from evener.core.fleet import Rates
 from evener.core.machine import this_machine
 from evener.core.shape import PRESETS
 from evener.core.units import count
-from evener.worker.collectives import DTYPES, sum_rate_Bps
+from evener.worker.arithmetic import TORCH_DTYPES
+from evener.worker.collectives import sum_rate_Bps
 from evener.worker.group import leave
 from evener.worker.loopback import loopback_rates
 from evener.worker.sustained import repeat, train
@@ -40,10 +41,10 @@ def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
     """All figures of one device; takes 5 to 10 seconds more than `spec.seconds`."""
     name = "cpu" if device.type == "cpu" else str(device)
     tell(Doing(text=f"{name}: matrix products"))
-    matmul_flops = {dtype: matmul_rate(DTYPES[dtype], device) for dtype in _dtypes(device)}
+    matmul_flops = {dtype: matmul_rate(TORCH_DTYPES[dtype], device) for dtype in _dtypes(device)}
     tell(Doing(text=f"{name}: memory"))
     copy_Bps, triad_Bps = memory_rates(device)
-    sums = {dtype: sum_rate_Bps(DTYPES[dtype], device) for dtype in ("fp32", "bf16")}
+    sums = {dtype: sum_rate_Bps(TORCH_DTYPES[dtype], device) for dtype in ("fp32", "bf16")}
     sync_Bps = loopback_Bps = None  # on GPUs not measured
     if device.type == "cpu":
         tell(Doing(text=f"{name}: all-reduces between two ranks here"))

@@ -15,15 +15,14 @@ import torch
 from torch import nn
 
 from evener.core.device_rates import DeviceRatesSpec, Passes, Sustained
-from evener.core.roster import MICRO_BATCH_TOKENS
+from evener.core.roster import MICRO_BATCH_TOKENS, Seat, dtype_of
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.spec import TrainSpec
 from evener.core.units import median, percentile
 from evener.core.units import seconds as duration
-from evener.worker.collectives import DTYPES
+from evener.worker.arithmetic import TORCH_DTYPES, has_bf16
 from evener.worker.model import GPT
 from evener.worker.optim import adamw
-from evener.worker.run import choose_dtype
 
 LARGE_SHARE = 1 / 8  # of the time: a micro-batch that takes more than this is too large
 TRIED_SHARE = 1 / 40  # of the time: a pass that takes so long tells how long larger ones take
@@ -40,7 +39,8 @@ class Trainer:
         torch.manual_seed(0)
         changes = {} if spec.dropout is None else {"dropout": spec.dropout}
         self.shape = preset_shape(spec.model, PRESETS[spec.model].vocab_size, **changes)
-        self.dtype = choose_dtype(spec.dtype, device)
+        seat = Seat(host=spec.host, device=str(device), has_bf16=has_bf16(device))
+        self.dtype = dtype_of([seat], spec.dtype)
         self.device = device
         self._spec = TrainSpec()
         self._module = GPT(self.shape).to(device)
@@ -52,7 +52,7 @@ class Trainer:
     def step(self, micro_batch: int) -> tuple[float, float, float]:
         """(seconds of forward and backward, processor seconds of these, seconds of the update)."""
         began, cpu = time.perf_counter(), time.process_time()
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(self.device.type, TORCH_DTYPES[self.dtype], enabled=self.dtype != "fp32"):
             loss = self._module(self._sequences[:micro_batch, :-1], self._sequences[:micro_batch, 1:])
         (loss / (micro_batch * self.shape.block_size)).backward()
         wait_for(self.device)
@@ -108,7 +108,7 @@ def train(spec: DeviceRatesSpec, device: torch.device, say: Callable[[str], None
     )
     larges = timed(large, [took for _, took, _ in passes])
     return Sustained(
-        dtype=next(name for name, known in DTYPES.items() if known == trainer.dtype),
+        dtype=trainer.dtype,
         large=larges,
         smaller=[timed(micro_batch, took) for micro_batch, took in smaller.items()],
         tokens_per_s=larges.tokens / larges.pass_p50_s,
