@@ -11,13 +11,13 @@ import msgspec
 
 from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir
-from evener.core.units import count, seconds
+from evener.core.units import count, plural, seconds
 from evener.report import figures
 from evener.report.explain import Story, scaling_story, speedup, worth_it
 from evener.report.gap import NO_PREDICTION
 from evener.report.markup import Fact, document
 from evener.report.predicted import against
-from evener.report.ranks import first_done, plural
+from evener.report.ranks import first_done
 from evener.report.summary import Summary, summarize
 
 NAME = "bench.json"

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evener.core.units import count, seconds, size
+from evener.core.units import count, plural, seconds, size
 from evener.report.ranks import (
     CLEAR,
     contention_of,
@@ -25,7 +25,6 @@ from evener.report.ranks import (
     last_done,
     mean,
     on_cpus,
-    plural,
     sequences,
     straggles,
     token_alone_s,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evener.core.units import count, seconds, size
+from evener.core.units import count, plural, seconds, size
 from evener.report.causes import CAUSES, Cause, Comparison
 from evener.report.gap import explain_prediction
 from evener.report.ranks import (
@@ -17,7 +17,6 @@ from evener.report.ranks import (
     last_done,
     mean,
     on_cpus,
-    plural,
     straggles,
     why_slow,
 )

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from evener.core.prediction import HostRates, Option, Prediction
 from evener.core.roster import Member
 from evener.core.step import PARTS
-from evener.core.units import count, seconds, size
+from evener.core.units import count, plural, seconds, size
 from evener.report.figures import PART_NAMES
-from evener.report.ranks import CLEAR, WORK, contention_of, last_done, plural, straggles
+from evener.report.ranks import CLEAR, WORK, contention_of, last_done, straggles
 from evener.report.summary import Summary
 
 NEAR = 0.10  # of the step: a prediction that is not farther off is right

@@ -16,7 +16,7 @@ from evener.core.files import write_atomic
 from evener.core.prediction import Option
 from evener.core.rundir import Manifest, RunDir
 from evener.core.step import StepRecord, aligned
-from evener.core.units import count, seconds, size
+from evener.core.units import count, plural, seconds, size
 from evener.plan.search import what_if
 from evener.report import benchpage, figures
 from evener.report.events import evaluations, first_failure, tell
@@ -24,7 +24,7 @@ from evener.report.explain import explain_measured, limit
 from evener.report.gap import NO_PREDICTION, explain_prediction
 from evener.report.markup import Fact, document
 from evener.report.predicted import cells, percent, rank_rows, step_rows
-from evener.report.ranks import last_done, plural, straggles
+from evener.report.ranks import last_done, straggles
 from evener.report.summary import Summary, records_of, summarize
 from evener.report.whatif import corrected_step_s, correction, what_if_table
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evener.core.units import count
+from evener.core.units import count, plural
 from evener.report.figures import SERIES_COLOURS, ideal_points, measured_points
-from evener.report.ranks import plural
 from evener.report.summary import Summary
 
 MARKERS = ("o", "s", "^", "D", "v", "P")

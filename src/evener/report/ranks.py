@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.core.rundir import Contention
-from evener.core.units import count, seconds
+from evener.core.units import count, plural, seconds
 from evener.report.summary import RankSummary, Summary
 
 CLEAR = 1.1  # a ratio of two timings nearer to 1 is taken for noise
@@ -17,15 +17,6 @@ WORK = ("data_s", "compute_s", "optimizer_s")
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def plural(number: int, noun: str) -> str:
-    """A number of things.
-
-    >>> plural(1, "process"), plural(2, "process"), plural(2, "core")
-    ('1 process', '2 processes', '2 cores')
-    """
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 def last_done(summary: Summary) -> RankSummary:
