@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -439,6 +440,18 @@ class TestNothingStays:
             assert lab.host("a").exec(["hostname"]).stdout == "a\n"
         assert not path.exists()
         assert state.find_processes(path) == []
+
+    def test_a_lab_that_another_evener_made_is_ended(self, make_lab: MakeLab, tmp_path: Path) -> None:
+        """From another checkout, or another version's folder: its processes run another file."""
+        shutil.copytree(Path(evener.__file__).parent, tmp_path / "evener", ignore=shutil.ignore_patterns("__pycache__"))
+        name = f"test-{os.getpid()}-other"
+        code = f"from evener.lab.lab import *\nLab.up(LabSpec(name={name!r}))"
+        subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
+        lab = Lab.find(name)
+        pids = [pid for host in lab.hosts for pid in host.pids()] + [lab.state.desk.pid]
+        assert str(tmp_path).encode() in Path(f"/proc/{lab.state.desk.pid}/cmdline").read_bytes()
+        lab.down()
+        wait_until(lambda: not any(alive(pid) for pid in pids), "a process runs on")
 
     def test_a_lab_that_fails_half_way_leaves_nothing(self, make_lab: MakeLab) -> None:
         name = f"test-{os.getpid()}-fails"
