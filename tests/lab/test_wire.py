@@ -34,13 +34,13 @@ def evener(*args: object) -> subprocess.CompletedProcess[str]:
 GOODPUTS = ("goodput_Bps", "parallel_Bps", "duplex_Bps")
 
 
-def once(fleet: Path) -> wire.Measured:
-    """Every pair, for a second each."""
+def once(fleet: Path, seconds: float = 1.0) -> wire.Measured:
+    """Every pair."""
     known = load_fleet(fleet)
     with connect(known) as (sessions, errors):
         assert not errors
         addresses = {name: host.address for name, host in known.hosts.items()}
-        return wire.measure(sessions, addresses, seconds=1.0, iperf3=False)
+        return wire.measure(sessions, addresses, seconds=seconds, iperf3=False)
 
 
 def measured(fleet: Path, *rates_bps: float, fields: Sequence[str] = GOODPUTS) -> wire.Measured:
@@ -91,7 +91,7 @@ def test_one_direction_that_is_slower_is_named(make_lab, tmp_path):
 def test_a_pair_that_cannot_connect_is_a_finding_and_the_others_are_measured(make_lab, tmp_path):
     hosts = {"a": HostSpec(), "b": HostSpec(), "c": HostSpec(firewall=("tcp dport != 22 drop",))}
     lab = make_lab(tmp_path / "lab.toml", **hosts)
-    found = once(tmp_path / "lab.toml")
+    found = once(tmp_path / "lab.toml", seconds=0.2)
     lab.down()
     assert {(one.source, one.target) for one in found.wires} == {("a", "b"), ("b", "a")}
     blocked = [finding for finding in found.findings if finding.check == "net.firewall"]
