@@ -49,7 +49,7 @@ def load_gpt2(path: Path, num_heads: int | None = None) -> tuple[GPTShape, dict[
     shape = _infer_shape(path, theirs, num_heads)
     with torch.device("meta"):
         model = GPT(shape)
-    expected = {_their_name(name): (name, parameter) for name, parameter in model.named_parameters()}
+    expected = {their_name(name): (name, parameter) for name, parameter in model.named_parameters()}
     if missing := [name for name in expected if name not in theirs]:
         raise _not_gpt2(path, f"{missing[0]} is missing")
     weights = {}
@@ -64,9 +64,10 @@ def load_gpt2(path: Path, num_heads: int | None = None) -> tuple[GPTShape, dict[
     return shape, weights
 
 
-def _their_name(name: str) -> str:
-    """
-    >>> _their_name("blocks.0.attention.qkv.weight")
+def their_name(name: str) -> str:
+    """What GPT-2's files, and nanoGPT, call a parameter of GPT.
+
+    >>> their_name("blocks.0.attention.qkv.weight")
     'h.0.attn.c_attn.weight'
     """
     return PARTS.sub(lambda part: THEIR_NAME[part[0]], name)
