@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from evener.core.resolve import Resolved, resolve
 from evener.core.spec import parse_args
-from evener.launch.torchrun import module_argv
 
 if TYPE_CHECKING:
     from evener.worker.run import Run
@@ -55,8 +54,8 @@ def two_ranks(script: str, args: list[str]) -> list[str]:
     """The script under torchrun, two ranks that share the cores."""
     corpus()
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // 2))
-    argv = module_argv(2, "", [], Path(tempfile.mkdtemp()))
-    return [*argv[: len(argv) - 2], script, *args]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
+    return [sys.executable, *torchrun, script, *args]
 
 
 def resolved(model: str, batch: int, steps: int, *flags: str) -> Resolved:

@@ -15,7 +15,6 @@ import pytest
 
 from evener.core.rundir import RunDir
 from evener.hosts.remote import runs
-from evener.launch.torchrun import module_argv
 
 TIMEOUT_S = 180
 # Tests share the cores: a thread that waits must not keep one busy.
@@ -47,6 +46,14 @@ def free_port() -> int:
     return port
 
 
+def module_argv(num_ranks: int, module: str, args: list[str]) -> list[str]:
+    """The module as a person starts it: itself for one process, under torchrun for more."""
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d",
+                "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--monitor-interval=0.1",
+                "--shutdown-timeout=3600"]  # fmt: skip
+    return [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", module, *args]
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2000 sentences about verbs, in bytes."""
@@ -67,7 +74,7 @@ class Started:
         self.log = out.with_suffix(".log")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                module_argv(ranks, module, args, out.parent / "logs"),
+                module_argv(ranks, module, args),
                 env=ENV,
                 stdout=log,
                 stderr=log,
@@ -130,9 +137,7 @@ def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
     def run_script(source: str, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(source)
-        argv = module_argv(ranks, "X", [], tmp_path)
-        argv = [*argv[: argv.index("-m", argv.index("-m") + 1)], str(script), *args] if ranks > 1 else [
-            sys.executable, str(script), *args]  # fmt: skip
+        argv = [*module_argv(ranks, "", [])[:-2], str(script), *args]
         return subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
     return run_script

@@ -24,7 +24,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import Checkpoint, Manifest, Rank, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import FLAGS, RunSpec
-from evener.launch import local
+from evener.launch import here
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_./ é\n$", min_size=1, max_size=12)
 NUMBERS = [flag for flag in FLAGS.values() if "number" in flag.kind]
@@ -73,7 +73,7 @@ def world(tmp_path_factory):
 def call(*args: str) -> tuple[int, str]:
     """Exit status and stderr of `evener args`."""
     out, err = io.StringIO(), io.StringIO()
-    refuse = mock.patch.object(local, "run", side_effect=Launched)
+    refuse = mock.patch.object(here, "stay_with", side_effect=Launched)
     argv = mock.patch.object(sys, "argv", ["evener", *args])
     with refuse, argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

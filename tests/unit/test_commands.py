@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from evener.core.errors import UsageError
@@ -112,6 +113,38 @@ def test_more_ranks_than_sequences_are_refused() -> None:
 def test_a_host_without_the_gpu_that_it_is_said_to_have() -> None:
     with pytest.raises(UsageError, match="b: ranks asked for GPUs, and it has none"):
         train([place("a"), place("b", devices="cuda")])
+
+
+def here(ranks: int, **more: Any) -> Place:
+    one = place("a", ranks=ranks, **more)
+    return msgspec.structs.replace(one, is_here=True, run="/home/me/runs/x", cwd="/home/me", python="/python")
+
+
+def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
+    """The run's folder is the run directory, data and corpus are where they were named, and any port will do."""
+    flags = parse_args(["--out=runs/x", "--data=data/verbs"])
+    plan = train_plan("1d", [here(2)], 0, flags, 64, {"a": flags.data.data}, {}, resume=False)
+    (host,) = plan.hosts
+    assert plan.is_here
+    assert (host.run, host.cwd, host.is_rank) == (None, "/home/me", False)
+    assert host.argv[:3] == ["/python", "-m", "evener.worker.agent"]
+    assert flag(plan, "a", "rdzv-endpoint") == "10.0.0.1:0"
+    assert (flag(plan, "a", "out"), flag(plan, "a", "log-dir")) == ("runs/x", "/home/me/runs/x/host/ranks")
+
+
+def test_a_rank_that_is_alone_here_needs_no_torchrun() -> None:
+    flags = parse_args(["--out=runs/x"])
+    (host,) = train_plan("1d", [here(1)], 0, flags, 64, {"a": "data/verbs"}, {}, resume=False).hosts
+    assert host.argv[:3] == ["/python", "-m", "evener.worker"]
+    assert host.is_rank
+    (elsewhere,) = train([place("a")]).hosts
+    assert not elsewhere.is_rank
+
+
+def test_a_script_here_runs_in_its_own_folder() -> None:
+    plan = script_plan("1d", [here(2)], 0, ["train.py", "a b"], {}, "")
+    assert plan.hosts[0].code is None
+    assert (plan.hosts[0].cwd, plan.hosts[0].argv[-2:]) == ("/home/me", ["train.py", "a b"])
 
 
 ENVIRONMENT = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from evener.core.errors import UsageError
 from evener.core.machine import Machine
-from evener.core.plan import Plan, is_on_fleet, read_plan, read_prediction, write_plan
+from evener.core.plan import Plan, read_plan, read_prediction, write_plan
 from evener.core.prediction import Cluster, Job, Option, Wire
 from evener.core.rundir import Manifest, Rank, RunDir
 from evener.core.shape import preset_shape
@@ -104,7 +105,6 @@ def test_a_plan_brings_its_prediction_home(tmp_path):
     prediction = predict(JOB, cluster(500.0, 250.0))
     write_plan(RunDir(tmp_path), Plan(kind="train", spec=RunSpec(), prediction=prediction))
     assert read_prediction(RunDir(tmp_path)) == prediction
-    assert not is_on_fleet(RunDir(tmp_path))
-    with pytest.raises(Exception, match="not a run on a fleet"):
-        read_plan(RunDir(tmp_path))
+    with pytest.raises(UsageError, match=r"it has no plan\.json"):
+        read_plan(RunDir(tmp_path / "none"))
     assert read_prediction(RunDir(tmp_path / "none")) is None

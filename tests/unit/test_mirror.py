@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from evener.core.errors import RunError
@@ -15,7 +16,7 @@ from evener.core.files import follow_lines, write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan, write_plan
 from evener.core.rundir import RunDir
-from evener.launch.mirror import BehindError, HostMirror
+from evener.launch.mirror import BehindError, HostMirror, Mirror, tell
 
 DEADLINE_S = 120.0
 
@@ -147,6 +148,38 @@ def test_a_host_that_the_run_has_left_changes_nothing_any_more(
     mirror.follow(lambda: None)
     assert isinstance(mirror.broken, RunError)
     assert {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()} == before
+
+
+def test_the_only_host_of_a_run_here_has_nothing_to_copy(there: Path) -> None:
+    """Its folder is the run directory."""
+    host = msgspec.structs.replace(part(there), run=None)
+    rundir, plan = RunDir(there), Plan(kind="train", spec=None, hosts=[host])
+    write_plan(rundir, plan)
+    before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
+    with Mirror(rundir, plan) as mirror:
+        deadline = time.monotonic() + DEADLINE_S
+        while not mirror.is_done:
+            assert time.monotonic() < deadline
+            mirror.wait(0.1)
+    assert (mirror.hosts["b"].state or {})["status"] == 0
+    assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
+    tell(rundir, plan, "launched", hosts=["b"])
+    assert [event["event"] for event in rundir.events()] == ["launched"]
+
+
+def test_events_of_every_place_where_a_run_was_are_kept(
+    make: Callable[..., HostMirror], there: Path, tmp_path: Path
+) -> None:
+    """It began on this machine alone and goes on elsewhere."""
+    rundir = RunDir(tmp_path / "here")
+    rundir.path.mkdir()
+    rundir.add_event("start", rank=0)
+    (there / "events.jsonl").write_text('{"event":"first","time":1.0}\n')
+    make().catch_up()
+    plan = Plan(kind="train", spec=None, hosts=[part(there)])
+    for _ in range(2):
+        tell(rundir, plan, "launched")
+    assert [event["event"] for event in rundir.events()] == ["first", "start", "launched", "launched"]
 
 
 def test_two_terminals_leave_no_hole(make: Callable[..., HostMirror], tmp_path: Path) -> None:

@@ -39,10 +39,11 @@ class Started:
     """A program under a supervisor."""
 
     def __init__(self, session: Session, run: Path, argv: list[str], *, grace_s: float = 0.0, cwd: Path | None = None,
-                 program: str = SUPERVISOR, **env: str) -> None:  # fmt: skip
+                 program: str = SUPERVISOR, is_rank: bool = False, attached: str | None = None,
+                 **env: str) -> None:  # fmt: skip
         self.session, self.run, self.id = session, run, f"test-{run.name}-{os.getpid()}"
         spec = {"id": self.id, "host": "here", "first_rank": 4, "argv": argv, "cwd": str(cwd or run.parent), "env": env,
-                "grace_s": grace_s}  # fmt: skip
+                "grace_s": grace_s, "is_rank": is_rank, "attached": attached}  # fmt: skip
         self.state = session.call("runs", "start", run=str(run), spec=spec, supervisor=program)
 
     def wait(self) -> dict[str, Any]:
@@ -228,6 +229,41 @@ def test_ranks_are_asked_first_and_may_save(session: Session, tmp_path: Path) ->
     assert started.printed()["O"] == b"ready\nsaved\n"
 
 
+RANK_ITSELF = """if True:
+    import signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_program_that_is_a_rank_itself(session: Session, tmp_path: Path) -> None:
+    """It has a rank's log, is asked like a rank, and its end is a rank's failure."""
+    asked = Started(session, tmp_path / "asked", python(RANK_ITSELF), grace_s=600.0, is_rank=True)
+    wait_until(lambda: (tmp_path / "asked/logs/here.4.log").exists() and b"ready" in asked.printed("here.4")["O"])
+    last = asked.stop()
+    assert (last["status"], last["stopped"], last["failures"]) == (0, True, [])
+    assert asked.printed("here.4")["O"] == b"ready\nsaved\n"
+    assert not (tmp_path / "asked/logs/here.log").exists()
+    killed = Started(session, tmp_path / "killed", python("import os; os.kill(os.getpid(), 9)"), is_rank=True)
+    (failure,) = killed.wait()["failures"]
+    assert (failure["rank"], failure["exitcode"], failure["signal"]) == (4, -signal.SIGKILL, "SIGKILL")
+
+
+def test_an_attached_run_ends_with_its_launcher(session: Session, tmp_path: Path) -> None:
+    """Whose lock goes with it, in whatever way it ends."""
+    lock = (tmp_path / "attached").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    attached = str(tmp_path / "attached")
+    started = Started(session, tmp_path / "run", python(RANK_ITSELF), grace_s=600.0, is_rank=True, attached=attached)
+    wait_until(lambda: (tmp_path / "run/logs/here.4.log").exists() and b"ready" in started.printed("here.4")["O"])
+    lock.close()
+    last = started.wait()
+    assert (last["status"], last["stopped"]) == (0, True)
+    assert started.printed("here.4")["O"] == b"ready\nsaved\n"
+    assert started.processes() == []
+
+
 def test_the_connection_may_go(tmp_path: Path) -> None:
     """The session that started the run is killed; the run is not."""
     first = open_session("here", Host(address="local"))
@@ -360,7 +396,8 @@ def test_any_log_that_was_cut_is_completed(
     earlier = b"2026-01-01T00:00:00.000Z O of an earlier start\n"
     log.write_bytes(earlier)
     begun = {"host": "here", "first_rank": 4}
-    (run / "host/ranks/begun.json").write_text(json.dumps(begun | {"sizes": {log.name: len(earlier)}}))
+    sizes = {"sizes": {log.name: len(earlier)}, "log": "here.log"}
+    (run / "host/ranks/begun.json").write_text(json.dumps(begun | sizes))
     ranks = supervisor.RankLogs(str(run / "host/ranks"), str(log.parent), **begun)
     for name, text in prints:
         with (rank / name).open("ab") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from evener.core.plan import read_plan
 from evener.core.rundir import RunDir
 
 from ..conftest import ENV, TIMEOUT_S, wait_until
@@ -26,25 +28,66 @@ def evener(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+class Started:
+    """A run on this machine that somebody has started."""
+
+    def __init__(self, cwd: Path, *args: str, out: str = "run") -> None:
+        self.told_path = cwd / "told"
+        with self.told_path.open("w") as told:
+            self.process = subprocess.Popen([*EVENER, *args], cwd=cwd, env=ENV, stdout=told, stderr=told)
+        self.run = RunDir(cwd / out)
+
+    def told(self) -> str:
+        """What it said to whoever started it."""
+        return self.told_path.read_text()
+
+    def wait_for_steps(self, rank: int, num: int) -> None:
+        """Until the rank has taken so many steps."""
+        wait_until(lambda: self.run.steps_path(rank).exists() and len(self.run.records(rank)) >= num, self.told)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of the run: supervisor, guard, agent and ranks."""
+        mark, found = read_plan(self.run).id, []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_marked = process.environ().get("EVENER_RUN") == mark
+                is_ours = str(self.run.path / "host" / "supervisor.py") in process.cmdline()
+                if (is_marked or is_ours) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def wait_gone(self) -> None:
+        """Until nothing of the run is alive."""
+        wait_until(lambda: not self.processes(), lambda: f"{self.processes()} {self.told()}")
+
+
+def long_run(corpus: Path, ranks: int, out: str = "run") -> list[str]:
+    """What starts a run that would take hours."""
+    flags = ["--ranks", str(ranks), "--steps", "1000000", "--eval-every", "0", "--out", out]
+    return ["train", "--data", str(corpus), *TINY, *flags]
+
+
 @pytest.fixture
-def started(tmp_path, corpus):
-    """A run of two ranks that would take hours, some steps after its start: its launcher and its run directory."""
-    argv = ["train", "--data", str(corpus), *TINY, "--ranks", "2", "--steps", "1000000", "--eval-every", "0"]
-    with (tmp_path / "told").open("w") as told:
-        process = subprocess.Popen([*EVENER, *argv, "--out", "run"], cwd=tmp_path, env=ENV, stdout=told, stderr=told)
-    run = RunDir(tmp_path / "run")
-    wait_until(lambda: run.steps_path(1).exists() and len(run.records(1)) > 3, (tmp_path / "told").read_text)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == 3  # torchrun and two workers
-    yield process, run, family
-    for member in [*family, psutil.Process(process.pid)] if process.poll() is None else family:
-        if member.is_running():
-            member.kill()
+def begin(tmp_path, corpus):
+    """Starts a run of some ranks that would take hours, and returns it some steps after its start."""
+    begun = []
+
+    def begin(ranks: int) -> Started:
+        begun.append(Started(tmp_path, *long_run(corpus, ranks)))
+        begun[-1].wait_for_steps(ranks - 1, 4)
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        one.process.kill()
+        one.process.wait()
+        for process in one.processes():
+            process.kill()
 
 
-def assert_all_gone(family: list[psutil.Process]) -> None:
-    psutil.wait_procs(family, timeout=TIMEOUT_S)
-    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+@pytest.fixture
+def started(begin):
+    return begin(2)
 
 
 def test_train_verify_sample_report(tmp_path, corpus):
@@ -83,27 +126,90 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):
     shown = evener(
         tmp_path, "train", "--data", str(corpus), *TINY, "--ranks", "2", "--out", "run", "--dry-run", "--json"
     )
-    told = json.loads(shown.stdout)
-    assert told["argv"][1:3] == ["-m", "torch.distributed.run"]
-    assert "--nproc-per-node=2" in told["argv"]
-    assert told["env"]["OMP_NUM_THREADS"] == "1"
+    (host,) = json.loads(shown.stdout)["hosts"]
+    assert host["argv"][1:3] == ["-m", "evener.worker.agent"]
+    assert "--nproc-per-node=2" in host["argv"]
+    assert host["env"]["OMP_NUM_THREADS"] == "1"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, started):
-    process, run, family = started
-    process.send_signal(signal.SIGINT)
-    assert process.wait(TIMEOUT_S) == 130
-    assert_all_gone(family)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, begin, ranks):
+    started = begin(ranks)
+    run = started.run
+    started.process.send_signal(signal.SIGINT)
+    assert started.process.wait(TIMEOUT_S) == 130
+    started.wait_gone()
     manifest = run.manifest()
     assert manifest.verdict == "stopped"
     assert run.checkpoint_steps()[-1] == manifest.result.steps > 3
-    assert f"evener train --resume {run.path.name}" in (tmp_path / "told").read_text()
+    assert f"evener train --resume {run.path.name}" in started.told()
 
     steps = manifest.result.steps + 5
     resumed = evener(tmp_path, "train", "--resume", "run", "--steps", str(steps), "--lr", "0.0001", "--json")
     assert resumed.returncode == 0, resumed.stderr
-    assert [record.step for record in run.records(1)] == list(range(steps))
+    assert [record.step for record in run.records(ranks - 1)] == list(range(steps))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_ctrl_c_ends_it_at_once(begin, ranks):
+    """Also ranks that do not come to the end of their step."""
+    started = begin(ranks)
+    for rank in started.run.manifest().ranks:
+        os.kill(rank.pid, signal.SIGSTOP)
+    started.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "once more ends it at once" in started.told(), started.told)
+    started.process.send_signal(signal.SIGINT)
+    assert started.process.wait(TIMEOUT_S) == 130
+    started.wait_gone()
+    assert started.run.manifest().verdict == "stopped"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGHUP])
+def test_a_run_ends_with_the_one_who_started_it(begin, signum):
+    """A killed launcher, a closed terminal: it saves, and no process stays."""
+    started = begin(2)
+    started.process.send_signal(signum)
+    started.process.wait()
+    started.wait_gone()
+    assert started.run.manifest().verdict == "stopped"
+    assert started.run.checkpoint_steps() == [started.run.manifest().result.steps]
+
+
+def test_ctrl_c_before_it_has_begun_leaves_nothing(tmp_path, corpus):
+    started = Started(tmp_path, *long_run(corpus, 2))
+    wait_until((tmp_path / "run/host/state.json").exists, started.told)
+    started.process.send_signal(signal.SIGINT)
+    assert started.process.wait(TIMEOUT_S) == 130
+    assert "Traceback" not in started.told()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_detached_run_is_read_listed_and_stopped_like_any_other(tmp_path, corpus):
+    done = evener(tmp_path, *long_run(corpus, 2, "runs/alone"), "--detach")
+    assert done.returncode == 0, done.stderr
+    assert "end it:  evener stop runs/alone" in done.stderr
+    run = RunDir(tmp_path / "runs/alone")
+    watcher = Started(tmp_path, "logs", "-f", "runs/alone", out="runs/alone")
+    try:
+        watcher.wait_for_steps(1, 4)
+        wait_until(lambda: "run directory runs/alone" in watcher.told(), watcher.told)
+        (listed,) = json.loads(evener(tmp_path, "runs", "--json").stdout)["runs"]
+        assert (listed["run"], listed["state"]) == ("runs/alone", "running")
+        refused = evener(tmp_path, "train", "--resume", "runs/alone")
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("error: runs/alone: still running on ")
+    finally:
+        stopped = evener(tmp_path, "stop", "runs/alone")
+    assert stopped.returncode == 0, stopped.stderr
+    assert watcher.process.wait(TIMEOUT_S) == 0, watcher.told()
+    watcher.wait_gone()
+    assert run.manifest().verdict == "stopped"
+    assert run.checkpoint_steps() == [run.manifest().result.steps]
+    (listed,) = json.loads(evener(tmp_path, "runs", "--json").stdout)["runs"]
+    assert (listed["state"], listed["steps"]) == ("stopped", run.manifest().result.steps)
+    lines = evener(tmp_path, "logs", "runs/alone", "--rank", "0", "--json").stdout.splitlines()
+    assert {json.loads(line)["rank"] for line in lines} == {0}
 
 
 def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
@@ -133,40 +239,41 @@ def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
 
 
 def test_a_resumed_run_that_is_killed_is_not_blamed_on_an_earlier_start(tmp_path, started):
-    process, run, _ = started
-    process.send_signal(signal.SIGINT)
-    process.wait(TIMEOUT_S)
-    told = (tmp_path / "told").read_text
+    started.process.send_signal(signal.SIGINT)
+    started.process.wait(TIMEOUT_S)
+    run = started.run
     had = len(run.records(1))
     for log in (run.path / "logs").glob("*.log"):
-        log.write_text("error: of long ago\n")
-    argv = [*EVENER, "train", "--resume", "run"]
-    with (tmp_path / "told").open("w") as file:
-        resumed = subprocess.Popen(argv, cwd=tmp_path, env=ENV, stdout=file, stderr=file)
-    wait_until(lambda: len(run.records(1)) > had + 3, told)
+        log.write_text("2026-01-01T00:00:00.000Z E error: of long ago\n")
+    resumed = Started(tmp_path, "train", "--resume", "run")
+    resumed.wait_for_steps(1, had + 4)
     os.kill(run.manifest().ranks[1].pid, signal.SIGKILL)
-    assert resumed.wait(TIMEOUT_S) == 1
-    assert "error: rank 1 was killed by SIGKILL" in told()
-    assert "long ago" not in told()
+    assert resumed.process.wait(TIMEOUT_S) == 1
+    assert "error: rank 1 on " in resumed.told()
+    assert "was killed by SIGKILL" in resumed.told()
+    assert "long ago" not in resumed.told()
 
 
-def test_the_launcher_killed_takes_the_run_with_it(started):
-    process, _, family = started
-    process.kill()
-    process.wait()
-    assert_all_gone(family)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_killed_is_named(begin, ranks):
+    started = begin(ranks)
+    os.kill(started.run.manifest().ranks[-1].pid, signal.SIGKILL)
+    assert started.process.wait(TIMEOUT_S) == 1
+    started.wait_gone()
+    host = read_plan(started.run).hosts[0].name
+    assert f"error: rank {ranks - 1} on {host} was killed by SIGKILL" in started.told()
+    assert "Traceback" not in started.told()
+    assert started.run.manifest().verdict == "failed"
 
 
-def test_a_rank_killed_is_named(tmp_path, started):
-    process, run, family = started
-    pid = run.manifest().ranks[1].pid
-    os.kill(pid, signal.SIGKILL)
-    assert process.wait(TIMEOUT_S) == 1
-    assert_all_gone(family)
-    told = (tmp_path / "told").read_text()
-    assert "error: rank 1 was killed by SIGKILL" in told
-    assert "Traceback" not in told
-    assert run.manifest().verdict == "failed"
+def test_a_script_of_ones_own_runs_here_too(tmp_path):
+    script = "import os; print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.getcwd())"
+    (tmp_path / "hello.py").write_text(script)
+    done = evener(tmp_path, "launch", "--ranks", "2", "--out", "run", "--", "hello.py")
+    assert done.returncode == 0, done.stderr
+    (host,) = read_plan(RunDir(tmp_path / "run")).hosts
+    for rank in (0, 1):
+        assert f"{rank} {host.name} │ {rank} of 2 {tmp_path}\n" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 
 from evener.core.rundir import RunDir
 from evener.core.step import PARTS
-from evener.launch.torchrun import module_argv
 from evener.report.summary import summarize
+
+from ..conftest import module_argv
 
 
 def test_parts_sum_to_the_step_within_one_percent(tmp_path, train):
@@ -77,7 +78,7 @@ def test_waiting_is_charged_to_the_rank_that_waits(tmp_path, run_script):
 def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus):
     """2(n-1)/n · P per rank and step, against the counter of a loopback that nobody else uses."""
     flags = f"--data {corpus} --model tiny --width 256 --eval-tokens 64 --threads 1"
-    argv = " ".join(module_argv(3, "evener.worker", [], tmp_path))
+    argv = " ".join(module_argv(3, "evener.worker", []))
     source = f"""
 set -e
 ip link set lo up

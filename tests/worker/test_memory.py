@@ -17,10 +17,11 @@ import torch
 from evener.core.corpus import Meta
 from evener.core.rundir import RunDir
 from evener.core.shape import preset_shape
-from evener.launch.torchrun import module_argv
 from evener.plan import memory as plan
 from evener.worker import model as worker
 from evener.worker.model import GPT
+
+from ..conftest import module_argv
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -93,7 +94,7 @@ def peak(out: Path, vocab_size: int, flags: str, ranks: int, env: dict[str, str]
     """
     data = random_corpus(out.with_name("data"), vocab_size)
     args = ["--data", str(data), "--out", str(out), "--steps", "3", "--eval-tokens", "256", "--threads", "1"]
-    argv = module_argv(ranks, "evener.worker", [*args, *flags.split()], out.parent / "logs")
+    argv = module_argv(ranks, "evener.worker", [*args, *flags.split()])
     done = subprocess.run(["sh", "-c", '"$@"; exit $?', "sh", *argv], env=env, capture_output=True, text=True,
                           timeout=180, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import json
 import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 
 from evener.core.corpus import Corpus, load_corpus
-from evener.core.errors import RunError, UsageError
+from evener.core.errors import UsageError
 from evener.core.files import write_atomic
 from evener.core.machine import this_machine
 from evener.core.roster import Seat, first_roster
@@ -30,9 +31,8 @@ from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpe
 from evener.core.step import StepCost, StepRecord, aligned, split_blocked
 from evener.core.units import percentile
 from evener.core.version import __version__
-from evener.launch.local import session
+from evener.launch.lines import lines_here
 from evener.launch.tool import lines_of
-from evener.launch.torchrun import module_argv
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.report.explain import explain_scaling
 from evener.report.picture import scaling_png
@@ -86,7 +86,7 @@ def _fill(corpus_path: Path, folder: Path, out: Path, encode: Encode, tell: Call
                "threads": threads}  # fmt: skip
         tell(f"{num_ranks} {'process' if num_ranks == 1 else 'processes'}: {STEPS} steps")
         started = time.time()
-        _launch(num_ranks, threads, json.dumps(lab), work / "log.txt")
+        deque(lines_here(num_ranks, "evener.worker.lab01", json.dumps(lab), threads=threads), maxlen=0)  # to the end
         read = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
         shards = [lines[0] for lines in read]
         rows = read[0][1:]
@@ -138,14 +138,6 @@ def _sentences(corpus_path: Path) -> list[str]:
         return [json.loads(line)["text"] + "\n" for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="evener data verbs makes the lab's corpus") from None
-
-
-def _launch(num_ranks: int, threads: int, lab: str, log: Path) -> None:
-    argv = module_argv(num_ranks, "evener.worker.lab01", [lab], log.parent)
-    with session(argv, {"OMP_NUM_THREADS": str(threads)}, log) as process:
-        status = process.wait()
-    if status != 0:
-        raise RunError(f"the lab's {num_ranks} processes failed", output=log.read_text(errors="replace")[-2000:])
 
 
 def _write_run(rundir: RunDir, manifest: Manifest, rows: list[list[dict[str, Any]]], gradient_bytes: int) -> None:

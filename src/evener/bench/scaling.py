@@ -19,10 +19,12 @@ import msgspec
 from evener.core.errors import UsageError
 from evener.core.files import write_atomic
 from evener.core.prediction import Prediction
+from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.launch import local
+from evener.launch.fleet import plan_training
+from evener.launch.here import prepare_here, stay_with, this_machine_connected
 from evener.report.summary import Summary, summarize
 
 FORMAT = 1
@@ -73,11 +75,18 @@ def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer, predict
     if (out / "bench.json").exists():
         raise UsageError(f"{out}: holds a bench already", hint="another --out, or --force")
     found: dict[str, list[Summary]] = {}
-    for corpus, runs in series.items():
-        for spec in runs:
-            assert spec.out is not None
-            local.run(spec, observer(spec), prediction=predict(spec))
-            found.setdefault(corpus, []).append(summarize(RunDir(spec.out)))
+    with this_machine_connected() as sessions:
+        for corpus, runs in series.items():
+            for spec in runs:
+                assert spec.out is not None
+                rundir = RunDir(spec.out)
+                prepared = prepare_here(sessions, rundir, ranks=spec.machine.ranks)
+                plan, _ = plan_training(prepared, resolve(spec), resume=False)
+                plan = msgspec.structs.replace(plan, prediction=predict(spec))
+                ended = stay_with(rundir, plan, sessions, observer(spec))
+                if any(state["stopped"] for state in ended.values()):
+                    raise KeyboardInterrupt
+                found.setdefault(corpus, []).append(summarize(rundir))
     names = {corpus: [Path(summary.run_dir).name for summary in runs] for corpus, runs in found.items()}
     write_atomic(out / "bench.json", msgspec.json.format(msgspec.json.encode(Bench(series=names)), indent=2))
     return found

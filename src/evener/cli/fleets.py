@@ -1,4 +1,4 @@
-"""What do the verbs that start and follow a run on a fleet have in common?"""
+"""What do the verbs that start and follow a run have in common?"""
 
 from __future__ import annotations
 
@@ -20,26 +20,42 @@ def fleet_path(given: str | None) -> str | None:
     return DEFAULT_FLEET if Path(DEFAULT_FLEET).exists() else None
 
 
-def chosen(given: str | None, names: str | None, before: Any = None) -> Any:
-    """The hosts that a training runs on: of the fleet file given, else those where the run was before, else of
-    fleet.toml where there is one; None is this machine alone.
+def chosen(given: str | None, names: str | None) -> Any:
+    """The hosts that a training runs on: of the fleet file given, else of fleet.toml where there is one; None is this
+    machine alone.
+    """
+    from evener.core.fleet import load_fleet
 
-    What a file here measured on those hosts is taken along.
+    path = fleet_path(given)
+    return _only(None if path is None else load_fleet(path), names)
+
+
+def chosen_again(given: str | None, names: str | None, before: Any) -> Any:
+    """The same of a run that is resumed: the hosts where it was, unless a file is given. `before` is its plan, None of
+    a worker that was started by hand. What fleet.toml knows of those hosts is taken along.
     """
     import msgspec
 
-    from evener.core.errors import EvenerError, UsageError
-    from evener.core.fleet import DEFAULT_FLEET, Fleet, load_fleet, only
+    from evener.core.errors import EvenerError
+    from evener.core.fleet import DEFAULT_FLEET, load_fleet
+    from evener.launch.fleet import fleet_of
 
-    if given is None and before is not None:
-        fleet = Fleet(hosts={host.name: host.host for host in before.hosts}) if before.hosts else None
-        with contextlib.suppress(EvenerError):
-            known = load_fleet(DEFAULT_FLEET)
-            if fleet is not None and fleet.hosts.items() <= known.hosts.items():
-                fleet = msgspec.structs.replace(fleet, links=known.links, rates=known.rates)
-    else:
-        path = fleet_path(given)
-        fleet = None if path is None else load_fleet(path)
+    if given is not None:
+        return chosen(given, names)
+    if before is None or before.is_here:
+        return _only(None, names)
+    fleet = fleet_of(before)
+    with contextlib.suppress(EvenerError):
+        known = load_fleet(DEFAULT_FLEET)
+        if fleet.hosts.items() <= known.hosts.items():
+            fleet = msgspec.structs.replace(fleet, links=known.links, rates=known.rates)
+    return _only(fleet, names)
+
+
+def _only(fleet: Any, names: str | None) -> Any:
+    from evener.core.errors import UsageError
+    from evener.core.fleet import only
+
     if fleet is None and names is not None:
         raise UsageError("--hosts names hosts of a fleet, and there is none", hint="--fleet FILE")
     return None if fleet is None else only(fleet, names)
@@ -121,6 +137,14 @@ def predicted_here(resolved: Any) -> Any:
     return None
 
 
+def with_ranks(fleet: Any, ranks: int | None) -> Any:
+    """The fleet with so many ranks on every host."""
+    import msgspec
+
+    hosts = {name: msgspec.structs.replace(host, ranks=ranks or host.ranks) for name, host in fleet.hosts.items()}
+    return msgspec.structs.replace(fleet, hosts=hosts)
+
+
 def in_order(fleet: Any, names: list[str]) -> Any:
     """The fleet with its hosts in this order, those that it does not name behind."""
     import msgspec
@@ -136,11 +160,12 @@ def ring_order(prediction: Any) -> list[str]:
 
 def tell_plan(plan: Any) -> None:
     """Which rank is where."""
-    say(f"rendezvous on {plan.hosts[0].name}, {plan.address} port {plan.port}")
+    if not plan.is_here:
+        say(f"rendezvous on {plan.hosts[0].name}, {plan.address} port {plan.port}")
     for host in plan.hosts:
         last = host.first_rank + host.num_ranks - 1
         ranks = f"rank {host.first_rank}" if host.num_ranks == 1 else f"ranks {host.first_rank} to {last}"
-        say(f"{host.name}: {ranks}, {host.interface} {host.address}")
+        say(f"{host.name}: {ranks}" + ("" if plan.is_here else f", {host.interface} {host.address}"))
 
 
 def print_plan(plan: Any, as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -102,7 +101,8 @@ def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[Callable
 def tell_end(summary: Any) -> None:
     """The last lines of a run."""
     result, manifest = summary.manifest.result, summary.manifest
-    if result is None:
+    if result is None:  # ended at once
+        print(f"{manifest.verdict} at once; what was saved before: {summary.run_dir}/checkpoints", file=sys.stderr)
         return
     lines = [f"{manifest.verdict} after step {result.steps}"]
     if summary.tokens_per_s:
@@ -123,8 +123,3 @@ def exit_status(manifest: Manifest) -> int:
     """0, or 130 for a run that was stopped by hand before it was done."""
     stopped_by_hand = manifest.verdict == "stopped" and manifest.spec.train.max_s is None
     return 130 if stopped_by_hand else 0
-
-
-def shell_line(env: dict[str, str], argv: list[str]) -> str:
-    """What to type to do the same by hand."""
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(argv)])

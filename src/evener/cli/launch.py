@@ -1,4 +1,4 @@
-"""evener launch: any program that torchrun can run, on the fleet."""
+"""evener launch: any program that torchrun can run, on the fleet or here."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import typer
 
 def launch(
     program: list[str] = typer.Argument(..., metavar="-- SCRIPT.py ARGS | -- -m MODULE ARGS", help="the program"),
-    fleet: str | None = typer.Option(None, help="fleet file [fleet.toml]"),
+    fleet: str | None = typer.Option(None, help="hosts to run on; local: this machine [fleet.toml if here]"),
+    ranks: int | None = typer.Option(None, min=1, max=1024, help="processes on each host [one a GPU, else one]"),
     out: str | None = typer.Option(None, help="run directory [runs/DATE-SCRIPT]"),
     port: int | None = typer.Option(None, min=1, max=65535, help="of the rendezvous [29500, or another that is free]"),
     detach: bool = typer.Option(False, "--detach", help="start it, and return"),
     dry_run: bool = typer.Option(False, "--dry-run", help="print what each host would run, and start nothing"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object at the end"),
 ) -> int:
-    """Run a script of your own on every host of the fleet, as torchrun would.
+    """Run a script of your own on every host of the fleet, or on this machine alone, as torchrun would.
 
     The folder you are in travels to the hosts (in a git repository: what git does not ignore). Ranks get RANK,
-    WORLD_SIZE, MASTER_ADDR and the right network interface. Ctrl-C stops watching, not the run.
+    WORLD_SIZE, MASTER_ADDR and the right network interface. Ctrl-C ends a run on this machine alone, and stops watching
+    one on a fleet.
 
     Example: `evener launch -- train.py --lr 1e-3`.
     """
+    import contextlib
     import json
     import os
     import time
@@ -32,37 +35,48 @@ def launch(
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
     from evener.launch import fleet as launcher
+    from evener.launch import here
 
     path = fleets.fleet_path(fleet)
-    if path is None:
-        raise UsageError("there is no fleet.toml here", hint="--fleet FILE, or torchrun for this machine alone")
     project, argv = _program(program)
     name = Path(argv[1] if argv[0] == "-m" else argv[0]).stem
     rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     if rundir.path.exists():
         raise UsageError(f"--out {rundir}: is there already", hint="another --out")
-    with fleets.connected(path) as (hosts, sessions, errors):
-        prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, port=port)
+    with contextlib.ExitStack() as stack:
+        if path is None:
+            sessions = stack.enter_context(here.this_machine_connected())
+            prepared = here.prepare_here(sessions, rundir, ranks=ranks, cwd=project)
+        else:
+            hosts, sessions, errors = stack.enter_context(fleets.connected(path))
+            prepared = launcher.prepare(fleets.with_ranks(hosts, ranks), sessions, errors, rundir.path.name, port=port)
         fleets.tell_warnings(prepared)
         plan, trees = launcher.plan_script(prepared, project, argv, os.environ)
         if dry_run:
             fleets.print_plan(plan, as_json)
             return 0
         launcher.deliver(trees, plan, sessions, fleets.say)
-        launcher.start(rundir, plan, sessions)
-    fleets.tell_plan(plan)
-    fleets.say(f"run directory {rundir}")
+        fleets.tell_plan(plan)
+        fleets.say(f"run directory {rundir}")
+        lines = fleets.Lines(rundir, plan)
+
+        def see(news: Any) -> None:
+            if not as_json:
+                lines.print_new()
+
+        if plan.is_here and not detach:
+            states = here.stay_with(rundir, plan, sessions, lambda news: None, see)
+        else:
+            launcher.start(rundir, plan, sessions)
     if detach:
         fleets.left_alone(rundir)
         return 0
-    lines = fleets.Lines(rundir, plan)
-    try:
-        states = launcher.follow(
-            rundir, plan, lambda news: None, fleets.on_lost, lambda mirror: None if as_json else lines.print_new()
-        )
-    except KeyboardInterrupt:
-        fleets.left_alone(rundir)
-        return 130
+    if not plan.is_here:
+        try:
+            states = launcher.follow(rundir, plan, lambda news: None, fleets.on_lost, see)
+        except KeyboardInterrupt:
+            fleets.left_alone(rundir)
+            return 130
     stopped = any(state.get("stopped") for state in states.values())
     if as_json:
         print(json.dumps({"run_dir": str(rundir), "stopped": stopped, "hosts": states}))

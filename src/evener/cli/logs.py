@@ -12,7 +12,7 @@ def logs(
     rank: list[int] | None = typer.Option(None, help="only this rank; may be given twice"),
     as_json: bool = typer.Option(False, "--json", help="print a JSON object for each line"),
 ) -> int:
-    """Print what the ranks and launchers of a run on a fleet printed: time, rank, host, line.
+    """Print what the ranks and launchers of a run printed: time, rank, host, line.
 
     Example: `evener logs -f runs/mine --host attic`.
     """

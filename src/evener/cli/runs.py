@@ -11,7 +11,7 @@ def runs(
     folder: str = typer.Argument("runs", help="where the run directories are"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """List the runs made here, and ask the hosts how those on a fleet are doing.
+    """List the runs made here, and ask their hosts how those that have not ended are doing.
 
     Example: `evener runs`.
     """
@@ -49,15 +49,15 @@ def runs(
 def _row(rundir: Any) -> dict[str, Any]:
     """One run as the table shows it."""
     from evener.core.errors import HostError
-    from evener.core.plan import is_on_fleet, read_plan
+    from evener.core.plan import find_plan
     from evener.launch import fleet as launcher
 
     row: dict[str, Any] = {"run": str(rundir), "state": "started", "hosts": {}, "steps": None, "loss": None}
-    if is_on_fleet(rundir):
-        plan = read_plan(rundir)
+    plan = find_plan(rundir)
+    if plan is not None and plan.hosts:
         told = launcher.known_states(rundir, plan)
         if any(state.get("state") != "ended" for state in told.values()):
-            asked = launcher.states(plan)
+            asked = launcher.states(rundir, plan)
             told = {
                 name: {"state": "unreachable"} if isinstance(one, HostError) else one for name, one in asked.items()
             }

@@ -12,7 +12,7 @@ def stop(
     now: bool = typer.Option(False, "--now", help="do not let the ranks finish their step and save"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """End a run on all its hosts. evener's own worker finishes its step and saves; no process is left behind.
+    """End a run, on all its hosts. evener's own worker finishes its step and saves; no process is left behind.
 
     Example: `evener stop runs/mine`.
     """
@@ -39,8 +39,10 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     if not as_json:
         waits = "; the step is finished and saved first" if plan.kind == "train" and not now else ""
         fleets.say(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
-    ended = launcher.stop(plan, now=now)
+    ended = launcher.stop(rundir, plan, now=now)
     launcher.catch_up(rundir, plan)
+    if not any(isinstance(one, HostError) for one in ended.values()):
+        launcher.close_manifest(rundir, "stopped")
     unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
     if as_json:
         told = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}

@@ -14,7 +14,7 @@ FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="Hosts to train on; local: this machine [fleet.toml if here]"
 )
 HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="Of the fleet, these hosts alone [all].")
-DETACH = typer.Option(False, "--detach", help="On a fleet: start it, and return.")
+DETACH = typer.Option(False, "--detach", help="Start it, and return.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Print the exact command and environment, and start nothing.")
 AS_JSON = typer.Option(False, "--json", help="Print one JSON object at the end.")
 
@@ -23,8 +23,8 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
           as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
-    On this machine Ctrl-C finishes the step, saves and leaves. On a fleet it stops watching and leaves the run alone;
-    `evener stop` ends it. --resume goes on, bit for bit.
+    On this machine Ctrl-C finishes the step, saves and leaves; once more ends it at once. On a fleet, and with
+    --detach, the run goes on without this terminal; `evener stop` ends it. --resume goes on, bit for bit, where it was.
     """
     import json
 
@@ -35,34 +35,56 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     from evener.report.summary import as_result, summarize
 
     before = None if resume is None else find_plan(RunDir(resume))
-    chosen = fleets.chosen(fleet, hosts, before)
+    chosen = fleets.chosen(fleet, hosts) if resume is None else fleets.chosen_again(fleet, hosts, before)
     resolved = _resolved(spec_file, resume, flags)
     check_token_ids(resolved.corpus)
-    spec, resumes = resolved.spec, resume is not None
     if resolved.resume is not None:
         where = "this machine" if chosen is None else ", ".join(chosen.hosts)
         fleets.say(f"going on from step {resolved.resume.step} on {where}")
-    if chosen is not None:
-        status = _on_fleet(chosen, before, resolved, detach, dry_run, as_json)
-        if status is not None:
-            return status
+    if chosen is None:
+        status = _here(before, resolved, detach, dry_run, as_json)
     else:
-        from evener.launch import local
-        from evener.launch.torchrun import worker_argv, worker_env
-
-        if dry_run:
-            env, argv = worker_env(spec), worker_argv(spec, resume=resumes)
-            print(json.dumps({"env": env, "argv": argv}) if as_json else follow.shell_line(env, argv))
-            return 0
-        prediction = fleets.predicted_here(resolved)
-        with follow.screen(resolved, quiet=as_json) as observe:
-            local.run(spec, observe, resume=resumes, prediction=prediction)
-    summary = summarize(RunDir(spec.out or ""))
+        status = _on_fleet(chosen, before, resolved, detach, dry_run, as_json)
+    if status is not None:
+        return status
+    summary = summarize(RunDir(resolved.spec.out))
     if as_json:
         print(json.dumps(as_result(summary)))
     else:
         follow.tell_end(summary)
     return follow.exit_status(summary.manifest)
+
+
+def _here(before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool) -> int | None:
+    """Train on this machine alone; the exit status where there is nothing to tell of an end. `before` is the plan of a
+    run that is resumed.
+    """
+    import msgspec
+
+    from evener.cli import fleets, follow
+    from evener.core.rundir import RunDir
+    from evener.launch import fleet as launcher
+    from evener.launch import here
+
+    rundir, resumes = RunDir(resolved.spec.out), resolved.resume is not None
+    with here.this_machine_connected() as sessions:
+        ranks, run_id = resolved.spec.machine.ranks, before.id if before else None
+        prepared = here.prepare_here(sessions, rundir, ranks=ranks, run_id=run_id)
+        plan, _ = launcher.plan_training(prepared, resolved, resume=resumes)
+        if dry_run:
+            fleets.print_plan(plan, as_json)
+            return 0
+        plan = msgspec.structs.replace(plan, prediction=fleets.predicted_here(resolved))
+        if detach:
+            launcher.start(rundir, plan, sessions)
+            fleets.left_alone(rundir)
+            return 0
+        with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
+            here.stay_with(rundir, plan, sessions, observe)
+    if not rundir.is_run():
+        fleets.say("stopped before it began; nothing is left of it")
+        return 130
+    return None
 
 
 def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool) -> int | None:
@@ -75,14 +97,15 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
 
     from evener.cli import fleets, follow
     from evener.core.errors import EvenerError, UsageError
-    from evener.core.plan import is_on_fleet
+    from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.hosts.session import connect
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
     rundir, resumes = RunDir(resolved.spec.out), resolved.resume is not None
-    if is_on_fleet(rundir) and not resumes:
+    there = find_plan(rundir)
+    if there is not None and not there.is_here and not resumes:  # its hosts may know more of it than its directory
         raise UsageError(
             f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
         )
@@ -103,7 +126,7 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
         if resumes:
             carry.restore(rundir, plan, sessions, resolved.resume.step)
         launcher.start(rundir, plan, sessions)
-        launcher.note_findings(rundir, prepared)
+        launcher.note_findings(rundir, plan, prepared)
     if not as_json:
         fleets.tell_plan(plan)
     if detach:
@@ -150,7 +173,7 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
 
 
 def _spec_of(resume: str) -> Any:
-    """The spec of a run that is resumed; from a fleet its records and newest checkpoint are brought home first."""
+    """The spec of a run that is resumed, whose records and newest checkpoint are brought home first."""
     from evener.cli import fleets
     from evener.core.errors import HostError, UsageError
     from evener.core.plan import find_plan
@@ -158,12 +181,14 @@ def _spec_of(resume: str) -> Any:
 
     rundir = RunDir(resume)
     plan = find_plan(rundir)
-    if plan is None or not plan.hosts:
+    if plan is None:
         return rundir.manifest().spec
+    if plan.spec is None:
+        raise UsageError(f"{resume}: a program of your own, which evener cannot go on with", hint="evener launch again")
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
-    for name, state in launcher.states(plan).items():
+    for name, state in launcher.states(rundir, plan).items():
         if not isinstance(state, HostError) and state["state"] == "running":
             raise UsageError(
                 f"{resume}: still running on {name}", hint=f"evener logs -f {resume}, or evener stop {resume}"
@@ -173,7 +198,6 @@ def _spec_of(resume: str) -> Any:
         carry.bring_checkpoint(rundir, plan)
     except HostError as error:
         fleets.say(f"warning: {error}; going on from the newest checkpoint that is here")
-    assert plan.spec is not None
     return plan.spec
 
 

@@ -1,5 +1,5 @@
-"""Who does what, where, with which command, and what will it cost? `plan.json` of a run: pure data. Of a run on a fleet
-it is all that is needed later to follow, stop or resume it, from this machine or after a restart of it.
+"""Who does what, where, with which command, and what will it cost? `plan.json` of a run: pure data. It is all that is
+needed later to follow, stop or resume the run, from this machine or after a restart of it.
 
     Prediction (of plan/) + commands for every host (of launch/commands.py) ─▶ Plan
 """
@@ -23,7 +23,11 @@ FORMAT = 1
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's part of a run. Its ranks are first_rank, first_rank + 1, …"""
+    """One host's part of a run. Its ranks are first_rank, first_rank + 1, …
+
+    A host has a folder of its own for the run, whose files are copied to the run directory. The only host of a run on
+    this machine alone has the run directory itself: nothing is copied.
+    """
 
     name: str
     host: Host  # how it is reached
@@ -32,11 +36,33 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     address: str  # what its ranks listen on, and nothing else
     interface: str
-    run: str  # the run's folder there, absolute
+    run: str | None  # the run's folder there, absolute; None: the run directory
     code: str | None  # the project as it was sent; copied to RUN/code, where the program may write
     cwd: str
     argv: list[str]
+    is_rank: bool = False  # the program is the one rank itself, and not what starts and watches the ranks
     env: dict[str, str]  # on top of what a session there has
+
+    @property
+    def is_here(self) -> bool:
+        """Is its folder the run directory?"""
+        return self.run is None
+
+    def folder(self, rundir: RunDir) -> str:
+        """The run's folder on that host."""
+        return str(rundir.path.absolute()) if self.run is None else self.run
+
+    def log_path(self, rundir: RunDir) -> Path:
+        """What its program printed, here."""
+        return rundir.log_path(self.name, self.first_rank if self.is_rank else None)
+
+    def events_path(self, rundir: RunDir) -> Path:
+        """The events that its ranks told, here."""
+        return rundir.events_path if self.is_here else rundir.path / "hosts" / self.name / "events.jsonl"
+
+    def state_path(self, rundir: RunDir) -> Path:
+        """How its supervisor said that it is doing, here."""
+        return rundir.path / "host" / "state.json" if self.is_here else rundir.path / "hosts" / self.name / "state.json"
 
     def shell_line(self) -> str:
         """What to type on that host to do the same by hand."""
@@ -45,7 +71,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. One on this machine alone has no hosts: the launcher stays with it until it ends."""
+    """A run."""
 
     format: int = FORMAT
     id: str = ""  # marks every process of the run
@@ -57,6 +83,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec | None  # as it was asked for; None of a script of the user's own
     hosts: list[HostPlan] = []
     prediction: Prediction | None = None  # None: of a script of the user's own, or too little is known
+
+    @property
+    def is_here(self) -> bool:
+        """Does it run on this machine alone, in the run directory itself?"""
+        return len(self.hosts) == 1 and self.hosts[0].is_here
 
     @property
     def world_size(self) -> int:
@@ -84,18 +115,12 @@ def find_plan(rundir: RunDir) -> Plan | None:
         raise UsageError(f"{_path(rundir)}: damaged: {error}") from None
 
 
-def is_on_fleet(rundir: RunDir) -> bool:
-    """Was it started on a fleet, whose hosts know more of it than this directory?"""
-    plan = find_plan(rundir)
-    return plan is not None and bool(plan.hosts)
-
-
 def read_plan(rundir: RunDir) -> Plan:
-    """The plan of a run on a fleet; UsageError where there is none."""
+    """The plan of a run; UsageError where there is none."""
     plan = find_plan(rundir)
-    if plan is None or not plan.hosts:
+    if plan is None:
         raise UsageError(
-            f"{rundir}: not a run on a fleet: no host has a part in it", hint="evener runs shows the runs made here"
+            f"{rundir}: nothing that evener started: it has no plan.json", hint="evener runs shows the runs made here"
         )
     return plan
 

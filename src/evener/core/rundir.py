@@ -120,8 +120,9 @@ class RunDir:
     def steps_path(self, rank: int) -> Path:
         return self.path / "steps" / f"rank-{rank}.jsonl"
 
-    def log_path(self, host: str, rank: int) -> Path:
-        return self.path / "logs" / f"{host}.{rank}.log"
+    def log_path(self, host: str, rank: int | None) -> Path:
+        """What a rank printed, or, of None, what started the ranks there."""
+        return self.path / "logs" / (f"{host}.log" if rank is None else f"{host}.{rank}.log")
 
     def is_run(self) -> bool:
         """Does this directory hold a run?"""

@@ -89,7 +89,27 @@ class GlooChoice(Record, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class Facts(Record, frozen=True, kw_only=True):
+class Devices(Record, frozen=True, kw_only=True):
+    """What ranks can compute on."""
+
+    cores: int  # that a process may use
+    bf16_units: list[str] | None = None  # the processor's instructions for bfloat16; None = not known
+    gpus: list[str] = []  # names
+    gpu_capabilities: list[float] = []  # CUDA's compute capability of those that tell it
+
+    @property
+    def has_bf16(self) -> bool:
+        """Does the processor compute in bfloat16?"""
+        return bool(self.bf16_units)
+
+    @property
+    def gpus_have_bf16(self) -> bool:
+        """Do all its GPUs compute in bfloat16?"""
+        known = [one >= BF16_CAPABILITY for one in self.gpu_capabilities]
+        return bool(self.gpus) and len(known) == len(self.gpus) and all(known)
+
+
+class Facts(Devices, frozen=True, kw_only=True):
     """One machine."""
 
     hostname: str
@@ -109,9 +129,7 @@ class Facts(Record, frozen=True, kw_only=True):
     evener_hash: str | None = None  # of evener's source, as `core.rundir.code_hash`
 
     cpu: str | None = None
-    cores: int  # that a process may use
     cores_installed: int | None = None
-    bf16_units: list[str] | None = None  # the processor's instructions for bfloat16; None = not known
     cpu_max_MHz: float | None = None
     cpu_limit_MHz: float | None = None
     cpu_busy_MHz: float | None = None  # of a core that is busy
@@ -127,8 +145,6 @@ class Facts(Record, frozen=True, kw_only=True):
     shm_bytes: int | None = None
     limits: dict[str, Limit | None] = {}
 
-    gpus: list[str] = []  # names
-    gpu_capabilities: list[float] = []  # CUDA's compute capability of those that tell it
     gpu_driver: str | None = None
     gpu_error: str | None = None
     gpu_cards: int = 0  # of NVIDIA's, on the bus
@@ -155,17 +171,6 @@ class Facts(Record, frozen=True, kw_only=True):
 
     clock_offset_s: float | None = None  # their clock minus the controller's
     clock_error_s: float | None = None
-
-    @property
-    def has_bf16(self) -> bool:
-        """Does the processor compute in bfloat16?"""
-        return bool(self.bf16_units)
-
-    @property
-    def gpus_have_bf16(self) -> bool:
-        """Do all its GPUs compute in bfloat16?"""
-        known = [one >= BF16_CAPABILITY for one in self.gpu_capabilities]
-        return bool(self.gpus) and len(known) == len(self.gpus) and all(known)
 
     def interface(self, name: str) -> Interface | None:
         """The interface of this name."""

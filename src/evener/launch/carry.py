@@ -18,6 +18,8 @@ from evener.launch.tree import pack
 def bring_checkpoint(rundir: RunDir, plan: Plan) -> int | None:
     """Fetch the newest checkpoint from the first host, where it is not here yet; its step, None where there is none."""
     first = plan.hosts[0]
+    if first.run is None:  # what it saves is here
+        return max(rundir.checkpoint_steps(), default=None)
     with contextlib.closing(open_session(first.name, first.host)) as session:
         try:
             names: list[str] = session.call("runs", "checkpoints", run=first.run)
@@ -46,19 +48,20 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
 
     def put(name: str) -> None:
         host, session = plan.host(name), sessions[name]
+        run = host.folder(rundir)
         ranks = range(host.first_rank, host.first_rank + host.num_ranks)
         paths = [rundir.manifest_path, rundir.path / "logs" / f"{name}.log"]
         paths += [path for rank in ranks for path in (rundir.steps_path(rank), rundir.log_path(name, rank))]
         files = {path.relative_to(rundir.path).as_posix(): path for path in paths if path.exists()}
         try:
             ours = {path: [file.size, file.digest] for path, file in pack(files).files.items()}
-            lacking = session.call("runs", "lacking", run=host.run, files=ours, timeout_s=WORK_S)
+            lacking = session.call("runs", "lacking", run=run, files=ours, timeout_s=WORK_S)
             files = {path: files[path] for path in lacking}
-            if checkpoint.name not in session.call("runs", "checkpoints", run=host.run):
+            if checkpoint.name not in session.call("runs", "checkpoints", run=run):
                 files |= {f"checkpoints/{checkpoint.name}/{part}": checkpoint / part for part in parts}
             if files:
                 arrived = send_to(session, host.host.workdir, pack(files))
-                session.call("runs", "adopt", run=host.run, tree=arrived.path, timeout_s=WORK_S)
+                session.call("runs", "adopt", run=run, tree=arrived.path, timeout_s=WORK_S)
         except RemoteError as error:
             raise host_failed(error) from None
 

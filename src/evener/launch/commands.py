@@ -1,7 +1,7 @@
-"""With which exact command and environment does each host of a fleet take part? Pure: what it returns can be printed.
+"""With which exact command and environment does each host of a run take part? Pure: what it returns can be printed.
 
 torchrun runs on every host with a static rendezvous and explicit node ranks, so that which rank is where is known
-beforehand: host after host in the fleet's order.
+beforehand: host after host in the fleet's order. A world of one rank needs no torchrun, and starts in half the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     interface: str
     python: str  # the interpreter that trains
     workdir: str  # absolute
-    run: str  # the run's folder there
+    run: str  # the run's folder there, absolute
+    cwd: str | None = None  # of its programs; None: the run's folder
+    is_here: bool = False  # this machine alone: the folder is the run directory, and nothing need be sent
     cores: int
     gpus: list[str]  # names
     gpus_have_bf16: bool  # all of them, in hardware
@@ -63,7 +65,7 @@ def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, b
         threads = place.host.threads or spec.machine.threads or max(1, place.cores // counts[i])
         mine = msgspec.structs.replace(
             spec,
-            out=place.run,
+            out=spec.out if place.is_here else place.run,
             data=msgspec.structs.replace(spec.data, data=data[place.name]),
             model=msgspec.structs.replace(spec.model, init_from=init_from.get(place.name)),
             machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads),
@@ -71,7 +73,8 @@ def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, b
         mine = _as_the_roster_says(mine, roster, roster.members[sum(counts[:i])])
         program = ["-m", "evener.worker", *to_flags(mine), *(["--resume"] if resume else [])]
         env = _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
-        hosts.append(_host_plan(run_id, places, counts, i, port, program, env))
+        host = _host_plan(run_id, places, counts, i, port, program, env)
+        hosts.append(alone(host, program) if place.is_here and counts == [1] else host)
     return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
                 spec=spec, hosts=hosts)  # fmt: skip
 
@@ -91,8 +94,8 @@ def _as_the_roster_says(spec: RunSpec, roster: Roster, member: Member) -> RunSpe
 
 def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequence[str], environment: Mapping[str, str],
                 code: str) -> Plan:  # fmt: skip
-    """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project, whose digest is `code`.
-    Of `environment`, the controller's, little is copied.
+    """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project, whose digest is `code`; here
+    it runs in the project's own folder. Of `environment`, the controller's, little is copied.
     """
     counts = [len(place.seats(MachineSpec())) for place in places]
     copied = {name: value for name, value in environment.items()
@@ -100,7 +103,7 @@ def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequen
     hosts = []
     for i, place in enumerate(places):
         env = _env(place, place.host.threads or max(1, place.cores // counts[i]), copied)
-        project = posixpath.join(place.workdir, "trees", code)
+        project = None if place.is_here else posixpath.join(place.workdir, "trees", code)
         hosts.append(_host_plan(run_id, places, counts, i, port, list(program), env, project))
     return Plan(id=run_id, kind="launch", address=places[0].address, port=port, roster=None, grace_s=SCRIPT_GRACE_S,
                 spec=None, hosts=hosts)  # fmt: skip
@@ -136,12 +139,17 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         num_ranks=counts[i],
         address=place.address,
         interface=place.interface,
-        run=place.run,
+        run=None if place.is_here else place.run,
         code=project,
-        cwd=posixpath.join(place.run, "code") if project else place.run,
+        cwd=posixpath.join(place.run, "code") if project else place.cwd or place.run,
         argv=argv,
         env=env,
     )
+
+
+def alone(host: HostPlan, program: Sequence[str]) -> HostPlan:
+    """The same for a world of one rank, started as it is: torchrun would import torch before the rank does."""
+    return msgspec.structs.replace(host, argv=[host.argv[0], *program], is_rank=True)
 
 
 def _env(place: Place, threads: int, copied: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ only lost its peers.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from evener.core import errors
-from evener.core.errors import EvenerError, RunError
+from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import CONSEQUENCE
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir
@@ -37,14 +38,17 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     since: float  # when this start of the run began: what the log holds of earlier ones says nothing of this failure
     by_itself: bool  # not because of another
     hint: str = ""
+    kind: type[EvenerError] = RunError  # or what the user asked for was wrong
 
     @property
     def output(self) -> str:
         """What it printed last; nothing of a rank that said what was wrong."""
         return "" if self.hint else "\n".join(last_lines(self.log, LAST_LINES, self.since))
 
-    def error(self, rundir: RunDir, plan: Plan) -> RunError:
+    def error(self, rundir: RunDir, plan: Plan) -> EvenerError:
         """For a person."""
+        if self.kind is not RunError:
+            return self.kind(self.how, hint=self.hint)
         hint = self.hint or f"all that it printed: {self.log}"
         steps = [event["step"] for event in rundir.events() if event["event"] == "checkpoint"]
         if plan.kind == "train" and steps and "--resume" not in hint:
@@ -56,7 +60,7 @@ def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Fa
     """The first failure; None of a run that did not fail, or was stopped. `states` are the hosts' last."""
     if any(state.get("stopped") for state in states.values()):
         return None
-    found = [*_ranks(rundir, states), *_hosts(rundir, states)]
+    found = [*_ranks(rundir, states), *_hosts(rundir, plan, states)]
     if not found:
         return None
     return _said(rundir, plan, states) or min(found, key=lambda one: (not one.by_itself, one.time))
@@ -77,11 +81,11 @@ def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
     return found
 
 
-def _hosts(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
+def _hosts(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Failure]:
     """Launchers that ended without a word of their ranks, and hosts that fell silent."""
     found = []
     for host, state in states.items():
-        log, ended = rundir.path / "logs" / f"{host}.log", state.get("ended") or 0.0
+        log, ended = plan.host(host).log_path(rundir), state.get("ended") or 0.0
         status, by_itself = state.get("status"), True
         if state.get("lost"):
             how = f"{host}: {state['lost']}"
@@ -103,15 +107,39 @@ def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | 
         if event["event"] != "failure" or rank is None or not 0 <= rank < plan.world_size:
             continue
         kind, host = getattr(errors, event["kind"], None), plan.host_of(rank).name
-        began = _began(states[host])
-        is_ours = isinstance(kind, type) and issubclass(kind, EvenerError)
-        if is_ours and event["time"] >= began and not CONSEQUENCE.search(event["error"]):
-            log = rundir.log_path(host, rank)
-            how, hint = f"rank {rank} on {host}: {event['error']}", event["hint"] or f"all that it printed: {log}"
-            return Failure(
-                host=host, rank=rank, how=how, time=event["time"], log=log, since=began, by_itself=True, hint=hint
-            )
+        if not isinstance(kind, type) or not issubclass(kind, EvenerError):
+            continue
+        if event["time"] >= _began(states[host]) and not CONSEQUENCE.search(event["error"]):
+            return _told(rundir, plan, states, rank, event["time"], kind, event["error"], event["hint"])
+    if plan.kind == "train":
+        for state in states.values():
+            for one in state.get("failures", []):
+                if one["exitcode"] == UsageError.exit_status and (told := _printed(rundir, plan, state, one["rank"])):
+                    return _told(rundir, plan, states, one["rank"], one["time"], UsageError, *told)
     return None
+
+
+def _printed(rundir: RunDir, plan: Plan, state: State, rank: int) -> tuple[str, str] | None:
+    """(error, hint) as our worker prints them before it has a run to tell them to."""
+    log = rundir.log_path(plan.host_of(rank).name, rank)
+    for line, following in itertools.pairwise([*last_lines(log, SEARCHED_LINES, _began(state)), ""]):
+        if line.startswith("error: "):
+            hint = following.removeprefix("hint:  ") if following.startswith("hint:") else ""
+            return line.removeprefix("error: "), hint
+    return None
+
+
+def _told(rundir: RunDir, plan: Plan, states: Mapping[str, State], rank: int, at: float, kind: type[EvenerError],
+          error: str, hint: str) -> Failure:  # fmt: skip
+    """What a rank itself says of its failure. What was asked for in vain is told as if this program had found it."""
+    host = plan.host_of(rank).name
+    log, is_refusal = rundir.log_path(host, rank), kind.exit_status == UsageError.exit_status
+    if is_refusal and plan.is_here:
+        how = error
+    else:
+        how, hint = f"rank {rank} on {host}: {error}", hint or f"all that it printed: {log}"
+    return Failure(host=host, rank=rank, how=how, time=at, log=log, since=_began(states[host]), by_itself=True,
+                   hint=hint, kind=kind if is_refusal else RunError)  # fmt: skip
 
 
 def last_lines(log: Path, num: int, since: float) -> list[str]:

@@ -1,11 +1,15 @@
-"""How is a run on a fleet started, followed and ended? On every host by a supervisor that needs nobody afterwards.
+"""How is a run started, followed and ended? On every host by a supervisor that needs nobody afterwards.
 
 preflight ─▶ plan ─▶ send code and data ─▶ start on all hosts ─▶ mirror ─▶ the first failure, or the result
+
+A run on this machine alone goes the same way (`here.py`); there is nothing to send, nothing to copy, and it may be
+attached to the program that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import secrets
 import shutil
 import time
@@ -19,7 +23,7 @@ from evener.core.errors import HostError, RunError, UsageError
 from evener.core.files import follow_lines
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
-from evener.core.plan import HostPlan, Plan, write_plan
+from evener.core.plan import HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved
 from evener.core.rundir import RunDir
 from evener.core.step import StepRecord
@@ -47,6 +51,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     places: list[Place]
     port: int
     findings: list[Finding]  # warnings that do not stand in the way
+
+    @property
+    def is_here(self) -> bool:
+        """Is it this machine alone, the run's folder being the run directory?"""
+        return all(place.is_here for place in self.places)
 
 
 def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], name: str, run_id: str | None = None,
@@ -97,46 +106,64 @@ def _examined(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError],
 
 def plan_training(prepared: Prepared, resolved: Resolved, *, resume: bool) -> tuple[Plan, list[Tree]]:
     """evener's own worker on all hosts, and what they must have for it: corpus and weights."""
-    spec = resolved.spec
-    corpus = describe_data(spec.data.data)
-    trees = [corpus]
+    spec, block_size = resolved.spec, resolved.shape.block_size
+    weights = None if spec.model.init_from is None or resume else Path(spec.model.init_from)
+    trees: list[Tree] = []
     init_from: dict[str, str] = {}
-    if spec.model.init_from is not None and not resume:
-        weights = Path(spec.model.init_from)
-        trees.append(pack({weights.name: weights}))
-        init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
-    data = {place.name: _place_of(corpus, place) for place in prepared.places}
-    block_size = resolved.shape.block_size
-    plan = train_plan(
-        prepared.id, prepared.places, prepared.port, spec, block_size, data, init_from, resume=resume
-    )  # fmt: skip
+    if prepared.is_here:
+        data = {place.name: spec.data.data for place in prepared.places}
+        if weights is not None:
+            init_from = {place.name: str(weights) for place in prepared.places}
+    else:
+        trees.append(describe_data(spec.data.data))
+        data = {place.name: _place_of(trees[0], place) for place in prepared.places}
+        if weights is not None:
+            trees.append(pack({weights.name: weights}))
+            init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
+    plan = train_plan(prepared.id, prepared.places, prepared.port, spec, block_size, data, init_from, resume=resume)
     return plan, trees
 
 
 def plan_script(
     prepared: Prepared, project: Path, program: list[str], environment: Mapping[str, str]
 ) -> tuple[Plan, list[Tree]]:
-    """A program of the user's own on all hosts, and its project."""
-    tree = describe(project)
-    plan = script_plan(prepared.id, prepared.places, prepared.port, program, environment, tree.digest)
-    return plan, [tree]
+    """A program of the user's own on all hosts, and its project, which on this machine alone stays where it is."""
+    trees = [] if prepared.is_here else [describe(project)]
+    code = trees[0].digest if trees else ""
+    return script_plan(prepared.id, prepared.places, prepared.port, program, environment, code), trees
+
+
+def fleet_of(plan: Plan) -> Fleet:
+    """The hosts that take part."""
+    return Fleet(hosts={host.name: host.host for host in plan.hosts})
 
 
 def deliver(trees: list[Tree], plan: Plan, sessions: Sessions, say: Progress) -> None:
     """Send what the hosts lack."""
-    fleet = Fleet(hosts={host.name: host.host for host in plan.hosts})
+    fleet = fleet_of(plan)
     for tree in trees:
         for name, arrived in send(sessions, fleet, tree).items():
             if arrived.sent_bytes:
                 say(f"{size(arrived.sent_bytes)} sent to {name}")
 
 
-def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
-    """Start the run on all hosts; where one cannot, the others are ended again and RunError says which."""
-    is_new = not rundir.path.exists()
+def start(
+    rundir: RunDir, plan: Plan, sessions: Sessions, *, attached: bool = False
+) -> contextlib.AbstractContextManager[object]:
+    """Start the run on all hosts; where one cannot, the others are ended again and RunError says which.
+
+    A run that is attached (on this machine alone) lasts as long as what is returned: when that is closed, at the latest
+    with this program, however it ends, the ranks save and leave.
+    """
+    is_new, before = not rundir.path.exists(), find_plan(rundir)
+    hold: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
         rundir.path.mkdir(parents=True, exist_ok=True)
+        if attached:
+            hold = _hold(rundir)
         write_plan(rundir, plan)
+    except BlockingIOError:
+        raise RunError(f"{rundir}: this run is running here already", hint=f"evener logs -f {rundir}") from None
     except OSError as refused:
         raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
     supervisor = (REMOTE / "supervisor.py").read_text()
@@ -149,15 +176,17 @@ def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
             "host": host.name,
             "first_rank": host.first_rank,
             "argv": host.argv,
+            "is_rank": host.is_rank,
             "cwd": host.cwd,
             "env": host.env,
             "grace_s": plan.grace_s,
+            "attached": str(_hold_path(rundir)) if attached else None,
         }
         try:
             sessions[name].call(
                 "runs",
                 "start",
-                run=host.run,
+                run=host.folder(rundir),
                 spec=spec,
                 supervisor=supervisor,
                 code=host.code,
@@ -171,37 +200,60 @@ def start(rundir: RunDir, plan: Plan, sessions: Sessions) -> None:
             return str(error)
         return None
 
+    def undo(names: list[str]) -> None:
+        """End what was started, and leave the run directory as it was."""
+        ended = stop(rundir, msgspec.structs.replace(plan, hosts=[plan.host(name) for name in names]), now=True)
+        if is_new and not any(isinstance(one, HostError) for one in ended.values()):
+            shutil.rmtree(rundir.path)
+        elif before is not None:
+            write_plan(rundir, before)
+
+    names = [host.name for host in plan.hosts]
     try:
-        told = for_each([host.name for host in plan.hosts], begin)
+        told = for_each(names, begin)
     except KeyboardInterrupt:
-        stop(plan, now=True)
+        undo(names)
         raise
     failed = {name: error for name, error in told.items() if error is not None}
     if failed:
-        started = [host for host in plan.hosts if host.name not in failed]
-        ended = stop(msgspec.structs.replace(plan, hosts=started), now=True)
-        if is_new and not any(isinstance(one, HostError) for one in ended.values()):
-            shutil.rmtree(rundir.path)
+        undo([name for name in names if name not in failed])
         name, error = next(iter(failed.items()))
         raise RunError(f"the run did not start on {name}: {error}", hint="evener doctor looks closer")
-    tell(rundir, "launched", hosts=[host.name for host in plan.hosts], world_size=plan.world_size)
+    tell(rundir, plan, "launched", hosts=names, world_size=plan.world_size)
+    return hold
 
 
-def note_findings(rundir: RunDir, prepared: Prepared) -> None:
+def _hold(rundir: RunDir) -> contextlib.AbstractContextManager[object]:
+    """A lock that this program alone has, and that no way to end it leaves behind."""
+    path = _hold_path(rundir)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    file = path.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _hold_path(rundir: RunDir) -> Path:
+    return rundir.path.absolute() / "host" / "attached"
+
+
+def note_findings(rundir: RunDir, plan: Plan, prepared: Prepared) -> None:
     """The preflight's warnings as events: whoever explains the run later must know that a host was swapping."""
     for finding in prepared.findings:
-        tell(rundir, finding.check, host=finding.host, peer=finding.peer, evidence=finding.evidence, fix=finding.fix)
+        facts = {"host": finding.host, "peer": finding.peer, "evidence": finding.evidence, "fix": finding.fix}
+        tell(rundir, plan, finding.check, **facts)
 
 
 def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[HostMirror], None],
            on_change: Callable[[Mirror], None] = lambda mirror: None) -> dict[str, State]:  # fmt: skip
-    """Mirror the run until it has ended everywhere; the hosts' last states. RunError names the first failure.
+    """Mirror the run until it has ended everywhere; the hosts' last states. EvenerError names the first failure.
 
-    KeyboardInterrupt leaves the run alone.
+    `observe` hears of rank 0's records and of what happens from now on. KeyboardInterrupt leaves the run alone.
     """
     decoder = msgspec.json.Decoder(StepRecord)
     steps = follow_lines(rundir.steps_path(0))
-    events = {host.name: follow_lines(rundir.path / "hosts" / host.name / "events.jsonl") for host in plan.hosts}
+    events = {host.name: follow_lines(host.events_path(rundir)) for host in plan.hosts}
+    for follower in events.values():
+        next(follower)  # what happened in earlier starts of the run
     lost: set[str] = set()
     next_step = -1
     with Mirror(rundir, plan) as mirror:
@@ -231,33 +283,40 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
         ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
     failure = first_failure(rundir, plan, ended)
     if failure is not None:
-        _record_failure(rundir, failure)
+        _record_failure(rundir, plan, failure)
         raise failure.error(rundir, plan)
+    close_manifest(rundir, "stopped")
     return ended
 
 
-def stop(plan: Plan, *, now: bool = False) -> dict[str, State | HostError]:
+def close_manifest(rundir: RunDir, verdict: str) -> None:
+    """How the run ended, of whose end rank 0 could not tell any more."""
+    if rundir.is_run() and rundir.manifest().verdict == "running":
+        rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), verdict=verdict, ended=time.time()))
+
+
+def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, State | HostError]:
     """End the run on every host; returns when no process of it is left on those that can be reached."""
 
     def end(session: Session, host: HostPlan) -> State:
         state: State = {}
-        for item in session.stream("runs", "stop", run=host.run, now=now, timeout_s=STOP_S):
+        for item in session.stream("runs", "stop", run=host.folder(rundir), now=now, timeout_s=STOP_S):
             state = item or GONE
         return state
 
     return _ask(plan, end)
 
 
-def states(plan: Plan) -> dict[str, State | HostError]:
+def states(rundir: RunDir, plan: Plan) -> dict[str, State | HostError]:
     """How the run is doing on every host."""
-    return _ask(plan, lambda session, host: session.call("runs", "status", run=host.run) or GONE)
+    return _ask(plan, lambda session, host: session.call("runs", "status", run=host.folder(rundir)) or GONE)
 
 
 def known_states(rundir: RunDir, plan: Plan) -> dict[str, State]:
     """The last state of every host that came home; nobody is asked."""
     known = {}
     for host in plan.hosts:
-        path = rundir.path / "hosts" / host.name / "state.json"
+        path = host.state_path(rundir)
         known[host.name] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
     return known
 
@@ -273,7 +332,7 @@ def catch_up(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
         return None
 
     copied = for_each([host.name for host in plan.hosts], copy)
-    merge_events(rundir)
+    merge_events(rundir, plan)
     return {name: error for name, error in copied.items() if error is not None}
 
 
@@ -305,18 +364,17 @@ def _last_state(host: HostMirror) -> State:
     return (host.state or {}) | {"lost": f"cannot be reached: {host.error}"}
 
 
-def _record_failure(rundir: RunDir, failure: Failure) -> None:
+def _record_failure(rundir: RunDir, plan: Plan, failure: Failure) -> None:
     """In the events, once for each start; and in the manifest, if rank 0 could not do it any more."""
     since_start: list[str] = []
     for event in rundir.events():
         since_start = [] if event["event"] == "launched" else [*since_start, event["event"]]
     if "failure" not in since_start:
         tell(
-            rundir, "failure", host=failure.host, rank=failure.rank, kind="exit", error=failure.how, hint=failure.hint,
-            output=failure.output,
+            rundir, plan, "failure", host=failure.host, rank=failure.rank, kind="exit", error=failure.how,
+            hint=failure.hint, output=failure.output,
         )  # fmt: skip
-    if rundir.is_run() and rundir.manifest().verdict == "running":
-        rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), verdict="failed", ended=time.time()))
+    close_manifest(rundir, "failed")
 
 
 def _place_of(tree: Tree, place: Place) -> str:

@@ -4,6 +4,8 @@ where the copy ends: no gap, no line twice.
     host's RUN/steps, RUN/logs, RUN/manifest.json   → the same place here: names tell ranks and hosts apart
     host's RUN/events.jsonl, RUN/host/state.json    → RUN/hosts/NAME/…; RUN/events.jsonl is all of them by time
 
+Of a run on this machine alone, whose folder is the run directory, there is nothing to copy: only its state is told.
+
 What is not the mirror's own it never touches. Whose files these are plan.json says: when the run was started again
 elsewhere, its earlier hosts have nothing more to tell here. And mirror.json says of every copy which file on the host
 it is of and which file here it is: one that somebody has replaced meanwhile is not appended to.
@@ -54,7 +56,7 @@ class HostMirror:
     def __init__(self, rundir: RunDir, plan: HostPlan) -> None:
         self.name = plan.name
         self._rundir, self._plan = rundir, plan
-        self._folder = rundir.path / "hosts" / plan.name
+        self._folder = plan.state_path(rundir).parent
         self.state: State | None = None  # as the host told it last
         self.error: HostError | None = None  # while the host cannot be reached
         self.lost_since: float | None = None  # time.monotonic() of the first of these errors
@@ -104,11 +106,9 @@ class HostMirror:
     def _copy(self, session: Session, *, until_end: bool, on_change: Callable[[], None]) -> None:
         pending: dict[str, Any] | None = None
         dirty = False
-        with self._locked():
-            have = self._have()
-        for item in session.stream(
-            "runs", "follow", run=self._plan.run, have=have, until_end=until_end, timeout_s=SILENCE_S
-        ):
+        have = None if self._plan.is_here else self._have()
+        run = self._plan.folder(self._rundir)
+        for item in session.stream("runs", "follow", run=run, have=have, until_end=until_end, timeout_s=SILENCE_S):
             if isinstance(item, bytes):
                 assert pending is not None
                 self._add(pending, item)
@@ -127,11 +127,12 @@ class HostMirror:
 
     def _have(self) -> dict[str, list[Any]]:
         """What is here: a file counts with the bytes that it really has."""
-        return {
-            path: [copy.there, local.stat().st_size]
-            for path, copy in self._known().items()
-            if (local := self._local(path)) is not None and self._is_ours(path, local, copy)
-        }
+        with self._locked():
+            return {
+                path: [copy.there, local.stat().st_size]
+                for path, copy in self._known().items()
+                if (local := self._local(path)) is not None and self._is_ours(path, local, copy)
+            }
 
     def _add(self, header: dict[str, Any], content: bytes) -> None:
         """Write what lies beyond the end of the copy; a file that is another one now takes the copy's place."""
@@ -185,8 +186,10 @@ class HostMirror:
 
     def _local(self, path: str) -> Path | None:
         """Where a file of the host has its copy; None of what is not this host's to write."""
-        if path in ("events.jsonl", "host/state.json"):
-            return self._folder / path.rpartition("/")[2]
+        if path == "events.jsonl":
+            return self._plan.events_path(self._rundir)
+        if path == "host/state.json":
+            return self._plan.state_path(self._rundir)
         host, first = re.escape(self.name), self._plan.first_rank
         ranked = re.fullmatch(rf"(?:steps/rank-|logs/{host}\.|replicas/rank-)(\d+)\.(?:jsonl|log|safetensors)", path)
         is_ours = (
@@ -201,7 +204,7 @@ class Mirror:
     """The copies of all hosts, each followed by a thread of its own."""
 
     def __init__(self, rundir: RunDir, plan: Plan) -> None:
-        self.rundir = rundir
+        self.rundir, self.plan = rundir, plan
         self.hosts = {host.name: HostMirror(rundir, host) for host in plan.hosts}
         self._changed = threading.Event()
         self._threads = [
@@ -219,7 +222,7 @@ class Mirror:
         deadline = time.monotonic() + 2.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        merge_events(self.rundir)
+        merge_events(self.rundir, self.plan)
 
     @property
     def is_done(self) -> bool:
@@ -248,22 +251,26 @@ def host_failed(error: RemoteError) -> HostError:
     )  # fmt: skip
 
 
-def merge_events(rundir: RunDir) -> None:
-    """RUN/events.jsonl: what the hosts and the controller told, by time."""
-    lines: list[tuple[float, bytes]] = []
-    for path in sorted((rundir.path / "hosts").glob("*/events.jsonl")):
-        complete = path.read_bytes().split(b"\n")[:-1]
-        lines += [(msgspec.json.decode(line)["time"], line) for line in complete]
+def merge_events(rundir: RunDir, plan: Plan) -> None:
+    """RUN/events.jsonl: what it holds already and what the hosts and the controller told, by time."""
+    if plan.is_here:
+        return
+    lines: dict[bytes, float] = {}
+    for path in (rundir.events_path, *sorted((rundir.path / "hosts").glob("*/events.jsonl"))):
+        complete = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        lines |= {line: msgspec.json.decode(line)["time"] for line in complete}
     if lines:
-        lines.sort(key=lambda pair: pair[0])
-        write_atomic(rundir.events_path, b"".join(line + b"\n" for _, line in lines))
+        write_atomic(rundir.events_path, b"".join(line + b"\n" for line in sorted(lines, key=lines.__getitem__)))
 
 
-def tell(rundir: RunDir, event: str, **facts: Any) -> None:
+def tell(rundir: RunDir, plan: Plan, event: str, **facts: Any) -> None:
     """An event that the controller itself saw."""
+    if plan.is_here:
+        rundir.add_event(event, **facts)
+        return
     folder = rundir.path / "hosts" / ".controller"
     folder.mkdir(parents=True, exist_ok=True)
     line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
     with (folder / "events.jsonl").open("ab") as file:
         file.write(line)
-    merge_events(rundir)
+    merge_events(rundir, plan)

@@ -85,6 +85,8 @@ class Rendezvous(StaticTCPRendezvous):
         threading.Thread(target=self._judge, daemon=True).start()
         server = self.rank == 0
         listener = _listen(self.master_addr, self.master_port) if server else None
+        if listener is not None:
+            self.master_port = listener.getsockname()[1]  # a host that is alone asks for 0: any that is free
         try:
             store = TCPStore(
                 self.master_addr,

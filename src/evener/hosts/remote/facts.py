@@ -84,6 +84,11 @@ def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 2
     return dict(found, time=time.time())
 
 
+def devices() -> Facts:
+    """What ranks can compute on, at once: a part of `collect()`."""
+    return dict(_cpu(), **_gpus())
+
+
 # --- who it is and what trains there -----------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """What runs on this host? Start a run under its supervisor, look at it, read its files as they grow, end it.
 
-A run's folder is WORKDIR/runs/NAME. Its supervisor, or the guard of one that was killed, is alive as long as
-RUN/host/lock is locked: no pid is trusted beyond that.
+A run's folder is WORKDIR/runs/NAME, or, on this machine alone, the run directory. Its supervisor, or the guard of one
+that was killed, is alive as long as RUN/host/lock is locked: no pid is trusted beyond that.
 """
 
 import contextlib
@@ -118,14 +118,15 @@ def end_leftovers(run):
 def follow(run, have, until_end=True):
     """What a run's files gain: {"path", "offset", "identity", "size"}, then the bytes; {"caught_up": state} at times.
 
-    `have` is {path: [identity, size]} of what the reader holds. A file that was replaced starts again at offset 0. Ends
-    when the run has ended and all is read; without `until_end`, as soon as all is read.
+    `have` is {path: [identity, size]} of what the reader holds, None of one who reads the files here. A file that was
+    replaced starts again at offset 0. Ends when the run has ended and all is read; without `until_end`, as soon as all
+    is read.
     """
     run = _absolute(run)
-    have = {path: list(known) for path, known in have.items()}
+    have = have and {path: list(known) for path, known in have.items()}
     while True:
         state = status(run)
-        for path in _files(run):
+        for path in [] if have is None else _files(run):
             yield from _news(run, path, have)
         yield {"caught_up": state}
         if not until_end or state is None or state["state"] == "ended":

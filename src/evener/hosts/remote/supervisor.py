@@ -8,11 +8,13 @@ process that came of it. A guard beside it does the same should the supervisor i
 
     RUN/logs/HOST.log        what the program itself printed     each line: time, O or E (stdout, stderr), text
     RUN/logs/HOST.RANK.log   what a rank printed                 o or e: no newline followed; the next O or E goes on
+                             (a program that is a rank itself has this log alone)
     RUN/host/lock            locked while the supervisor or its guard lives; the supervisor's pid
     RUN/host/ranks           what the ranks print, until it is in the logs; begun.json says where these stood before
 
 SIGTERM asks for an orderly end: the ranks may finish their step and save, within the spec's grace_s. A second one ends
-it at once.
+it at once. A run that is attached to the program that started it (the spec's "attached" is a file that this one keeps
+locked) is asked to end when that program is gone, in whatever way.
 Standard library only, Python 3.8 or newer, Linux or macOS.
 """
 
@@ -170,7 +172,7 @@ def take_over(run):
     except (OSError, ValueError):
         begun = None
     if begun is not None:
-        name = log_name(begun["host"])
+        name = begun.pop("log")
         held(os.path.join(logs, name), begun["sizes"].get(name, 0))
         ranks = RankLogs(folder, logs, **begun)
         ranks.read(last=True)
@@ -193,6 +195,10 @@ class Supervisor:
         self.escalation = 0
         self.told = set()  # the ranks that were asked
         self.look_at = 0.0
+        self.is_rank = self.spec.get("is_rank", False)  # the program, and not its children
+        self.log_name = log_name(self.spec["host"], self.spec["first_rank"] if self.is_rank else None)
+        attached = self.spec.get("attached")
+        self.launcher = None if attached is None else os.open(attached, os.O_RDONLY)
 
     def main(self):
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -205,7 +211,7 @@ class Supervisor:
         take_over(self.run)
         self.state["started"] = time.time()  # every line that is stamped from now on is this start's
         ranks = self._begin()
-        log = Log(os.path.join(self.run, "logs", log_name(self.spec["host"])))
+        log = Log(os.path.join(self.run, "logs", self.log_name))
         env = dict(os.environ, **self.spec["env"])
         env[MARK] = self.spec["id"]
         env["EVENER_FAILURES"] = os.path.join(self.folder, "failures.json")
@@ -237,7 +243,7 @@ class Supervisor:
             os.makedirs(path, exist_ok=True)
         begun = {"host": self.spec["host"], "first_rank": self.spec["first_rank"]}
         sizes = {name: os.path.getsize(os.path.join(logs, name)) for name in os.listdir(logs)}
-        write_json(os.path.join(folder, "begun.json"), dict(begun, sizes=sizes))
+        write_json(os.path.join(folder, "begun.json"), dict(begun, sizes=sizes, log=self.log_name))
         return RankLogs(folder, logs, **begun)
 
     def _follow(self, child, log, ranks):
@@ -267,6 +273,9 @@ class Supervisor:
                         log.add(key.data, chunk)
                         chunk = _read(key.fd)
                 return left
+            if self.launcher is not None and not is_locked(self.launcher):
+                self.launcher = None
+                self.asked += 1
             self._escalate(child)
 
     def _ask(self, signum, frame):
@@ -285,7 +294,7 @@ class Supervisor:
         grace = self.spec["grace_s"] if self.asked == 1 else 0
         if self.escalation == 0 and now >= self.look_at:
             self.look_at = now + LOOK_S
-            ranks = set(children(child.pid)) if grace else set()
+            ranks = set() if not grace else {child.pid} if self.is_rank else set(children(child.pid))
             for pid in ranks - self.told:
                 _signal(pid, signal.SIGTERM)
             self.told |= ranks
@@ -299,9 +308,14 @@ class Supervisor:
             _signal(child.pid, signal.SIGKILL)
 
     def _end(self, status, left):
+        ended = time.time()
+        failures = []
+        if self.is_rank and status:
+            failures = [{"rank": self.spec["first_rank"], "exitcode": status, "time": ended}]
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.folder, "failures.json")) as file:
-            self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in json.load(file)]
-        self.state.update(state="ended", ended=time.time(), status=status, signal=signal_name(status), left=left)
+            failures = json.load(file)
+        self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in failures]
+        self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left)
         self._save()
 
     def _save(self):
@@ -322,6 +336,16 @@ def lock(path):
             time.sleep(0.01)
     os.ftruncate(descriptor, 0)
     os.write(descriptor, b"%d\n" % os.getpid())
+
+
+def is_locked(descriptor):
+    """Does another program hold this file's lock?"""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
 
 
 def start_guard(run, run_id):
