@@ -196,8 +196,11 @@ def backend_of(devices: Sequence[str], wish: Literal["auto", "gloo", "nccl"]) ->
 def dtype_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16"]) -> Dtype:
     """The one arithmetic in which replicas compute: what their devices are fast in where they are alike, else fp32.
 
-    bf16 without units for it is emulated, and slower than fp32; a GPU without them is fast in fp16.
+    bf16 without units for it is emulated, and slower than fp32; a GPU without them is fast in fp16. UsageError where
+    fp16, whose losses are scaled, was asked for on a processor.
     """
+    if wish == "fp16" and any(seat.device == "cpu" for seat in seats):
+        raise UsageError("--dtype fp16: loss scaling needs a GPU", hint="--dtype bf16 or fp32")
     if wish != "auto":
         return wish
     if all(seat.has_bf16 for seat in seats) and len({seat.device == "cpu" for seat in seats}) == 1:
