@@ -15,6 +15,7 @@ from evener.core.resolve import resolve
 from evener.core.spec import parse_args
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
+from evener.worker.mistakes import in_words
 
 
 def main() -> int:
@@ -30,7 +31,7 @@ def main() -> int:
 
         train(resolved)
     except EvenerError as error:
-        print(f"error: {error}", *([f"hint:  {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr)
+        print(in_words(error), file=sys.stderr)
         return error.exit_status
     return 0
 

@@ -36,6 +36,7 @@ from evener.worker.group import Group
 from evener.worker.journal import Journal
 from evener.worker.keeper import Keeper
 from evener.worker.membership.fixed import Fixed
+from evener.worker.mistakes import tell_in_words
 from evener.worker.record import Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
@@ -51,6 +52,7 @@ def join(spec: RunSpec | None = None, resolved: Resolved | None = None, *, resum
 
     `resolved` is there when the model and the corpus are evener's own.
     """
+    tell_in_words()
     return Run(spec or RunSpec(), resolved, resume)
 
 

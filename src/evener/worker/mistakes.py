@@ -1,0 +1,33 @@
+"""How does a program of the user's own end when evener refuses something? In words, at the line that asked for it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from evener.core.errors import EvenerError
+
+OURS = str(Path(__file__).parents[1])
+
+
+def tell_in_words() -> None:
+    """From now on an EvenerError that nobody catches is two lines and a place, not a traceback."""
+    if sys.excepthook is sys.__excepthook__:  # somebody's own hook knows better
+        sys.excepthook = _tell
+
+
+def in_words(error: EvenerError) -> str:
+    """`error: …`, `hint:  …`, as every verb says it."""
+    return "\n".join([f"error: {error}", *([f"hint:  {error.hint}"] if error.hint else [])])
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, EvenerError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(in_words(error), file=sys.stderr)
+    theirs = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((OURS, "<frozen"))]
+    if theirs:
+        print(f"at:    {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}", file=sys.stderr)
