@@ -252,11 +252,12 @@ class TestTheLink:
             return retransmitted() - before
 
         b.set_rate("200Mbit")
-        by_queue = min(resent() for _ in range(3))  # a busy machine resends now and then
+        by_queue = min(resent() for _ in range(3))  # a sender that waited for a core sends at once, and may fill it
         b.set_rate("200Mbit", policed=True)
         by_policer = resent()
         b.set_rate(None)
-        assert by_policer > 100 > by_queue
+        assert by_policer > 1000  # of 6,900
+        assert by_policer > 5 * by_queue
 
     def test_mtu(self, pair: Lab) -> None:
         a = pair.host("a")
