@@ -95,7 +95,7 @@ class Rendezvous(StaticTCPRendezvous):
                 server,
                 self.timeout,
                 wait_for_workers=False,
-                **({"master_listen_fd": listener.detach()} if listener else {}),
+                master_listen_fd=None if listener is None else listener.detach(),
             )
         except RuntimeError as error:
             told = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
@@ -306,7 +306,7 @@ def _let_signals_through_logging() -> None:
             raise  # what emit() caught
         tell(handler, record)
 
-    logging.Handler.handleError = handle_error  # type: ignore[method-assign]
+    logging.Handler.handleError = handle_error  # type: ignore[method-assign, assignment]
 
 
 def _fail(store: Store, host: str, why: str) -> None:

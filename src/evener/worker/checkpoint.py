@@ -57,7 +57,8 @@ def save(
     to go on from, and nothing can. CheckpointError where the disk refuses; UsageError where a state holds an object.
     """
     _check_finite(weights, step)
-    trees, tensors = {}, {}
+    trees: dict[str, object] = {}
+    tensors: dict[str, Tensor] = {}
     for name, state in states.items():
         trees[name], more = pack(state, name)
         tensors |= more

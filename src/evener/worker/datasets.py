@@ -44,7 +44,7 @@ def as_dataset(source: Any, spec: RunSpec) -> Dataset:
     A sample of an adapter is an index, and counts as one token. UsageError says why something else cannot be read.
     """
     if all(hasattr(source, name) for name in ("global_batch", "num_tokens", "load")):
-        return source  # type: ignore[no-any-return]
+        return source
     if isinstance(source, DataLoader):
         return _of_loader(source, spec.train.batch)
     return Indexed(source, default_collate, shuffle=True)
@@ -110,7 +110,7 @@ def _of_loader(loader: DataLoader[Any], batch: int) -> Indexed:
         raise UsageError(f"run.steps: the DataLoader has {what}: evener divides batches over the ranks", hint=remedy)
     sampler = loader.sampler
     is_plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # map-style: see above
     )
     if not is_plain:
         raise UsageError(

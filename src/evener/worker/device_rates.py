@@ -21,6 +21,7 @@ from evener.core.errors import EvenerError, UsageError
 from evener.core.finding import Finding
 from evener.core.fleet import Rates
 from evener.core.machine import this_machine
+from evener.core.roster import Dtype
 from evener.core.shape import PRESETS
 from evener.core.units import count
 from evener.worker.arithmetic import TORCH_DTYPES
@@ -41,7 +42,7 @@ def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
     """All figures of one device; takes 5 to 10 seconds more than `spec.seconds`."""
     name = "cpu" if device.type == "cpu" else str(device)
     tell(Doing(text=f"{name}: matrix products"))
-    matmul_flops = {dtype: matmul_rate(TORCH_DTYPES[dtype], device) for dtype in _dtypes(device)}
+    matmul_flops: dict[str, float] = {dtype: matmul_rate(TORCH_DTYPES[dtype], device) for dtype in _dtypes(device)}
     tell(Doing(text=f"{name}: memory"))
     copy_Bps, triad_Bps = memory_rates(device)
     sums = {dtype: sum_rate_Bps(TORCH_DTYPES[dtype], device) for dtype in ("fp32", "bf16")}
@@ -143,11 +144,11 @@ def findings(spec: DeviceRatesSpec, device: str, rates: Rates, sustained: Sustai
     return found
 
 
-def _dtypes(device: torch.device) -> list[str]:
+def _dtypes(device: torch.device) -> list[Dtype]:
     """Types that are worth a figure: fp16 on a processor only where it has units for it."""
     units = torch.cpu.get_capabilities()
     has_fp16 = device.type == "cuda" or units.get("avx512_fp16") or units.get("amx_fp16")
-    return ["fp32", "bf16", *(["fp16"] if has_fp16 or platform.machine() == "arm64" else [])]
+    return ["fp32", "bf16", "fp16"] if has_fp16 or platform.machine() == "arm64" else ["fp32", "bf16"]
 
 
 def devices(wish: str) -> list[torch.device]:

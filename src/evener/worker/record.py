@@ -190,7 +190,7 @@ class Recorder:
     def _write_line(
         self, draft: Draft, loss: float | None, exposed_and_wait: tuple[float | None, float | None]
     ) -> None:
-        parts: dict[str, float | None] = dict.fromkeys(PARTS, 0.0) | draft.laps.parts_s()
+        parts: dict[str, float | None] = {**dict.fromkeys(PARTS, 0.0), **draft.laps.parts_s()}
         exposed, wait = exposed_and_wait
         if parts.pop(BLOCKED, None) is None:
             exposed, wait = 0.0, 0.0

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ class Trainer:
 
     def __init__(self, spec: DeviceRatesSpec, device: torch.device) -> None:
         torch.manual_seed(0)
-        changes = {} if spec.dropout is None else {"dropout": spec.dropout}
+        changes: dict[str, Any] = {} if spec.dropout is None else {"dropout": spec.dropout}
         self.shape = preset_shape(spec.model, PRESETS[spec.model].vocab_size, **changes)
         seat = Seat(host=spec.host, device=str(device), has_bf16=has_bf16(device))
         self.dtype = dtype_of([seat], spec.dtype)

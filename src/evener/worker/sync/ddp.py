@@ -60,7 +60,8 @@ class DDP:
         missing = [parameter for parameter in self._parameters if parameter not in self._done]
         used = before | self._done
         if missing:
-            sum((parameter.flatten()[:1] * 0).sum().float() for parameter in missing).backward()
+            nothing = [(parameter.flatten()[:1] * 0).sum().float() for parameter in missing]
+            torch.stack(nothing).sum().backward()
         self._done.clear()
         if not self._uses_all:
             self._forget_unused(used)
