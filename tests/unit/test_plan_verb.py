@@ -178,6 +178,7 @@ def test_a_refitted_rate_is_written_into_the_fleet_file(tmp_path):
     (tmp_path / "fleet.toml").write_text('# mine\n[hosts.h]\naddress = "local"\n')
     done = evener("--from", "runs/one", "--fleet", "fleet.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "refitted: written to [rates] and [links] of fleet.toml" in done.stdout
     assert "# mine" in (tmp_path / "fleet.toml").read_text()
     (rate,) = load_fleet(tmp_path / "fleet.toml").rates["h"]["cpu"].models.values()
     work = [shape.flops_per_token() for shape in (preset_shape("tiny", 256, 64), PRESETS["char"])]

@@ -11,7 +11,7 @@ from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import NAMED, parse_link
 from evener.core.prediction import Cluster, Job, Wire
-from evener.core.roster import NO_SYNC, parse_sync
+from evener.core.roster import NO_SYNC, Seat, parse_sync
 from evener.core.shape import PRESETS, preset_shape
 from evener.plan.cluster import NotMeasuredError, cluster_of, scaled, uniform
 from evener.plan.search import flags_of_recommended, larger, predict, what_if
@@ -273,6 +273,19 @@ def test_hosts_compute_in_the_type_that_suits_those_that_take_part():
     told = changed(job(), dtype="fp32")
     in_fp32 = predict(told, cluster_of(mixed, told)).option("b alone")
     assert found.option("a alone").tokens_per_s == pytest.approx(in_fp32.tokens_per_s)
+
+
+def test_what_was_found_on_the_hosts_counts_before_what_was_measured():
+    """Measured in fp32, and the launcher finds units for bf16: the run will compute in it."""
+    in_fp32 = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")})
+    known = msgspec.structs.replace(fleet(b=in_fp32), rates={name: {"cpu": in_fp32} for name in "ab"})
+    seats = [Seat(host=name, device="cpu", has_bf16=True) for name in "ab"]
+    found = cluster_of(known, job(), seats=seats)
+    assert found.seats == seats
+    assert found.hosts["a"].tokens_per_s == {"bf16": 2000.0}  # its products are twice as fast in bf16
+    assert "a: was measured in fp32; bf16 is taken to run at 200% of that" in found.assumed
+    with pytest.raises(NotMeasuredError, match="a: nobody measured its GPUs"):
+        cluster_of(known, job(), seats=[msgspec.structs.replace(seat, device="cuda:0") for seat in seats])
 
 
 def test_gpus_and_processors_compute_in_fp32_together():

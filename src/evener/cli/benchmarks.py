@@ -22,13 +22,14 @@ from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Rates
 from evener.core.machine import this_machine, usable_cores
-from evener.core.prediction import Prediction
+from evener.core.prediction import Job, Prediction
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.lines import lines_here
-from evener.plan.question import of_training
+from evener.plan.cluster import cluster_of
+from evener.plan.search import predict
 from evener.report.explain import explain_scaling, largest_loss_gap
 from evener.report.page import write_page
 from evener.report.picture import scaling_png
@@ -68,14 +69,14 @@ def scaling(
         _remove_bench(folder)
     rates = _rates_here(base, console)
 
-    def predict(spec: RunSpec) -> Prediction:
+    def predicted(spec: RunSpec) -> Prediction:
         name = this_machine().host
-        here = Host(address="local", ranks=spec.machine.ranks)
-        shape = resolved[spec.out].shape
-        return of_training(Fleet(hosts={name: here}, rates={name: rates}), spec, shape)
+        here = Fleet(hosts={name: Host(address="local", ranks=spec.machine.ranks)}, rates={name: rates})
+        job = Job(spec=spec, shape=resolved[spec.out].shape)
+        return predict(job, cluster_of(here, job))
 
     with follow.series(series, console) as observer:
-        found = bench.run(folder, series, observer, predict)
+        found = bench.run(folder, series, observer, predicted)
     scaling_png(found, folder / "scaling.png")
     for runs in found.values():
         for summary in runs:

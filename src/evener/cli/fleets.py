@@ -81,14 +81,14 @@ def tell_warnings(prepared: Any) -> None:
         say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
 
 
-def predicted(fleet: Any, resolved: Any, *, keep_order: bool = False) -> Any:
-    """What the planner says of a run on these hosts, told in a line; None where it knows too little to say anything."""
+def predicted(fleet: Any, resolved: Any, seats: Any) -> Any:
+    """What the planner says of a run on these seats, told in a line; None where it knows too little to say anything."""
     from evener.core.errors import UsageError
     from evener.plan.question import of_training
     from evener.plan.search import flags_of_recommended, in_a_line
 
     try:
-        prediction = of_training(fleet, resolved.spec, resolved.shape, keep_order=keep_order)
+        prediction = of_training(fleet, resolved.spec, resolved.shape, seats)
     except UsageError as unknown:  # what stands in the run's own way is told by those who start it
         say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         return None
@@ -100,7 +100,7 @@ def predicted(fleet: Any, resolved: Any, *, keep_order: bool = False) -> Any:
     return prediction
 
 
-def predicted_again(fleet: Any, resolved: Any, before: Any) -> Any:
+def predicted_again(fleet: Any, resolved: Any, seats: Any, before: Any) -> Any:
     """The same of a run that is resumed: what was said of it before where nothing has changed and nobody knows more."""
     spec, was = resolved.spec, before.spec
     same_work = (spec.data, spec.model, spec.machine) == (was.data, was.model, was.machine) and (
@@ -113,16 +113,15 @@ def predicted_again(fleet: Any, resolved: Any, before: Any) -> Any:
         and list(fleet.hosts) == [host.name for host in before.hosts]
     ):
         return before.prediction
-    return predicted(fleet, resolved, keep_order=True)
+    return predicted(fleet, resolved, seats)
 
 
-def predicted_here(resolved: Any) -> Any:
-    """The same of this machine alone, where fleet.toml has figures of it: the spec's ranks, as they will be started."""
+def predicted_here(resolved: Any, seats: Any) -> Any:
+    """The same of this machine alone, where fleet.toml has figures of it."""
     import msgspec
 
     from evener.core.errors import EvenerError
     from evener.core.fleet import DEFAULT_FLEET, load_fleet
-    from evener.core.machine import this_machine
 
     try:
         fleet = load_fleet(DEFAULT_FLEET)
@@ -130,10 +129,9 @@ def predicted_here(resolved: Any) -> Any:
         return None
     for name, host in fleet.hosts.items():
         if host.is_local and name in fleet.rates:
-            here = msgspec.structs.replace(host, ranks=resolved.spec.machine.ranks)
-            own = this_machine().host  # as the run's manifest will call it
-            alone = msgspec.structs.replace(fleet, hosts={own: here}, links={}, rates={own: fleet.rates[name]})
-            return predicted(alone, resolved)
+            own = seats[0].host  # as the run's manifest will call it
+            alone = msgspec.structs.replace(fleet, hosts={own: host}, links={}, rates={own: fleet.rates[name]})
+            return predicted(alone, resolved, seats)
     return None
 
 
@@ -151,11 +149,6 @@ def in_order(fleet: Any, names: list[str]) -> Any:
 
     ordered = [name for name in names if name in fleet.hosts] + [name for name in fleet.hosts if name not in names]
     return msgspec.structs.replace(fleet, hosts={name: fleet.hosts[name] for name in ordered})
-
-
-def ring_order(prediction: Any) -> list[str]:
-    """The order of hosts in which the planner found the ring fastest."""
-    return prediction.cluster.names if prediction else []
 
 
 def tell_plan(plan: Any) -> None:

@@ -124,13 +124,13 @@ def tell(found: Prediction, asked: Question) -> None:
         console.print(_fabric_table(asked, found))
     console.print()
     for line in found.advice:
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True, markup=False)
     for line in asked.changes:
-        console.print(f"refitted: {line}", soft_wrap=True)
+        console.print(f"refitted: {line}", soft_wrap=True, markup=False)
     if found.cluster.assumed:
         console.print("\nassumed, not measured:", style="dim")
         for line in found.cluster.assumed:
-            console.print(f"  {line}", style="dim", soft_wrap=True)
+            console.print(f"  {line}", style="dim", soft_wrap=True, markup=False)
 
 
 def _table(*columns: str) -> Any:

@@ -74,7 +74,8 @@ def _here(before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool
         if dry_run:
             fleets.print_plan(plan, as_json)
             return 0
-        plan = msgspec.structs.replace(plan, prediction=fleets.predicted_here(resolved))
+        seats = prepared.seats(resolved.spec.machine)
+        plan = msgspec.structs.replace(plan, prediction=fleets.predicted_here(resolved, seats))
         if detach:
             launcher.start(rundir, plan, sessions)
             fleets.left_alone(rundir)
@@ -102,6 +103,7 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
     from evener.hosts.session import connect
     from evener.launch import carry
     from evener.launch import fleet as launcher
+    from evener.plan.question import ring_order
 
     rundir, resumes = RunDir(resolved.spec.out), resolved.resume is not None
     there = find_plan(rundir)
@@ -110,14 +112,17 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
             f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
         )
     with connect(fleet) as (sessions, errors):
-        hosts = fleet
-        if before is not None:
-            hosts = fleets.in_order(hosts, [host.name for host in before.hosts])  # ranks stay where they were
-        prediction = fleets.predicted_again(hosts, resolved, before) if before else fleets.predicted(hosts, resolved)
-        hosts = fleets.in_order(hosts, fleets.ring_order(prediction))
+        # Of a run that is resumed the ranks stay where they were.
+        order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
+        hosts = fleets.in_order(fleet, order)
         prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, before.id if before else None)
         fleets.tell_warnings(prepared)
         plan, trees = launcher.plan_training(prepared, resolved, resume=resumes)
+        seats = prepared.seats(resolved.spec.machine)
+        if before is None:
+            prediction = fleets.predicted(hosts, resolved, seats)
+        else:
+            prediction = fleets.predicted_again(hosts, resolved, seats, before)
         plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:
             fleets.print_plan(plan, as_json)

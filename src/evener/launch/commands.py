@@ -14,7 +14,7 @@ import msgspec
 
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan
-from evener.core.roster import Member, Roster, Seat, devices_of, first_roster
+from evener.core.roster import Seat, devices_of, first_roster
 from evener.core.spec import MachineSpec, RunSpec, to_flags
 
 ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
@@ -62,34 +62,21 @@ def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, b
     roster = first_roster(spec, [seat for of_host in seats for seat in of_host], block_size)
     hosts = []
     for i, place in enumerate(places):
+        device = "cpu" if seats[i][0].device == "cpu" else "cuda"
         threads = place.host.threads or spec.machine.threads or max(1, place.cores // counts[i])
         mine = msgspec.structs.replace(
             spec,
             out=spec.out if place.is_here else place.run,
             data=msgspec.structs.replace(spec.data, data=data[place.name]),
             model=msgspec.structs.replace(spec.model, init_from=init_from.get(place.name)),
-            machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads),
+            machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads, device=device),
         )
-        mine = _as_the_roster_says(mine, roster, roster.members[sum(counts[:i])])
         program = ["-m", "evener.worker", *to_flags(mine), *(["--resume"] if resume else [])]
         env = _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
         host = _host_plan(run_id, places, counts, i, port, program, env)
         hosts.append(alone(host, program) if place.is_here and counts == [1] else host)
     return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
                 spec=spec, hosts=hosts)  # fmt: skip
-
-
-def _as_the_roster_says(spec: RunSpec, roster: Roster, member: Member) -> RunSpec:
-    """What a worker is told by flags of what is settled already."""
-    return msgspec.structs.replace(
-        spec,
-        model=msgspec.structs.replace(spec.model, dtype=member.dtype),
-        machine=msgspec.structs.replace(
-            spec.machine,
-            device="cuda" if member.is_gpu else "cpu",
-            backend=spec.machine.backend if roster.backend == "none" else roster.backend,
-        ),
-    )
 
 
 def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequence[str], environment: Mapping[str, str],

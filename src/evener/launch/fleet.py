@@ -25,7 +25,9 @@ from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.plan import HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved
+from evener.core.roster import Seat
 from evener.core.rundir import RunDir
+from evener.core.spec import MachineSpec
 from evener.core.step import StepRecord
 from evener.core.units import size
 from evener.hosts.doctor import Survey, survey
@@ -56,6 +58,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     def is_here(self) -> bool:
         """Is it this machine alone, the run's folder being the run directory?"""
         return all(place.is_here for place in self.places)
+
+    def seats(self, machine: MachineSpec) -> list[Seat]:
+        """What its ranks take, by rank."""
+        return [seat for place in self.places for seat in place.seats(machine)]
 
 
 def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], name: str, run_id: str | None = None,

@@ -29,25 +29,27 @@ class NotMeasuredError(UsageError):
     """Too little was measured to predict anything."""
 
 
-def cluster_of(fleet: Fleet, job: Job, wire: Wire | None = None) -> Cluster:
+def cluster_of(fleet: Fleet, job: Job, wire: Wire | None = None, seats: Sequence[Seat] | None = None) -> Cluster:
     """The fleet's hosts and links for this job; with `wire`, all hosts are joined by it, whatever was measured.
 
+    `seats` are those that were found on the hosts; where nobody looked they follow from what was measured there.
     NotMeasuredError says which host or link has no figures, and the command that measures them.
     """
     assumed: list[str] = []
-    devices = {name: _devices(name, host, fleet.rates.get(name, {}), job) for name, host in fleet.hosts.items()}
-    seats = {name: [_seat(name, device, rates, job) for device, rates in of_host] for name, of_host in devices.items()}
-    everyone = [seat for of_host in seats.values() for seat in of_host]
-    common = dtype_of(everyone, job.spec.model.dtype)
+    rates = {name: fleet.rates.get(name, {}) for name in fleet.hosts}
+    if seats is None:
+        seats = [seat for name, host in fleet.hosts.items() for seat in _seats(name, host, rates[name], job)]
+    common = dtype_of(seats, job.spec.model.dtype)
     hosts = {}
-    for name, of_host in devices.items():
-        own = dtype_of(seats[name], job.spec.model.dtype)  # of a host that is alone
-        hosts[name] = _host(name, of_host, job, list(dict.fromkeys([common, own])), assumed)
+    for name in fleet.hosts:
+        of_host = [seat for seat in seats if seat.host == name]
+        own = dtype_of(of_host, job.spec.model.dtype)  # of a host that is alone
+        hosts[name] = _host(name, of_host, rates[name], job, list(dict.fromkeys([common, own])), assumed)
     names = list(fleet.hosts)
     wires = {a: {b: wire or _wire(fleet, a, b, assumed) for b in names if b != a} for a in names}
     if job.spec.machine.threads is not None or any(host.threads is not None for host in fleet.hosts.values()):
         assumed.append("every host was probed with the threads that its ranks will have")
-    return Cluster(seats=everyone, hosts=hosts, wires=wires, assumed=list(dict.fromkeys(assumed)))
+    return Cluster(seats=list(seats), hosts=hosts, wires=wires, assumed=list(dict.fromkeys(assumed)))
 
 
 def uniform(tokens_per_s: Mapping[str, float], wire: Wire, devices: Sequence[str] = ("cpu",),
@@ -78,36 +80,47 @@ def scaled(cluster: Cluster, factor: float) -> Cluster:
     return msgspec.structs.replace(cluster, wires=wires)
 
 
-def _devices(name: str, host: Host, rates: Mapping[str, Rates], job: Job) -> list[tuple[str, Rates]]:
-    """The device of each of its ranks, and what was measured on it."""
-    gpus = [rate for device, rate in rates.items() if device.startswith("cuda")]
+def _gpus(rates: Mapping[str, Rates]) -> list[Rates]:
+    return [rate for device, rate in rates.items() if device.startswith("cuda")]
+
+
+def _seats(name: str, host: Host, rates: Mapping[str, Rates], job: Job) -> list[Seat]:
+    """On the devices that were measured, each of which has bf16 if it was measured in it.
+
+    A GPU of which nobody said what it was measured in is taken to have it.
+    """
+    gpus = _gpus(rates)
     wish = host.devices if job.spec.machine.device == "auto" else job.spec.machine.device
-    on_gpus = wish == "cuda" or (wish == "auto" and bool(gpus))
-    if not (gpus if on_gpus else "cpu" in rates):
-        raise NotMeasuredError(
-            f"{name}: nobody measured its {'GPUs' if on_gpus else 'processor'}",
-            hint=f"evener probe host --model {job.model} measures it",
-        )
-    devices = devices_of(name, host, len(gpus), job.spec.machine)
-    return [(device, gpus[int(device.removeprefix("cuda:"))] if on_gpus else rates["cpu"]) for device in devices]
+    if wish == "cuda" and not gpus:
+        raise _not_measured(name, "GPUs", job)
+    found = []
+    for device in devices_of(name, host, len(gpus), job.spec.machine):
+        rate = _rates_on(name, device, rates, job)
+        known = rate.models.get(job.model) or next(iter(rate.models.values()), None)
+        dtype = (known.dtype if known else "") or ("fp32" if device == "cpu" else "bf16")
+        found.append(Seat(host=name, device=device, name=rate.name, has_bf16=dtype == "bf16"))
+    return found
 
 
-def _known(rates: Rates, job: Job) -> ModelRate | None:
-    """What was measured of this model, else of any."""
-    return rates.models.get(job.model) or next(iter(rates.models.values()), None)
+def _rates_on(name: str, device: str, rates: Mapping[str, Rates], job: Job) -> Rates:
+    """What was measured on a device, or on the last of its kind."""
+    known = [rates["cpu"]] if device == "cpu" and "cpu" in rates else _gpus(rates) if device != "cpu" else []
+    if not known:
+        raise _not_measured(name, "processor" if device == "cpu" else "GPUs", job)
+    return known[0] if device == "cpu" else known[min(int(device.removeprefix("cuda:")), len(known) - 1)]
 
 
-def _seat(name: str, device: str, rates: Rates, job: Job) -> Seat:
-    """By what it was measured in; a GPU of which nobody said it is taken to have bf16."""
-    known = _known(rates, job)
-    dtype = (known.dtype if known else "") or ("bf16" if device != "cpu" else "fp32")
-    return Seat(host=name, device=device, name=rates.name, has_bf16=dtype == "bf16")
+def _not_measured(name: str, what: str, job: Job) -> NotMeasuredError:
+    return NotMeasuredError(
+        f"{name}: nobody measured its {what}", hint=f"evener probe host --model {job.model} measures it"
+    )
 
 
-def _host(name: str, devices: Sequence[tuple[str, Rates]], job: Job, dtypes: Sequence[Dtype],
+def _host(name: str, seats: Sequence[Seat], rates: Mapping[str, Rates], job: Job, dtypes: Sequence[Dtype],
           assumed: list[str]) -> HostRates:  # fmt: skip
     """`dtypes`: in which its ranks may have to compute, that of all hosts together first."""
-    found = list(dict(devices).values())
+    devices = [seat.device for seat in seats]
+    found = [_rates_on(name, device, rates, job) for device in dict.fromkeys(devices)]
     divided = -(-len(devices) // len(found))  # ranks of one device divide it
     if divided > 1:
         assumed.append(f"{name}: {divided} ranks divide a device: each takes {divided} times as long for everything")
@@ -115,7 +128,7 @@ def _host(name: str, devices: Sequence[tuple[str, Rates]], job: Job, dtypes: Seq
     for dtype in dtypes:
         told = assumed if dtype == dtypes[0] else []  # what a host alone may compute in is what it was measured in
         speeds[dtype] = min((_rate(name, rate, job, dtype, told) for rate in found), key=lambda one: one.tokens_per_s)
-    slowest, rate, is_gpu = speeds[dtypes[0]], found[0], devices[0][0] != "cpu"
+    slowest, rate, is_gpu = speeds[dtypes[0]], found[0], devices[0] != "cpu"
     update_s = slowest.update_s
     if update_s is None and rate.copy_Bps:
         update_s = UPDATE_BYTES * job.shape.num_params() / rate.copy_Bps

@@ -16,7 +16,7 @@ from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import FABRICS, parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction
 from evener.core.resolve import shape_of
-from evener.core.roster import SyncSpec, devices_of
+from evener.core.roster import Seat, SyncSpec, devices_of
 from evener.core.rundir import Manifest
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.spec import RunSpec, make_spec
@@ -25,7 +25,7 @@ from evener.core.units import plural
 from evener.plan.cluster import cluster_of, uniform, with_wire
 from evener.plan.cost import price
 from evener.plan.fit import fit
-from evener.plan.search import predict, rate
+from evener.plan.search import in_best_ring, predict, rate
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +55,19 @@ def of_fleet(fleet: Fleet, spec: RunSpec, vocab_size: int | None, link: str | No
     return Question(job=job, cluster=assuming(cluster, [known.assumed] if known else []), source=source)
 
 
-def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, *, keep_order: bool = False) -> Prediction:
-    """What `train` is about to do on these hosts; NotMeasuredError where too little was measured."""
+def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, seats: Sequence[Seat]) -> Prediction:
+    """What `train` is about to do on these seats, by rank; NotMeasuredError where too little was measured."""
     job = Job(spec=spec, shape=shape)
-    return predict(job, cluster_of(fleet, job), keep_order=keep_order)
+    return predict(job, cluster_of(fleet, job, seats=seats), keep_order=True)
+
+
+def ring_order(fleet: Fleet, spec: RunSpec, shape: GPTShape) -> list[str]:
+    """The hosts in the order in which `train` counts their ranks: the file's, or that of the fastest ring."""
+    job = Job(spec=spec, shape=shape)
+    try:
+        return in_best_ring(job, cluster_of(fleet, job)).names
+    except UsageError:  # too little was measured; what stands in the run's own way is told by those who start it
+        return list(fleet.hosts)
 
 
 def of_words(spec: RunSpec, vocab_size: int | None, nodes: int | None, rates: str | None, link: str | None,

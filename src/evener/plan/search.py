@@ -32,12 +32,11 @@ def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, als
     """Price every way, choose the fastest that can run, and say why the others lost.
 
     The chosen option is what `train` does on all these hosts, recommended or not. `also` are strategies to price beside
-    CANDIDATES. Hosts are put in the order of the fastest ring, unless it has to be kept: shares that were asked for are
-    those of the ranks as they are counted.
+    CANDIDATES. Hosts are put in the order of the fastest ring, unless their own has to be kept.
     """
     given = cluster
-    if not keep_order and job.spec.machine.shares is None:
-        cluster = _in_best_ring(job, cluster)
+    if not keep_order:
+        cluster = in_best_ring(job, cluster)
     chosen = _priced(job, cluster)
     options = [chosen]
     alone = [_alone(job, cluster, name) for name in cluster.names] if len(cluster.names) > 1 else []
@@ -146,15 +145,19 @@ def _name_of(roster: Roster) -> str:
     return f"{roster.sync}, shares {told}"
 
 
-def _in_best_ring(job: Job, cluster: Cluster) -> Cluster:
-    """Hosts in the order in which the slowest link of the ring is fastest; the same object where that gains nothing."""
-    if len({wire for row in cluster.wires.values() for wire in row.values()}) < 2:
+def in_best_ring(job: Job, cluster: Cluster) -> Cluster:
+    """Hosts in the order in which the slowest link of the ring is fastest; the same object where that gains nothing.
+
+    Shares that were asked for are those of the ranks as the file's hosts are counted: then it stays.
+    """
+    wires = {wire for row in cluster.wires.values() for wire in row.values()}
+    if job.spec.machine.shares is not None or len(wires) < 2:
         return cluster
     names, roster = cluster.names, job.roster(cluster.seats)
-    wires = cluster.wires
+    links = cluster.wires
     if roster.backend == "gloo":  # each rank sends to the one before it
-        wires = {a: {b: cluster.wires[b][a] for b in names if b != a} for a in names}
-    order = best_ring(names, wires)
+        links = {a: {b: cluster.wires[b][a] for b in names if b != a} for a in names}
+    order = best_ring(names, links)
     seats = sorted(cluster.seats, key=lambda seat: order.index(seat.host))
     ordered = msgspec.structs.replace(cluster, seats=seats)
     if order == names or _slowest_Bps(job.roster(seats), ordered) < WORTH * _slowest_Bps(roster, cluster):
