@@ -13,7 +13,8 @@ from evener.core.corpus import Corpus
 from evener.core.files import write_atomic
 from evener.core.machine import Machine
 from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Contention, Manifest, Rank, Result, RunDir
+from evener.core.rundir import Contention, Manifest, Rank, Result
+from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
 from evener.core.spec import EvalSpec, RunSpec, TrainSpec
 from evener.core.step import StepCost, StepRecord
@@ -49,11 +50,11 @@ def write_run(
     device: str = "cpu",
     dropout: float = 0.0,
     ended: float = STARTED + 60,
-) -> RunDir:
+) -> RunWriter:
     """One cost a rank (missing parts as in MEASURED), the same in every step."""
     num = len(costs)
     shape = preset_shape("tiny", 256, BLOCK_SIZE, dropout=dropout)
-    run = RunDir(path)
+    run = RunWriter(path)
     for rank, given in enumerate(costs):
         cost = StepCost(**(MEASURED | given))
         wall_s = cost.total_s

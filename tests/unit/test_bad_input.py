@@ -21,7 +21,8 @@ from evener.cli.main import main
 from evener.core.files import digest_of, write_atomic
 from evener.core.machine import this_machine
 from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Checkpoint, Manifest, Rank, RunDir
+from evener.core.rundir import Checkpoint, Manifest, Rank
+from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
 from evener.core.spec import FLAGS, RunSpec
 from evener.launch import here
@@ -47,7 +48,7 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     splits, files = make_verbs(0, 300, 0.1)
     corpus = prepare(folder / "data" / "verbs", splits, tokenizer="byte", extra=files).corpus
-    run = RunDir(folder / "runs" / "good")
+    run = RunWriter(folder / "runs" / "good")
     shape = preset_shape("tiny", corpus.vocab_size)
     machine = this_machine()
     spec = msgspec.structs.replace(RunSpec(), model=msgspec.structs.replace(RunSpec().model, model="tiny"))

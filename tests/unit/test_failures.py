@@ -11,6 +11,7 @@ from evener.core.files import write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.launch.failures import first_failure
 
 PEER = "RuntimeError: [gloo/pair.cc:537] Connection closed by peer [10.0.0.2]:1"
@@ -46,7 +47,7 @@ def log(rundir: RunDir, name: str, text: str, *, second: int = 97) -> None:
 
 def say(rundir: RunDir, rank: int, kind: str, error: str, time: float) -> None:
     rundir.path.mkdir(exist_ok=True)
-    rundir.add_event("failure", rank=rank, kind=kind, error=error, hint="", **{"time": time})
+    RunWriter(rundir.path).add_event("failure", rank=rank, kind=kind, error=error, hint="", **{"time": time})
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from evener.core.files import follow_lines, write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan, write_plan
 from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.launch.mirror import BehindError, HostMirror, Mirror, tell
 
 DEADLINE_S = 120.0
@@ -171,7 +172,7 @@ def test_events_of_every_place_where_a_run_was_are_kept(
     make: Callable[..., HostMirror], there: Path, tmp_path: Path
 ) -> None:
     """It began on this machine alone and goes on elsewhere."""
-    rundir = RunDir(tmp_path / "here")
+    rundir = RunWriter(tmp_path / "here")
     rundir.path.mkdir()
     rundir.add_event("start", rank=0)
     (there / "events.jsonl").write_text('{"event":"first","time":1.0}\n')

@@ -13,6 +13,7 @@ from evener.core.plan import Plan, write_plan
 from evener.core.prediction import Cluster, HostRates, Option, Prediction, RankCost, Wire
 from evener.core.roster import Member, Roster, Seat, parse_sync
 from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
 from evener.core.step import PARTS, StepCost, StepRecord
 from evener.report.explain import explain_run
@@ -197,7 +198,7 @@ def test_slowing_down(run):
 
 def test_throttled_by_its_finding(tmp_path, run):
     run(laptop={"compute_s": 60.0})
-    rundir = RunDir(tmp_path / "run")
+    rundir = RunWriter(tmp_path / "run")
     rundir.add_event("cpu.throttled", host="attic", evidence="another host")
     assert named(told(summarize(rundir))) == {"own speed"}
     rundir.add_event("cpu.throttled", host="laptop", evidence="cpu: 2.1 GHz", fix="cool it")
@@ -206,7 +207,9 @@ def test_throttled_by_its_finding(tmp_path, run):
 
 def test_swapping(tmp_path, run):
     run(laptop={"compute_s": 60.0}, had=(4.0, 1.0))
-    RunDir(tmp_path / "run").add_event("mem.swap", host="laptop", evidence="12.0 MB a second; 40 MB of memory are free")
+    RunWriter(tmp_path / "run").add_event(
+        "mem.swap", host="laptop", evidence="12.0 MB a second; 40 MB of memory are free"
+    )
     text = told(summarize(RunDir(tmp_path / "run")))
     assert named(text) == {"swap"}
     assert "2 times slower than probed, 60.00 s a step: it was swapping when the run began (12.0 MB a second" in text[2]

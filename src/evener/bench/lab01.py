@@ -25,7 +25,8 @@ from evener.core.errors import UsageError
 from evener.core.files import write_atomic
 from evener.core.machine import this_machine
 from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Manifest, Rank, Result, RunDir, code_hash
+from evener.core.rundir import Manifest, Rank, Result, code_hash
+from evener.core.runwriter import RunWriter
 from evener.core.shape import GPTShape, preset_shape
 from evener.core.spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.core.step import StepCost, StepRecord, aligned, split_blocked
@@ -90,7 +91,7 @@ def _fill(corpus_path: Path, folder: Path, out: Path, encode: Encode, tell: Call
         read = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
         shards = [lines[0] for lines in read]
         rows = read[0][1:]
-        rundir = RunDir(folder / "runs" / f"{num_ranks}-process")
+        rundir = RunWriter(folder / "runs" / f"{num_ranks}-process")
         manifest = _manifest(spec, shape, corpus, num_ranks, threads, started)
         _write_run(rundir, manifest, [lines[1:] for lines in read], shape.num_params() * 4)
         summaries.append(summarize(rundir))
@@ -140,7 +141,7 @@ def _sentences(corpus_path: Path) -> list[str]:
         raise UsageError(f"{path}: {error.strerror}", hint="evener data verbs makes the lab's corpus") from None
 
 
-def _write_run(rundir: RunDir, manifest: Manifest, rows: list[list[dict[str, Any]]], gradient_bytes: int) -> None:
+def _write_run(rundir: RunWriter, manifest: Manifest, rows: list[list[dict[str, Any]]], gradient_bytes: int) -> None:
     num_ranks = len(rows)
     lines: list[bytes] = [b""] * num_ranks
     for of_step in zip(*rows, strict=True):
@@ -201,7 +202,7 @@ def _manifest(spec: RunSpec, shape: GPTShape, corpus: Corpus, num_ranks: int, th
 
 def _tokens_per_s(summary: Summary) -> float:
     """Tokens over seconds of the last steps, rank 0's clock."""
-    steps = aligned(records_of(RunDir(summary.run_dir)))[-LAST:]
+    steps = aligned(records_of(RunWriter(summary.run_dir)))[-LAST:]
     tokens = sum(record.tokens for of_step in steps for record in of_step.values())
     return tokens / math.fsum(of_step[0].wall_s for of_step in steps)
 

@@ -1,4 +1,4 @@
-"""What is in a run directory, and how is it read and written so that no crash leaves half a file?
+"""What is in a run directory, and how is it read? (runwriter.py writes it)
 
 Whoever can read the directory can watch, report, verify, compare and resume the run, on any machine, without torch.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import msgspec
 
 from evener.core.corpus import Corpus
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.files import digest_of, write_atomic
+from evener.core.files import digest_of
 from evener.core.machine import Machine
 from evener.core.roster import Roster
 from evener.core.shape import GPTShape
@@ -144,10 +143,6 @@ class RunDir:
             raise CheckpointError(f"{self.manifest_path}: format {manifest.format}, this evener reads {FORMAT}")
         return manifest
 
-    def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest in one step."""
-        write_atomic(self.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
-
     def records(self, rank: int) -> list[StepRecord]:
         """Rank's records in order. A half-written last line, which a kill leaves, is passed over."""
         try:
@@ -165,11 +160,6 @@ class RunDir:
         names = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in self.steps_path(0).parent.glob("*.jsonl"))
         return sorted(int(name[1]) for name in names if name)
 
-    def keep_records_before(self, rank: int, step: int) -> None:
-        """Drop the records of `step` and later, which a resumed run is about to make again."""
-        kept = [record for record in self.records(rank) if record.step < step]
-        write_atomic(self.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
-
     def events(self) -> list[dict[str, Any]]:
         """What happened, in order."""
         try:
@@ -180,12 +170,6 @@ class RunDir:
             return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines[:-1]]
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"{self.events_path}: damaged: {error}") from None
-
-    def add_event(self, event: str, **facts: Any) -> None:
-        """Append one line; safe from several processes, each line being one write."""
-        line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
-        with self.events_path.open("ab", buffering=0) as file:
-            file.write(line)
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""

@@ -27,6 +27,7 @@ from evener.core.plan import HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved
 from evener.core.roster import Seat
 from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
 from evener.core.step import StepRecord
 from evener.core.units import size
@@ -298,7 +299,8 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
 def close_manifest(rundir: RunDir, verdict: str) -> None:
     """How the run ended, of whose end rank 0 could not tell any more."""
     if rundir.is_run() and rundir.manifest().verdict == "running":
-        rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), verdict=verdict, ended=time.time()))
+        ended = msgspec.structs.replace(rundir.manifest(), verdict=verdict, ended=time.time())
+        RunWriter(rundir.path).write_manifest(ended)
 
 
 def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, State | HostError]:

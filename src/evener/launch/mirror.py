@@ -28,6 +28,7 @@ from evener.core.errors import HostError, RunError
 from evener.core.files import write_atomic
 from evener.core.plan import HostPlan, Plan, read_plan
 from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
@@ -266,7 +267,7 @@ def merge_events(rundir: RunDir, plan: Plan) -> None:
 def tell(rundir: RunDir, plan: Plan, event: str, **facts: Any) -> None:
     """An event that the controller itself saw."""
     if plan.is_here:
-        rundir.add_event(event, **facts)
+        RunWriter(rundir.path).add_event(event, **facts)
         return
     folder = rundir.path / "hosts" / ".controller"
     folder.mkdir(parents=True, exist_ok=True)

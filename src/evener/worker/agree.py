@@ -20,7 +20,8 @@ from evener.core.errors import RunError
 from evener.core.machine import Machine
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, Seat, first_roster
-from evener.core.rundir import RunDir, code_hash
+from evener.core.rundir import code_hash
+from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.worker.arithmetic import has_bf16
 from evener.worker.group import Group
@@ -66,7 +67,7 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
     return roster
 
 
-def agree(group: Group, rundir: RunDir, spec: RunSpec, resolved: Resolved | None, roster: Roster, first: int,
+def agree(group: Group, rundir: RunWriter, spec: RunSpec, resolved: Resolved | None, roster: Roster, first: int,
           trained: Trained) -> None:  # fmt: skip
     """RunError, on all ranks, where they are not of one mind."""
     mine = identity(roster, group.rank, spec, resolved, trained.weights().items(), first)

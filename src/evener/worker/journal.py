@@ -20,7 +20,8 @@ from evener.core.failure import is_consequence
 from evener.core.machine import Machine, peak_memory_bytes
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster
-from evener.core.rundir import SAMPLERS, Contention, Manifest, Rank, Result, RunDir, code_hash
+from evener.core.rundir import SAMPLERS, Contention, Manifest, Rank, Result, code_hash
+from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
@@ -31,7 +32,7 @@ from evener.worker.group import Group
 class Journal:
     """One rank's part in it: rank 0 writes what all have told. All ranks call every method but `failed` together."""
 
-    def __init__(self, rundir: RunDir, group: Group, machine: Machine) -> None:
+    def __init__(self, rundir: RunWriter, group: Group, machine: Machine) -> None:
         self._dir, self._group, self._machine = rundir, group, machine
         self._manifest: Manifest | None = None
 

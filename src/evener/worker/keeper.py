@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 
 from evener.core.errors import EvenerError, RunError
-from evener.core.rundir import Checkpoint, RunDir, read_checkpoint
+from evener.core.rundir import Checkpoint, read_checkpoint
+from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.worker import checkpoint as checkpoints
 from evener.worker.group import Group
@@ -22,7 +23,7 @@ from evener.worker.verify import differences, gather_hashes, hash_tensors
 class Keeper:
     """One rank's part in saving and comparing. All ranks call every method together."""
 
-    def __init__(self, rundir: RunDir, spec: RunSpec, group: Group, trained: Trained, sync: Sync) -> None:
+    def __init__(self, rundir: RunWriter, spec: RunSpec, group: Group, trained: Trained, sync: Sync) -> None:
         self._dir, self._spec, self._group, self._trained, self._sync = rundir, spec, group, trained, sync
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
         self._best: tuple[float, int] | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evener.core.errors import RunError
 from evener.core.roster import Roster
-from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.core.step import PARTS, StepCost, StepRecord, split_blocked
 from evener.worker.clock import Clock, Laps
 
@@ -96,7 +96,7 @@ class Draft(msgspec.Struct, kw_only=True):
 class Recorder:
     """Writes `steps/rank-R.jsonl`."""
 
-    def __init__(self, rundir: RunDir, rank: int, roster: Roster, clock: Clock, group: Any) -> None:
+    def __init__(self, rundir: RunWriter, rank: int, roster: Roster, clock: Clock, group: Any) -> None:
         self._rank, self._world_size, self._clock, self._group = rank, roster.world_size, clock, group
         self._rundir = rundir
         path = rundir.steps_path(rank)

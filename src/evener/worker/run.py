@@ -25,7 +25,8 @@ from evener.core.errors import UsageError
 from evener.core.machine import this_machine
 from evener.core.resolve import Resolved, check_free, new_run_path, newest_checkpoint
 from evener.core.roster import Member, Roster
-from evener.core.rundir import Contention, RunDir
+from evener.core.rundir import Contention
+from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.worker.agree import agree, seated
@@ -65,7 +66,7 @@ class Run:
         self.rank, self.world_size, self.device = self.group.rank, self.group.world_size, self.group.device
         machine = this_machine()
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
-        self.dir = RunDir(spec.out or self.group.gather(new_run_path(spec).encode())[0].decode())
+        self.dir = RunWriter(spec.out or self.group.gather(new_run_path(spec).encode())[0].decode())
         self._journal = Journal(self.dir, self.group, machine)
         self._resume = resolved.resume if resolved else None
         if resolved is None and resume:

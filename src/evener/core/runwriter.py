@@ -1,0 +1,30 @@
+"""How is a run directory written so that its readers, at any moment, find whole files and whole lines?"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from evener.core.files import write_atomic
+from evener.core.rundir import Manifest, RunDir
+
+
+class RunWriter(RunDir):
+    """The files of one run, for those who make it: its ranks, and who started them."""
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest in one step."""
+        write_atomic(self.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+
+    def add_event(self, event: str, **facts: Any) -> None:
+        """Append one line; safe from several processes, each line being one write."""
+        line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
+        with self.events_path.open("ab", buffering=0) as file:
+            file.write(line)
+
+    def keep_records_before(self, rank: int, step: int) -> None:
+        """Drop the records of `step` and later, which a resumed run is about to make again."""
+        kept = [record for record in self.records(rank) if record.step < step]
+        write_atomic(self.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
