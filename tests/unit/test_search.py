@@ -157,6 +157,28 @@ def test_the_ring_avoids_the_slow_link():
     assert planned.option("ddp").roster.hosts == ["a", "c", "b"]
 
 
+def test_shares_are_told_in_the_order_in_which_they_will_be_read():
+    """With --shares no ring is looked for: ranks are counted as the file lists their hosts."""
+    found = cluster(1000.0, 500.0, 250.0, wire=Wire(latency_s=0.0, bandwidth_Bps=1e9))
+    wires = {a: dict(row) for a, row in found.wires.items()}
+    wires["b"]["a"] = Wire(latency_s=0.0, bandwidth_Bps=1e8)
+    slow = msgspec.structs.replace(found, wires=wires)
+    seats = [slow.seats[i] for i in (0, 2, 1)]
+    for prediction in (predict(JOB, slow), predict(JOB, msgspec.structs.replace(slow, seats=seats), keep_order=True)):
+        assert prediction.cluster.names == ["a", "c", "b"]
+        assert flags_of_recommended(prediction) == "--shares 14:7:3"
+    again = predict(changed(JOB, shares="14:7:3"), slow)
+    assert again.cluster.names == ["a", "b", "c"]
+    assert again.chosen == again.recommended == "ddp, shares 14 : 7 : 3"
+
+
+def test_many_shares_are_named_by_who_chose_them():
+    five = cluster(1000.0, 900.0, 800.0, 700.0, 600.0)
+    asked = predict(changed(JOB, shares="1:1:1:1:2"), five)
+    assert asked.chosen == "ddp, shares as asked"
+    assert asked.option("ddp, shares by speed").tokens_per_s > asked.option(asked.chosen).tokens_per_s
+
+
 def test_replicas_that_never_exchange_are_not_one_model():
     with pytest.raises(UsageError, match="never exchange"):
         predict(JOB, cluster(1.0, 1.0), also=[NO_SYNC])

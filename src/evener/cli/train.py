@@ -120,7 +120,7 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
         plan, trees = launcher.plan_training(prepared, resolved, resume=resumes)
         seats = prepared.seats(resolved.spec.machine)
         if before is None:
-            prediction = fleets.predicted(hosts, resolved, seats)
+            prediction = fleets.predicted(fleet, resolved, seats)
         else:
             prediction = fleets.predicted_again(hosts, resolved, seats, before)
         plan = msgspec.structs.replace(plan, prediction=prediction)

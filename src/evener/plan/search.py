@@ -92,7 +92,9 @@ def flags_of_recommended(prediction: Prediction) -> str:
     best, chosen = prediction.option(prediction.recommended).roster, prediction.option(prediction.chosen).roster
     if set(best.hosts) != set(chosen.hosts):
         return f"--hosts {','.join(best.hosts)}"
-    return f"--shares {':'.join(map(str, best.shares))}"
+    names = list(prediction.cluster.hosts)  # as the fleet's file has them: with --shares their order is the ranks'
+    members = sorted(best.members, key=lambda member: names.index(member.host))
+    return f"--shares {':'.join(str(member.share) for member in members)}"
 
 
 def what_if(prediction: Prediction) -> list[Option]:
@@ -133,16 +135,16 @@ def _priced(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, na
     """What `train` does on these hosts, on all if None."""
     seats = [seat for seat in cluster.seats if hosts is None or seat.host in hosts]
     roster = job.roster(seats)
-    return price(job, cluster, roster, name=name or _name_of(roster))
+    return price(job, cluster, roster, name=name or _name_of(roster, many="as asked"))
 
 
-def _name_of(roster: Roster) -> str:
+def _name_of(roster: Roster, many: str) -> str:
+    """`many`: how shares are called that are too many to be listed."""
     if roster.world_size == 1:
         return f"{roster.hosts[0]} alone"
     if roster.shares == equal_shares(roster.batch, roster.world_size):
         return str(roster.sync)
-    told = " : ".join(map(str, roster.shares)) if roster.world_size <= 4 else "by speed"
-    return f"{roster.sync}, shares {told}"
+    return f"{roster.sync}, shares {' : '.join(map(str, roster.shares)) if roster.world_size <= 4 else many}"
 
 
 def in_best_ring(job: Job, cluster: Cluster) -> Cluster:
@@ -238,10 +240,11 @@ def _otherwise_divided(job: Job, cluster: Cluster) -> list[Option]:
     fixed_s = [host.update_s + host.data_s + host.pass_s for host in hosts]
     sequence_s = [job.shape.block_size / cluster.tokens_per_s(member) for member in members]
     shares = fastest_shares(batch, fixed_s, sequence_s)
-    ways = [equal] if job.spec.machine.shares is not None else []
+    found = [_priced(equal, cluster)] if job.spec.machine.shares is not None else []
     if shares != equal_shares(batch, num_ranks) and all(shares):
-        ways.append(divided(job, shares))
-    return [_priced(way, cluster) for way in ways]
+        roster = divided(job, shares).roster(cluster.seats)
+        found.append(price(job, cluster, roster, name=_name_of(roster, many="by speed")))
+    return found
 
 
 def _makes_sense(sync: SyncSpec, job: Job) -> bool:
