@@ -126,7 +126,15 @@ bad_flags = st.one_of(
     st.sampled_from(
         [
             *("--data=nowhere", "--data=.", "--init-from=nowhere", "--resume=nowhere", "--resume=data/verbs"),
-            *("--out=data/verbs/train.bin", "--out=runs/good", "--batch=0", "--steps=0", "--warmup=999", "--min-lr=5"),
+            *(
+                "--out=data/verbs/train.bin",
+                "--out=data/verbs/train.bin/x",
+                "--out=runs/good",
+                "--batch=0",
+                "--steps=0",
+                "--warmup=999",
+                "--min-lr=5",
+            ),
         ]
     ).map(lambda word: [word]),
 )

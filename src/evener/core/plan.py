@@ -107,7 +107,7 @@ def find_plan(rundir: RunDir) -> Plan | None:
     """The plan of a run; None where there is none, as of a worker that was started by hand."""
     try:
         return msgspec.json.decode(_path(rundir).read_bytes(), type=Plan)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UsageError(f"{_path(rundir)}: {error.strerror}") from None

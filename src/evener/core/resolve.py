@@ -108,6 +108,8 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:
     place = rundir.path.absolute()
     while not place.exists():
         place = place.parent
+    if not place.is_dir():
+        raise UsageError(f"--out {rundir}: {place} is a file", hint="another --out")
     if not os.access(place, os.W_OK):
         raise UsageError(f"{place}: may not be written", hint="another --out")
     num_kept = spec.checkpoint.keep + 2  # the best, and one in the making
