@@ -5,7 +5,9 @@ Whoever can read the directory can watch, report, verify, compare and resume the
     RUN/manifest.json          versions, hosts, devices, spec, hashes, start, end, verdict
     RUN/steps/rank-R.jsonl     one StepRecord a line
     RUN/events.jsonl           evaluations, checkpoints, findings, failures: in the order in which they happened
-    RUN/logs/HOST.R.log        what rank R printed
+    RUN/plan.json              who does what, where, with which command; see `core/plan.py`
+    RUN/logs/HOST.R.log        what rank R printed, each line with its time; HOST.log: what started the ranks there
+    RUN/host/                  the supervisor's, of a run on this machine alone; RUN/hosts/NAME/: what came home
     RUN/checkpoints/step-N/    atomic; see `read_checkpoint`
 """
 
