@@ -204,6 +204,7 @@ class Run:
         agree(self.group, self.dir, self.spec, self._resolved, roster, first, trained)
         check_batch_norm(trained.module, roster)
         sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part))
+        trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
         keeper.restore(self._resume)
         sync.wrap(trained.module, uses_all=self._resolved is not None)

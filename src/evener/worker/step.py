@@ -129,6 +129,7 @@ class Step:
         for optimizer in optimizers:
             engine.trained.scaler.step(optimizer)
             optimizer.zero_grad()
+        engine.sync.after_update()
         self._is_updated = True
         engine.recorder.lap("optimizer_s")
         engine.recorder.pause()

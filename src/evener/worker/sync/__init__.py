@@ -31,6 +31,9 @@ class Sync(Protocol):
     def settle(self) -> None:
         """After the first exchange: arrange the next ones in the order in which its gradients came."""
 
+    def after_update(self) -> None:
+        """The optimizers have stepped: what is due now, such as an outer step or the gathering of shards."""
+
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         """(bytes that this rank sent since the last call, by the strategy's formula; seconds in flight, hidden or not).
 
@@ -43,5 +46,5 @@ class Sync(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """What it remembers from step to step; empty where it remembers nothing."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go on with what was remembered."""

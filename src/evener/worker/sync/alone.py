@@ -25,6 +25,9 @@ class Alone:
     def settle(self) -> None:
         pass
 
+    def after_update(self) -> None:
+        pass
+
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         return 0, lambda: None
 
@@ -34,5 +37,5 @@ class Alone:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
         pass

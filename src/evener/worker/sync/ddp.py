@@ -70,6 +70,9 @@ class DDP:
     def settle(self) -> None:
         self._ddp.reducer._rebuild_buckets()
 
+    def after_update(self) -> None:
+        pass
+
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         spans, self._in_flight = self._in_flight, []
         num_exchanges, self._num_exchanges = self._num_exchanges, 0
@@ -94,7 +97,7 @@ class DDP:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
         pass
 
     def _forget_unused(self, used: set[Tensor]) -> None:
