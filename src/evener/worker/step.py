@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster
 from evener.core.spec import RunSpec
+from evener.worker.buffers import MovingBuffers
 from evener.worker.datasets import Dataset
 from evener.worker.group import Group
 from evener.worker.record import BLOCKED, OnHost, Recorder
@@ -164,22 +165,28 @@ class Step:
     def _run(self, parts: list[np.ndarray]) -> Iterator[Any]:
         """The micro-batches, one after the other; when the program asks for one more, the exchange."""
         engine = self._engine
+        named = engine.trained.module.named_buffers() if engine.moved else ()
+        moving = MovingBuffers([buffer for name, buffer in named if name in engine.moved])
         for i, part in enumerate(parts):
             batch = engine.dataset.load(part, engine.group.device)
             engine.recorder.lap("data_s")
             self._in_micro_batch, self._is_last = True, i + 1 == len(parts)
             yield batch
             self._in_micro_batch = False
-        self._exchange()
+            if self._is_last:
+                self._exchange()
+            moving.take()
+        if not parts:
+            self._exchange()
+        if engine.moved:
+            moving.settle(engine.sync.total)
+            engine.recorder.lap("compute_s" if engine.group.world_size == 1 else BLOCKED)
 
     def _exchange(self) -> None:
         engine, held = self._engine, self._held
         self._held, self._is_last = None, False
         engine.recorder.lap("compute_s")
         engine.sync.backward(held)
-        if engine.moved:
-            moved = [buffer for name, buffer in engine.trained.module.named_buffers() if name in engine.moved]
-            engine.sync.average(moved, has_share=self.member.share > 0)
         engine.recorder.lap("compute_s" if engine.group.world_size == 1 else BLOCKED)
 
     def _release(self) -> None:

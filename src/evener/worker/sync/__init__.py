@@ -40,8 +40,8 @@ class Sync(Protocol):
         The seconds are asked for later: on a GPU they are known when the step is over.
         """
 
-    def average(self, buffers: list[Tensor], has_share: bool) -> None:
-        """Make buffers that forward changes equal on all ranks: the mean over the ranks that had a share."""
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a vector over the ranks that must agree on it, on the processor."""
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers from step to step; empty where it remembers nothing."""

@@ -45,7 +45,7 @@ class DDP:
             device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
             process_group=self._group.gradients,
             gradient_as_bucket_view=True,  # the buckets are the gradients: a copy less each way
-            forward_sync_buffers=False,  # see `average`
+            forward_sync_buffers=False,  # see worker/buffers.py
         )
         self._ddp.register_comm_hook(None, self._all_reduce)
         for parameter in self._parameters:
@@ -86,13 +86,9 @@ class DDP:
 
         return num_exchanges * self._bytes, in_flight_s
 
-    def average(self, buffers: list[Tensor], has_share: bool) -> None:
-        flat = torch.cat([buffer.detach().flatten().to("cpu", torch.float64) for buffer in buffers])
-        total = torch.cat([flat * has_share, torch.tensor([float(has_share)], dtype=torch.float64)])
-        dist.all_reduce(total, group=self._group.control)
-        mean = total[:-1] / total[-1]
-        for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(part.view(buffer.shape))
+    def total(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._group.control)
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         return {}
