@@ -1,7 +1,7 @@
 """What becomes of buffers that forward changes, such as running statistics, when a batch is divided?
 
-Each micro-batch finds them as the step found them, and after the step they are the mean of what all micro-batches of
-all ranks made of them. So they do not depend on who ran which micro-batch, nor in which order, and are equal everywhere.
+Each micro-batch finds them as the step found them; after the step they are the mean of what all micro-batches of all
+ranks made of them. So they do not depend on who ran which micro-batch, nor in which order, and are equal everywhere.
 """
 
 from __future__ import annotations
