@@ -84,22 +84,22 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
     prediction = read_prediction(rundir)
     assert prediction is not None
     option, summary = prediction.option(prediction.chosen), summarize(rundir)
-    sent = {rank.host: rank.bytes for rank in option.ranks}
+    sent = {member.host: option.ranks[member.rank].bytes for member in option.roster.members}
     bytes_off = max(abs(sent[name] / measured - 1) for name, measured in counts.items())
     slow = option.slowest
-    measured = summary.ranks[slow.rank].typical
+    took = summary.ranks[option.last.rank]
     return {
         "rate": rate,
         "hosts": num_hosts,
         "equal": equal,
         "accumulation": accumulation,
-        "sync": option.sync,
+        "sync": str(option.roster.sync),
         "predicted_s": option.step_s,
         "measured_s": summary.step_p50_s,
         "off": option.step_s / (summary.step_p50_s or 1) - 1,
         "bytes_off": bytes_off,
         "predicted": {part: getattr(slow.cost, part) for part in PARTS} | {"sync_s": slow.sync_s},
-        "measured": {part: getattr(measured, part) for part in PARTS} | {"sync_s": summary.ranks[slow.rank].sync_s},
+        "measured": {part: getattr(took.typical, part) for part in PARTS} | {"sync_s": took.sync_s},
         "ranks": [
             {part: getattr(rank.typical, part) for part in PARTS} | {"cpus": rank.cpus} for rank in summary.ranks
         ],
@@ -109,8 +109,9 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
 
 def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, float]:
     """Bytes that each host sent in a step: a step's record is written when the next one begins, while all compute."""
-    rank0 = Path(read_plan(rundir).hosts[0].run) / "steps" / "rank-0.jsonl"
-    names = [host.name for host in read_plan(rundir).hosts]
+    hosts = read_plan(rundir).hosts
+    names = [host.name for host in hosts]
+    rank0 = Path(hosts[0].folder(rundir)) / "steps" / "rank-0.jsonl"
     seen = []
     for step in steps:
         deadline = time.monotonic() + 600
