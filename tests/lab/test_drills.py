@@ -84,23 +84,32 @@ def test_every_id_has_a_drill_or_a_reason() -> None:
     assert not covered & NOT_HERE.keys()
 
 
+def patient(name: str) -> Drill:
+    """A drill in which we look away later on a busy machine: to load torch takes as many times as long there."""
+    drill, longer = DRILLS[name], 2 * slowdown() - 1
+    assert drill.raw is not None
+    raw = dataclasses.replace(drill.raw, quiet_s=longer * drill.raw.quiet_s, within_s=longer * drill.raw.within_s)
+    return dataclasses.replace(drill, raw=raw)
+
+
 class TestWithoutEvener:
     """That the symptom is real: torchrun by hand, on the broken lab and on the mended one."""
 
     def test_a_firewall_is_silence(self) -> None:
-        with Play(DRILLS["net.firewall"]) as play:
+        with Play(patient("net.firewall")) as play:
             play.break_it()
             assert {host: gist(told) for host, told in play.without().items()} == {"a": [], "b": []}
             play.mend(play.look())
             assert "rank 1: 1 + 2 = 3" in gist(play.without()["b"])
 
     def test_a_narrow_way_lets_small_messages_pass(self) -> None:
-        with Play(DRILLS["net.mtu"]) as play:
+        with Play(patient("net.mtu")) as play:
             play.break_it()
-            assert gist(play.without()["a"]) == ["rank 0: 1 + 2 = 3"]
+            said = play.without()["a"].lines  # after a while an error, too
+            assert [line for line in said if line.startswith("rank 0: ")] == ["rank 0: 1 + 2 = 3"]
 
     def test_a_loopback_name_is_cryptic(self) -> None:
-        with Play(DRILLS["net.loopback-hostname"]) as play:
+        with Play(patient("net.loopback-hostname")) as play:
             play.break_it()
             said = "\n".join(line for told in play.without().values() for line in gist(told))
             assert "connectFullMesh failed" in said

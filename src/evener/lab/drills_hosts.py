@@ -174,7 +174,7 @@ DRILLS = [
             commands={"b": "torchrun --master_port 29511 wait.py & sleep 5; kill -HUP $!; wait $!  # the session ends"},
             files={"wait.py": WAIT},
         ),
-        look=QUICK, hosts=PLAIN,
+        look=QUICK, hosts=PLAIN, may_also=("port.in-use",),  # by the run that stands for the fix, once it listens
     ),
     Drill(
         name="limit.nofile", check="limit.nofile", host="b",
