@@ -264,6 +264,17 @@ def test_an_attached_run_ends_with_its_launcher(session: Session, tmp_path: Path
     assert started.processes() == []
 
 
+def test_who_asks_twice_waits_for_nobody(session: Session, tmp_path: Path) -> None:
+    """A rank that hears nothing, as one that is stuck in the kernel."""
+    started = Started(session, tmp_path / "run", python(RANK_ITSELF), grace_s=600.0, is_rank=True)
+    wait_until(lambda: (tmp_path / "run/logs/here.4.log").exists() and b"ready" in started.printed("here.4")["O"])
+    os.kill(started.state["pid"], signal.SIGSTOP)
+    began = time.monotonic()
+    last = list(session.stream("runs", "stop", run=str(started.run), now=True))[-1]
+    assert time.monotonic() - began < DEADLINE_S
+    assert (last["signal"], last["stopped"], last["left"]) == ("SIGKILL", True, [])
+
+
 def test_the_connection_may_go(tmp_path: Path) -> None:
     """The session that started the run is killed; the run is not."""
     first = open_session("here", Host(address="local"))

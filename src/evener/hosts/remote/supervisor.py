@@ -36,6 +36,7 @@ import time
 POLL_S = 0.05
 LOOK_S = 1.0  # between looks for the files of ranks that began late
 END_S = 5.0  # from SIGTERM to SIGKILL
+AT_ONCE_S = 1.0  # the same for somebody who has asked twice
 LOCK_S = 1.0  # that others may hold the lock while they look whether the run is alive
 REST_BYTES = 1 << 16  # of a line that has not ended
 REST_S = 1.0
@@ -302,7 +303,7 @@ class Supervisor:
             self.escalation = 1
             self.program_told_at = now
             _signal(child.pid, signal.SIGTERM)
-        elif self.escalation == 1 and now - self.program_told_at >= END_S:
+        elif self.escalation == 1 and now - self.program_told_at >= (END_S if self.asked == 1 else AT_ONCE_S):
             self.escalation = 2
             end_all(self.spec["id"], os.getpid())
             _signal(child.pid, signal.SIGKILL)
