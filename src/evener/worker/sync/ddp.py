@@ -11,6 +11,7 @@ on one rank.
 
 # No `from __future__ import annotations`: torch looks at the hook's own.
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -34,24 +35,16 @@ class DDP:
         self._in_flight: list[tuple[Any, Any]] = []
         self._num_exchanges = 0
         self._done: set[Tensor] = set()  # parameters whose gradient this rank has added to since the last exchange
+        self._hooks: list[Any] = []
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
-        self._uses_all = uses_all
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradient_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
-        self._bytes = ring_all_reduce_bytes(gradient_bytes, self._group.world_size)
-        self._ddp = DistributedDataParallel(
-            module,
-            device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
-            process_group=self._group.gradients,
-            gradient_as_bucket_view=True,  # the buckets are the gradients: a copy less each way
-            forward_sync_buffers=False,  # see worker/buffers.py
-        )
-        self._ddp.register_comm_hook(None, self._all_reduce)
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._done.add)
+        self._module, self._uses_all = module, uses_all
+        self._make(all_have_rank_0s_weights=False)
 
     def backward(self, loss: Tensor | None) -> None:
+        is_new = any(a is not b for a, b in zip_longest(self._parameters, _trained(self._module)))
+        if is_new:  # the program has frozen parameters or thawed them
+            self._make(all_have_rank_0s_weights=True)
         before = self._done.copy()
         self._done.clear()
         self._ddp.reducer.prepare_for_backward([])
@@ -65,6 +58,8 @@ class DDP:
         self._done.clear()
         if not self._uses_all:
             self._forget_unused(used)
+        if is_new:
+            self.settle()
         self._num_exchanges += 1
 
     def settle(self) -> None:
@@ -96,6 +91,23 @@ class DDP:
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         pass
 
+    def _make(self, all_have_rank_0s_weights: bool) -> None:
+        self._parameters = _trained(self._module)
+        gradient_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        self._bytes = ring_all_reduce_bytes(gradient_bytes, self._group.world_size)
+        self._ddp = DistributedDataParallel(
+            self._module,
+            device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
+            process_group=self._group.gradients,
+            gradient_as_bucket_view=True,  # the buckets are the gradients: a copy less each way
+            forward_sync_buffers=False,  # see worker/buffers.py
+            init_sync=not all_have_rank_0s_weights,
+        )
+        self._ddp.register_comm_hook(None, self._all_reduce)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._done.add) for parameter in self._parameters]
+
     def _forget_unused(self, used: set[Tensor]) -> None:
         """Parameters that no rank used have no gradient, as on one rank."""
         mask = torch.tensor([parameter in used for parameter in self._parameters], dtype=torch.uint8)
@@ -115,6 +127,10 @@ class DDP:
 
         work = dist.all_reduce(bucket.buffer(), group=self._group.gradients, async_op=True)
         return work.get_future().then(done)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def union_s(spans: list[tuple[float, float]]) -> float:
