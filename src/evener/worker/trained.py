@@ -13,6 +13,7 @@ from evener.core.errors import CheckpointError, UsageError
 from evener.core.roster import Roster
 from evener.core.units import plural
 from evener.worker import checkpoint
+from evener.worker.statetree import pack
 
 
 class Stateful(Protocol):
@@ -66,7 +67,7 @@ class Trained:
         self.states[name] = thing
 
     def check(self) -> None:
-        """UsageError where a program has nothing to train."""
+        """UsageError where a program has nothing to train, or what it has could not be saved."""
         if not self.models:
             raise UsageError("run.steps: no model was given", hint="model = run.model(MyModel()) comes first")
         if not self.optimizers:
@@ -74,6 +75,32 @@ class Trained:
                 "run.steps: no optimizer was given",
                 hint="optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), 3e-4)) comes first",
             )
+        for name, part in self.module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                raise UsageError(
+                    f"run.steps: {name or 'the model'} has sparse gradients, which are neither clipped nor exchanged",
+                    hint="sparse=False, and an optimizer for dense gradients",
+                )
+        ours = set(self.module.parameters())
+        for optimizer in self.optimizers:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if parameter not in ours:
+                    raise UsageError(
+                        f"run.steps: {type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that "
+                        "no model has: its gradient would stay on each rank, and it would not be saved",
+                        hint="run.model(module) for every module that is trained; a loss may be one",
+                    )
+        for name, state in self.state_dicts().items():
+            pack(state, name)
+        # torch's schedulers mark the step that they count. What other states hold beside their own is not known here.
+        has_states = any(name.startswith("user/") for name in self.states)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not has_states:
+                raise UsageError(
+                    f"run.steps: {type(optimizer).__name__} has a learning-rate scheduler that checkpoints would not "
+                    "hold: a resumed run would begin its schedule again",
+                    hint='scheduler = run.state("scheduler", scheduler)',
+                )
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name: what replicas are compared by, and what is saved."""
