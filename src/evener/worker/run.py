@@ -79,6 +79,7 @@ class Run:
         self._trained = Trained(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
         self._clock = CudaClock() if self.device.type == "cuda" else HostClock()
         self._recorder: Recorder | None = None
+        self._open: tuple[Engine, Keeper, Step] | None = None  # the step that the program is in
         self._weight = math.nan
         self.contention: Contention | None = None
         self._stopping = Stopping()
@@ -118,7 +119,8 @@ class Run:
     def steps(self, dataset: Any) -> Iterator[Step]:
         """The optimizer steps that are left to take.
 
-        `dataset` is a `Dataset`, a map-style torch Dataset or a DataLoader of one.
+        `dataset` is a `Dataset`, a map-style torch Dataset or a DataLoader of one. A program may leave its loop early,
+        on all ranks alike: the run is then saved as one that was stopped.
         """
         train, every, first = self.spec.train, self.spec.checkpoint, self._resume.step if self._resume else 0
         data = as_dataset(dataset, self.spec)
@@ -130,7 +132,9 @@ class Run:
                 return self._finish(keeper, "stopped", index, None)
             self._take_up(self._membership.hear(engine.recorder.news, index) if engine.recorder.news else None)
             step = Step(engine, self.roster, index, is_first=index == first)
+            self._open = engine, keeper, step
             yield step
+            self._open = None
             is_late = train.max_s is not None and time.perf_counter() - began > train.max_s
             step.end(want_stop=self._stopping.wanted or is_late, weight=self._weight)
             self._weight = math.nan
@@ -186,13 +190,20 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            self._journal.failed(error)
-        if self._recorder is not None:
-            self._recorder.close()
-        self._stopping.close()
-        if error is None:
-            self.group.close()
+        try:
+            if error is None and self._open is not None:
+                self._leave(*self._open)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if error is not None:
+                self._journal.failed(error)
+            if self._recorder is not None:
+                self._recorder.close()
+            self._stopping.close()
+            if error is None:
+                self.group.close()
 
     # --- the life of a run ------------------------------------------------------------------------------------------
 
@@ -223,6 +234,13 @@ class Run:
         if roster is not None:
             check_batch_norm(self.module, roster)
             self._journal.rebalanced(roster)
+
+    def _leave(self, engine: Engine, keeper: Keeper, step: Step) -> None:
+        """The program has left its loop by itself, on all ranks: what it has learned is saved."""
+        if step.is_updated:
+            step.end(want_stop=True, weight=math.nan)
+        engine.recorder.flush()
+        self._finish(keeper, "stopped", step.index + step.is_updated, step.val_loss)
 
     def _finish(self, keeper: Keeper, verdict: str, step: int, val_loss: float | None) -> None:
         agreed = keeper.compare(step)

@@ -57,7 +57,8 @@ class Step:
         if not self._global_tokens > 0:
             raise UsageError(f"step {index}: num_tokens of its batch is {self._global_tokens}: expected more than 0")
         self._num_passes = 0
-        self._in_micro_batch = self._is_last = self._is_updated = False
+        self._in_micro_batch = self._is_last = False
+        self.is_updated = False  # since the last pass
         self._held: Tensor | None = None
         self._tokens = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.group.device)
@@ -75,12 +76,12 @@ class Step:
         In the first step of a start its loop sees a few micro-batches more: the rehearsal (see rehearsal.py).
         """
         engine, sizes = self._engine, self.member.micro_batches
-        if self._num_passes and not self._is_updated:
+        if self._num_passes and not self.is_updated:
             raise UsageError(
                 "step.micro_batches() again, before step.update: the ranks have exchanged the first pass's gradients",
                 hint="both losses in one pass: step.backward may be called several times in a micro-batch",
             )
-        self._is_updated = False
+        self.is_updated = False
         engine.trained.zero_grad()
         start = self._roster.first_sequence(engine.group.rank)
         mine = self._samples[start : start + self.member.share]
@@ -131,13 +132,13 @@ class Step:
             engine.trained.scaler.step(optimizer)
             optimizer.zero_grad()
         engine.sync.after_update()
-        self._is_updated = True
+        self.is_updated = True
         engine.recorder.lap("optimizer_s")
         engine.recorder.pause()
 
     def end(self, *, want_stop: bool, weight: float) -> None:
         """The training program's step is over: record it."""
-        if not self._is_updated:
+        if not self.is_updated:
             what = "there was no step.update" if self._num_passes else "no micro-batch was taken"
             raise UsageError(
                 f"step {self.index}: {what}: nothing was learned from its batch",
