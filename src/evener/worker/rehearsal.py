@@ -44,8 +44,11 @@ class Rehearsal:
         """Samples of the micro-batches to run, the last of which exchanges gradients. `samples` are a rank's share."""
         whole = samples[: sizes[0]]
         others = [samples[:size] for size in sorted(set(sizes[1:]) - {sizes[0]})]
-        self._halves = [part for part in np.array_split(whole, 2) if len(part)] if self._tries_halves else []
-        self._halves = self._halves if len(self._halves) == 2 else []
+        # A BatchNorm refuses a batch of one.
+        has_batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self._module.modules())
+        halves = np.array_split(whole, 2)
+        can_be_halved = self._tries_halves and len(halves[1]) >= (2 if has_batch_norm else 1)
+        self._halves = halves if can_be_halved else []
         return [*self._halves, *others, whole]
 
     def note(self, loss_sum: float) -> None:
