@@ -1,0 +1,267 @@
+"""A loop of one's own is right, or refused with a reason.
+
+The loops stand in loops/own.py. Right: on one, two or three ranks it learns what plain torch learns from the same
+samples (loops/plain.py), and stopped half way it goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.core.rundir import RunDir, describe_checkpoint
+
+from ..conftest import ENV
+
+LOOPS = Path(__file__).parent / "loops"
+ROOT = Path(__file__).parents[2]
+FLAGS = ("--batch", "24", "--steps", "30", "--dtype", "fp32", "--eval-every", "0", "--threads", "1")
+
+
+@dataclass
+class Done:
+    """A program that has ended, on some ranks."""
+
+    statuses: list[int]
+    folder: Path
+    dir: RunDir
+
+    @property
+    def logs(self) -> list[str]:
+        """What each rank printed."""
+        return [(self.folder / f"rank-{rank}.txt").read_text() for rank in range(len(self.statuses))]
+
+    def result(self, rank: int = 0) -> dict[str, Any]:
+        assert set(self.statuses) == {0}, "\n".join(self.logs)
+        return torch.load(self.folder / f"result-{rank}.pt")
+
+    @property
+    def losses(self) -> list[float]:
+        return self.result()["losses"] or [record.loss for record in self.dir.records(0)]
+
+
+Own = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Iterator[Own]:
+    """`own(name, "plain" | "join" | "resume", ranks, *flags, out=…)` runs a loop; asked again, it answers at once."""
+    place = tmp_path_factory.mktemp("own")
+    known: dict[Any, Done] = {}
+    with subprocess.Popen(
+        [sys.executable, str(LOOPS / "server.py")], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+
+        def own(name: str, mode: str, ranks: int, *flags: str, out: str | None = None) -> Done:
+            key = (name, mode, ranks, flags, out)
+            if key not in known:
+                folder = place / f"{len(known)}-{name}-{mode}-{ranks}"
+                folder.mkdir()
+                run = RunDir(place / (out or f"{folder.name}-run"))
+                job = {
+                    "program": str(LOOPS / "own.py"),
+                    "args": [name, mode, *FLAGS, "--out", str(run), *flags],
+                    "ranks": ranks,
+                    "logs": str(folder),
+                    "env": {"RESULT": str(folder / "result-RANK.pt")},
+                }
+                print(json.dumps(job), file=server.stdin, flush=True)
+                known[key] = Done(json.loads(server.stdout.readline())["statuses"], folder, run)
+            return known[key]
+
+        yield own
+        server.stdin.close()
+
+
+RIGHT: list[tuple[Any, ...]] = [  # the loop, on how many ranks beside one, flags
+    ("Cnn", 2), ("Cnn", 3, "--micro-batch", "5"), ("Sgd", 2), ("Weights", 3), ("Unused", 2), ("Sometimes", 2),
+    ("OneRank", 3), ("Frozen", 2), ("Tied", 2), ("Autograd", 2), ("Losses", 2), ("TwoBackwards", 3),
+    ("ThreeBackwards", 2), ("Mean", 3), ("Scheduler", 2), ("TwoOptimizers", 2, "--clip", "0.1"),
+    ("OneAfterTheOther", 2, "--clip", "0.1"), ("NoTensorState", 2), ("Groups", 2), ("UserState", 2), ("Spectral", 3),
+    ("SharedBuffers", 2), ("Scaled", 2, "--clip", "0"), ("Clipped", 2, "--clip", "0.05"), ("TorchDataset", 2),
+    ("Loader", 3), ("Gan", 2), ("Gan", 3, "--micro-batch", "5"), ("GanInOnePass", 2), ("TwoModels", 2),
+    ("BatchNorm", 3, "--micro-batch", "4"), ("BatchNorm", 2, "--micro-batch", "3"), ("Unfreeze", 3), ("Freeze", 2),
+]  # fmt: skip
+
+
+def name_of(case: tuple[Any, ...]) -> str:
+    return "-".join(str(word).removeprefix("--") for word in case)
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=name_of)
+def test_any_number_of_ranks_learns_what_plain_torch_learns(own, case):
+    name, most, *flags = case
+    truth = own(name, "plain", 1, *flags)
+    assert truth.losses[-1] != truth.losses[0]
+    one = own(name, "join", 1, *flags)
+    several = own(name, "join", most, *flags)
+    for ours in (one, several):
+        assert ours.losses == pytest.approx(truth.losses, rel=1e-5)
+    # In plain torch running statistics follow the micro-batches one after the other.
+    assert_close(one, truth, but=RUNNING if "--micro-batch" in flags else ())
+    assert_close(several, one)
+
+
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def assert_close(ours: Done, theirs: Done, but: tuple[str, ...] = ()) -> None:
+    truth = theirs.result()["tensors"]
+    for rank in range(len(ours.statuses)):
+        tensors = ours.result(rank)["tensors"]
+        assert tensors.keys() == truth.keys()
+        for name in (name for name in tensors if not name.endswith(but or "no such name")):
+            assert tensors[name].dtype == truth[name].dtype
+            difference = (tensors[name].double() - truth[name].double()).abs().max()
+            assert difference <= 1e-5 * truth[name].double().abs().max() + 1e-6, name
+
+
+STATELESS = (
+    "Weights",
+    "Autograd",
+    "Losses",
+    "TwoBackwards",
+    "ThreeBackwards",
+    "Mean",
+    "Clipped",
+    "TorchDataset",
+)
+RESUMED = [case for case in RIGHT if case[0] not in STATELESS and "--micro-batch" not in case]
+
+
+@pytest.mark.parametrize("case", [*RESUMED, ("Dropout", 2), ("BatchNorm", 2, "--micro-batch", "4")], ids=name_of)
+def test_stopped_half_way_a_loop_goes_on_bit_for_bit(own, case):
+    name, ranks, *flags = case
+    whole = own(name, "join", ranks, *flags)
+    half = own(name, "join", ranks, *flags, "--steps", "15", out=f"{name_of(case)}-parts")
+    assert set(half.statuses) == {0}, half.logs
+    parts = own(name, "resume", ranks, *flags, out=f"{name_of(case)}-parts")
+    assert parts.losses == whole.losses
+    assert [record.step for record in parts.dir.records(0)] == list(range(30))
+    ours, theirs = (run.dir.checkpoint_path(30) for run in (parts, whole))
+    for file in ("weights.safetensors", "state.safetensors"):
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+    assert describe_checkpoint(ours).states == describe_checkpoint(theirs).states
+    for rank in range(ranks):
+        tensors = whole.result(rank)["tensors"]
+        assert all(torch.equal(value, tensors[key]) for key, value in parts.result(rank)["tensors"].items())
+    assert parts.dir.manifest().result.replicas_agree is True
+
+
+def refused(done: Done, message: str, hint: str) -> None:
+    """All ranks end by themselves, each with the whole story and the line of the program."""
+    assert done.statuses == [1] * len(done.statuses), done.logs
+    for rank, log in enumerate(done.logs):
+        lines = [line.removeprefix(f"[rank{rank}]: ") for line in log.splitlines()]
+        told, *advice, place = lines[next(i for i, line in enumerate(lines) if line.startswith("error: ")) :]
+        assert told.startswith(f"error: {message}"), log
+        assert "".join(advice).startswith(f"hint:  {hint}" if hint else ""), log
+        assert re.match(r"at:    \S*/own\.py:\d+: ", place), log
+        assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("case", "message", "hint"),
+    [
+        (("Lbfgs", 2), "LBFGS runs forward and backward itself", "an optimizer whose step() needs no closure"),
+        (("BatchNorm", 2), "norm is a BatchNorm: it normalizes over a micro-batch; with 2 ranks", "--micro-batch N"),
+        (("BatchNorm", 1, "--micro-batch", "5"), "norm is a BatchNorm", "--micro-batch N"),
+        (("Stream", 2), "run.steps: Numbers cannot be read by index", "a data set with __getitem__"),
+        (("ObjectInState", 2), "state of 'scheduler' holds an object at lr_lambdas[0].table[1]", "checkpoints hold"),
+        (("SparseGradients", 2), "run.steps: 1.table has sparse gradients, which are neither", "sparse=False"),
+        (
+            ("LossWithParameters", 2),
+            "run.steps: AdamW has a parameter of shape () that no model has",
+            "run.model(module)",
+        ),
+        (("ForgottenScheduler", 2), "run.steps: AdamW has a learning-rate scheduler that", "scheduler = run.state("),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hint):
+    name, ranks, *flags = case
+    done = own(name, "join", ranks, *flags)
+    refused(done, message, hint)
+    assert not done.dir.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("MeanForSum", "step.backward got a mean: on rank 0 two halves of a micro-batch give", "reduction='sum', or"),
+        ("ForgottenOptimizer", "step.update: this AdamW was not given to run.optimizer", "optimizer = run.optimizer"),
+        ("ForgottenUpdate", "step 0: there was no step.update: nothing was learned from its batch", "micro-batches of"),
+        ("TwoPasses", "step.micro_batches() again, before step.update", "both losses in one pass"),
+        ("UpdateInside", "step.update inside of the loop over step.micro_batches()", "call it once, after the loop"),
+        ("BackwardOutside", "step.backward outside of the loop over step.micro_batches()", "call it inside"),
+    ],
+)
+def test_what_is_wrong_in_the_loop_is_refused_in_its_first_step(own, name, message, hint):
+    done = own(name, "join", 2)
+    refused(done, message, hint)
+    assert done.dir.manifest().verdict == "failed"
+    assert done.dir.checkpoint_steps() == []
+    assert done.dir.records(0) == []
+
+
+def test_a_used_folder_and_a_finished_run_are_refused(own):
+    first = own("Sgd", "join", 2, "--steps", "15", out="used")
+    assert set(first.statuses) == {0}, first.logs
+    before = contents(first.dir)
+    out = str(first.dir)
+    taken = own("Sgd", "join", 2, out="used")
+    refused(taken, f"--out {out}: holds a run already", "evener train --resume")
+    finished = own("Sgd", "resume", 2, "--steps", "15", out="used")
+    refused(finished, f"{out}: it has taken all its 15 steps", "--steps 30 goes on")
+    assert contents(first.dir) == before
+    of_another = own("Scheduler", "resume", 2, out="used")
+    folder = first.dir.checkpoint_path(15)
+    refused(of_another, f"{folder}: this program has a state 'user/scheduler', and it has none", "")
+    assert set(contents(first.dir)) == set(before)
+
+
+def test_a_loop_that_is_left_early_is_saved(own):
+    left = own("EarlyStop", "join", 2)
+    whole = own("Sgd", "join", 2)
+    assert set(left.statuses) == set(whole.statuses) == {0}, left.logs
+    assert left.losses == whole.losses[:20]
+    assert left.dir.checkpoint_steps() == [20]
+    manifest = left.dir.manifest()
+    assert (manifest.verdict, manifest.result.steps, manifest.result.replicas_agree) == ("stopped", 20, True)
+
+
+def test_weights_that_are_not_finite_are_not_what_a_resumed_run_begins_with(own):
+    done = own("Explodes", "join", 2, "--checkpoint-every", "10")
+    refused(
+        done, "after step 30: second.weight is not finite: 1 of 256 values; it is not saved", "--resume goes on from"
+    )
+    assert done.dir.checkpoint_steps()[-1] == 20
+    assert done.dir.manifest().verdict == "failed"
+
+
+def test_the_readmes_loop_runs_as_it_stands(tmp_path, run_script):
+    readme = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert block == (ROOT / "examples" / "own_loop.py").read_text()
+    runs = []
+    for ranks in (1, 2):
+        flags = ("--batch", "64", "--steps", "100", "--threads", "1", "--dtype", "fp32", "--out", f"{tmp_path}/{ranks}")
+        done = run_script(block, *flags, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        runs.append([record.loss for record in RunDir(tmp_path / str(ranks)).records(0)])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+    assert runs[0][0] > 0.6  # about ln 2: it knows nothing
+    assert runs[0][-1] < 0.3
+
+
+def contents(run: RunDir) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
