@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import traceback
 from pathlib import Path
@@ -28,6 +29,6 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
         sys.__excepthook__(kind, error, trace)
         return
     print(in_words(error), file=sys.stderr)
-    theirs = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((OURS, "<frozen"))]
-    if theirs:
+    theirs = list(itertools.takewhile(lambda frame: not frame.filename.startswith(OURS), traceback.extract_tb(trace)))
+    if theirs:  # the line that called us: what lies below may be torch's
         print(f"at:    {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}", file=sys.stderr)
