@@ -29,7 +29,7 @@ class Sync(Protocol):
         """The last backward of a pass, and the exchange; None: this rank has nothing to add to it."""
 
     def settle(self) -> None:
-        """After the first exchange: arrange the next ones in the order in which its gradients came."""
+        """After the first exchange: the next ones may be arranged in the order in which its gradients came."""
 
     def after_update(self) -> None:
         """The optimizers have stepped: what is due now, such as an outer step or the gathering of shards."""

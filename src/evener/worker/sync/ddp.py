@@ -42,8 +42,8 @@ class DDP:
         self._make(all_have_rank_0s_weights=False)
 
     def backward(self, loss: Tensor | None) -> None:
-        is_new = any(a is not b for a, b in zip_longest(self._parameters, _trained(self._module)))
-        if is_new:  # the program has frozen parameters or thawed them
+        if any(a is not b for a, b in zip_longest(self._parameters, _trained(self._module))):
+            # The program has frozen parameters or thawed them.
             self._make(all_have_rank_0s_weights=True)
         before = self._done.copy()
         self._done.clear()
@@ -58,12 +58,13 @@ class DDP:
         self._done.clear()
         if not self._uses_all:
             self._forget_unused(used)
-        if is_new:
-            self.settle()
         self._num_exchanges += 1
 
     def settle(self) -> None:
-        self._ddp.reducer._rebuild_buckets()
+        # In the step from which a program of the user's own is resumed they may come in another order than in its
+        # first, and ranks would be added up in another.
+        if self._uses_all:
+            self._ddp.reducer._rebuild_buckets()
 
     def after_update(self) -> None:
         pass
