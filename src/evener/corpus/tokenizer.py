@@ -38,6 +38,8 @@ _MIN_BPE_VOCAB_SIZE = 257  # the bytes and end of text
 _SAMPLE_BYTES, _SAMPLE_CHARS, _DISTINCT_WORD_BYTES = 16_000_000, 4096, 2_000_000
 _PIECE_CHARS = 16 * 1024
 _BATCH_CHARS = 1 << 20
+# Unicode's White_Space, which GPT-2's pattern calls \s. isspace() has four more.
+_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 Ids = NDArray[Any]
 """Token ids, one after another, in the type of the .bin file."""
@@ -310,7 +312,7 @@ def _cut_at_words(texts: Iterable[str]) -> Iterator[str]:
 def _word_start(text: str, start: int, limit: int) -> int:
     """The last place up to `limit` where a space follows none; no token of GPT-2's pattern reaches across it."""
     for stop in range(limit, start, -1):
-        if text[stop] in " \n" and not text[stop - 1].isspace():
+        if text[stop] in _SPACES and not text[stop - 1].isspace():
             return stop
     return limit
 
