@@ -88,7 +88,8 @@ RIGHT: list[tuple[Any, ...]] = [  # the loop, on how many ranks beside one, flag
     ("ThreeBackwards", 2), ("Mean", 3), ("Scheduler", 2), ("TwoOptimizers", 2, "--clip", "0.1"),
     ("OneAfterTheOther", 2, "--clip", "0.1"), ("NoTensorState", 2), ("Groups", 2), ("UserState", 2), ("Spectral", 3),
     ("SharedBuffers", 2), ("Scaled", 2, "--clip", "0"), ("Clipped", 2, "--clip", "0.05"), ("TorchDataset", 2),
-    ("Loader", 3), ("Gan", 2), ("Gan", 3, "--micro-batch", "5"), ("GanInOnePass", 2), ("TwoModels", 2),
+    ("Loader", 3), ("Gan", 2), ("Gan", 3, "--micro-batch", "5"), ("GanInOnePass", 2),
+    ("GanInOnePass", 3, "--micro-batch", "5"), ("GanFrozen", 2), ("TwoModels", 2),
     ("BatchNorm", 3, "--micro-batch", "4"), ("BatchNorm", 2, "--micro-batch", "3"), ("Unfreeze", 3), ("Freeze", 2),
 ]  # fmt: skip
 
@@ -199,6 +200,7 @@ def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hi
     [
         ("MeanForSum", "step.backward got a mean: on rank 0 two halves of a micro-batch give", "reduction='sum', or"),
         ("ForgottenOptimizer", "step.update: this AdamW was not given to run.optimizer", "optimizer = run.optimizer"),
+        ("ForgottenBackward", "no step.backward in the loop over step.micro_batches()", "step.backward(loss_sum), not"),
         ("ForgottenUpdate", "step 0: there was no step.update: nothing was learned from its batch", "micro-batches of"),
         ("TwoPasses", "step.micro_batches() again, before step.update", "both losses in one pass"),
         ("UpdateInside", "step.update inside of the loop over step.micro_batches()", "call it once, after the loop"),

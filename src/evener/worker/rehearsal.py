@@ -29,6 +29,7 @@ class Seen(msgspec.Struct, frozen=True):
     moved: list[str]  # buffers that forward changed
     whole: float | None  # the loss of a micro-batch
     halves: float | None  # of its two halves, added up; None where it cannot be halved
+    has_backward: bool  # was there a step.backward?
 
 
 class Rehearsal:
@@ -56,8 +57,11 @@ class Rehearsal:
         self._losses.append(loss_sum)
 
     @torch.no_grad()
-    def end(self) -> set[str]:
-        """Names of the buffers that forward changes on any rank; UsageError on all ranks where one's loss is a mean."""
+    def end(self, has_backward: bool) -> set[str]:
+        """Names of the buffers that forward changes on any rank.
+
+        UsageError on all ranks where one's loss is a mean, or where there was no step.backward on any.
+        """
         moved = []
         for name, buffer in self._module.named_buffers():
             if name in self._buffers and not torch.equal(buffer, self._buffers[name]):
@@ -65,8 +69,13 @@ class Rehearsal:
                 buffer.copy_(self._buffers[name])
         checkpoint.restore_rng(self._rng, self._group.device)
         halves = sum(self._losses[:2]) if self._halves else None
-        mine = Seen(moved, _finite(self._losses[-1]), _finite(halves))
+        mine = Seen(moved, _finite(self._losses[-1]), _finite(halves), has_backward)
         seen = [msgspec.json.decode(text, type=Seen) for text in self._group.gather(msgspec.json.encode(mine))]
+        if not any(one.has_backward for one in seen):
+            raise UsageError(
+                "no step.backward in the loop over step.micro_batches(): nothing is exchanged, or not as it should be",
+                hint="step.backward(loss_sum), not loss.backward()",
+            )
         for rank, one in enumerate(seen):
             if one.whole is not None and one.halves is not None and is_mean(one.whole, one.halves):
                 raise UsageError(

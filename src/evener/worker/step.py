@@ -43,6 +43,28 @@ class Engine:
     moved: set[str] = field(default_factory=set)  # buffers that forward changes
 
 
+class Held:
+    """A backward that waits, and then runs as it would have run at once.
+
+    The program goes on meanwhile: a GAN freezes its critic between the critic's backward and the generator's. Autograd
+    looks at `requires_grad` when it runs.
+    """
+
+    def __init__(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        self._loss, self._parameters = loss, parameters
+        self._requires_grad = [parameter.requires_grad for parameter in parameters]
+
+    def backward(self) -> None:
+        now = [parameter.requires_grad for parameter in self._parameters]
+        self._set(self._requires_grad)
+        self._loss.backward()
+        self._set(now)
+
+    def _set(self, flags: list[bool]) -> None:
+        for parameter, flag in zip(self._parameters, flags, strict=True):
+            parameter.requires_grad = flag
+
+
 class Step:
     """One optimizer step of one rank."""
 
@@ -59,7 +81,8 @@ class Step:
         self._num_passes = 0
         self._in_micro_batch = self._is_last = False
         self.is_updated = False  # since the last pass
-        self._held: Tensor | None = None
+        self._held: Held | None = None
+        self._has_backward = False
         self._tokens = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.group.device)
         self._grad_norm: Tensor | None = None
@@ -112,10 +135,15 @@ class Step:
             )
         loss_sum = (loss if tokens is None else loss * tokens).reshape(())
         self._loss_sum += loss_sum.detach()
+        self._has_backward = True
         self._release()
-        self._held = self._engine.trained.scaler.scale(loss_sum / self._global_tokens)
-        if not self._is_last:
-            self._release()
+        trained = self._engine.trained
+        scaled = trained.scaler.scale(loss_sum / self._global_tokens)
+        if self._is_last:
+            self._held = Held(scaled, trained.parameters)
+        else:
+            scaled.backward()
+            self._engine.recorder.lap("compute_s")
 
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
         """Clip the global norm of these optimizers' gradients, and step with each."""
@@ -217,7 +245,7 @@ class Step:
         engine.sync.take_cost()
         engine.trained.zero_grad()
         self._loss_sum = before
-        engine.moved |= rehearsal.end()
+        engine.moved |= rehearsal.end(self._has_backward)
         engine.recorder.begin()
 
     def _check_update(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

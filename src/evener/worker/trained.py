@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -43,6 +44,11 @@ class Trained:
         """The model; several as one, so that names of parameters begin with a model's number."""
         return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
 
+    @functools.cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all models, once no model comes any more."""
+        return list(self.module.parameters())
+
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember it; UsageError for one that wants to run forward itself."""
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -81,7 +87,7 @@ class Trained:
                     f"run.steps: {name or 'the model'} has sparse gradients, which are neither clipped nor exchanged",
                     hint="sparse=False, and an optimizer for dense gradients",
                 )
-        ours = set(self.module.parameters())
+        ours = set(self.parameters)
         for optimizer in self.optimizers:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 if parameter not in ours:

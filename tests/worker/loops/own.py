@@ -453,6 +453,13 @@ class ForgottenOptimizer(Loop):
         self.step.update(adamw(self.net.parameters()))
 
 
+class ForgottenBackward(Loop):
+    """As a loop that was not evener's before."""
+
+    def learn(self, x, y, w):
+        cross_entropy(self.net(x), y).backward()
+
+
 class ForgottenUpdate(Loop):
     def update(self):
         pass
@@ -594,6 +601,22 @@ class Gan(Loop):
     def says(self, points, what):
         logits = self.critic(points)
         return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, what), reduction="sum")
+
+
+class GanFrozen(Gan):
+    """The critic is frozen while the generator learns."""
+
+    def train(self, run):
+        for step in run.steps(self.data):
+            self.critic.requires_grad_(True)
+            for (points,) in step.micro_batches():
+                real, noise, _ = points.split(2, dim=1)
+                step.backward(self.says(real * 0.5 + 2, 1.0) + self.says(self.generator(noise).detach(), 0.0))
+            step.update(self.of_critic)
+            self.critic.requires_grad_(False)
+            for (points,) in step.micro_batches():
+                step.backward(self.says(self.generator(points[:, 4:]), 1.0))
+            step.update(self.of_generator)
 
 
 class GanInOnePass(Gan):

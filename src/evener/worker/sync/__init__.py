@@ -14,6 +14,13 @@ from torch import Tensor, nn
 Replica = Literal["equal", "drifting", "sharded"]
 
 
+class Backward(Protocol):
+    """A loss, as far as a Sync has to do with it."""
+
+    def backward(self) -> None:
+        """Add its gradients."""
+
+
 class Sync(Protocol):
     """One strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count."""
 
@@ -25,7 +32,7 @@ class Sync(Protocol):
         `uses_all`: every pass of a rank that has sequences uses every parameter, so that nobody needs to ask.
         """
 
-    def backward(self, loss: Tensor | None) -> None:
+    def backward(self, loss: Backward | None) -> None:
         """The last backward of a pass, and the exchange; None: this rank has nothing to add to it."""
 
     def settle(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from evener.worker.sync import Replica
+from evener.worker.sync import Backward, Replica
 
 
 class Alone:
@@ -18,7 +18,7 @@ class Alone:
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         pass
 
-    def backward(self, loss: Tensor | None) -> None:
+    def backward(self, loss: Backward | None) -> None:
         if loss is not None:
             loss.backward()
 

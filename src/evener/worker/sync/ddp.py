@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
-from evener.worker.sync import Replica
+from evener.worker.sync import Backward, Replica
 
 
 class DDP:
@@ -38,11 +38,11 @@ class DDP:
         self._hooks: list[Any] = []
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
-        self._module, self._uses_all = module, uses_all
+        self._module, self._all, self._uses_all = module, list(module.parameters()), uses_all
         self._make(all_have_rank_0s_weights=False)
 
-    def backward(self, loss: Tensor | None) -> None:
-        if any(a is not b for a, b in zip_longest(self._parameters, _trained(self._module))):
+    def backward(self, loss: Backward | None) -> None:
+        if any(a is not b for a, b in zip_longest(self._parameters, self._trained())):
             # The program has frozen parameters or thawed them.
             self._make(all_have_rank_0s_weights=True)
         before = self._done.copy()
@@ -92,8 +92,11 @@ class DDP:
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         pass
 
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._all if parameter.requires_grad]
+
     def _make(self, all_have_rank_0s_weights: bool) -> None:
-        self._parameters = _trained(self._module)
+        self._parameters = self._trained()
         gradient_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         self._bytes = ring_all_reduce_bytes(gradient_bytes, self._group.world_size)
         self._ddp = DistributedDataParallel(
@@ -128,10 +131,6 @@ class DDP:
 
         work = dist.all_reduce(bucket.buffer(), group=self._group.gradients, async_op=True)
         return work.get_future().then(done)
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def union_s(spans: list[tuple[float, float]]) -> float:
