@@ -86,7 +86,8 @@ RIGHT: list[tuple[Any, ...]] = [  # the loop, on how many ranks beside one, flag
     ("Cnn", 2), ("Cnn", 3, "--micro-batch", "5"), ("Sgd", 2), ("Weights", 3), ("Unused", 2), ("Sometimes", 2),
     ("OneRank", 3), ("Frozen", 2), ("Tied", 2), ("Autograd", 2), ("Losses", 2), ("TwoBackwards", 3),
     ("ThreeBackwards", 2), ("Mean", 3), ("Scheduler", 2), ("TwoOptimizers", 2, "--clip", "0.1"),
-    ("OneAfterTheOther", 2, "--clip", "0.1"), ("NoTensorState", 2), ("Groups", 2), ("UserState", 2), ("Spectral", 3),
+    ("OneAfterTheOther", 2, "--clip", "0.1"), ("Muon", 2), ("NoTensorState", 2), ("Groups", 2), ("UserState", 2),
+    ("Spectral", 3),
     ("SharedBuffers", 2), ("Scaled", 2, "--clip", "0"), ("Clipped", 2, "--clip", "0.05"), ("TorchDataset", 2),
     ("Loader", 3), ("Gan", 2), ("Gan", 3, "--micro-batch", "5"), ("GanInOnePass", 2),
     ("GanInOnePass", 3, "--micro-batch", "5"), ("GanFrozen", 2), ("TwoModels", 2),
@@ -105,17 +106,18 @@ def test_any_number_of_ranks_learns_what_plain_torch_learns(own, case):
     assert truth.losses[-1] != truth.losses[0]
     one = own(name, "join", 1, *flags)
     several = own(name, "join", most, *flags)
+    rounding = 1e-2 if name == "Muon" else 1e-5
     for ours in (one, several):
-        assert ours.losses == pytest.approx(truth.losses, rel=1e-5)
+        assert ours.losses == pytest.approx(truth.losses, rel=rounding if ours is several else 1e-5)
     # In plain torch running statistics follow the micro-batches one after the other.
-    assert_close(one, truth, but=RUNNING if "--micro-batch" in flags else ())
-    assert_close(several, one)
+    assert_close(one, truth, 1e-5, but=RUNNING if "--micro-batch" in flags else ())
+    assert_close(several, one, rounding)
 
 
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def assert_close(ours: Done, theirs: Done, but: tuple[str, ...] = ()) -> None:
+def assert_close(ours: Done, theirs: Done, rounding: float, but: tuple[str, ...] = ()) -> None:
     truth = theirs.result()["tensors"]
     for rank in range(len(ours.statuses)):
         tensors = ours.result(rank)["tensors"]
@@ -123,7 +125,7 @@ def assert_close(ours: Done, theirs: Done, but: tuple[str, ...] = ()) -> None:
         for name in (name for name in tensors if not name.endswith(but or "no such name")):
             assert tensors[name].dtype == truth[name].dtype
             difference = (tensors[name].double() - truth[name].double()).abs().max()
-            assert difference <= 1e-5 * truth[name].double().abs().max() + 1e-6, name
+            assert difference <= rounding * (truth[name].double().abs().max() + 0.1), name
 
 
 STATELESS = (
