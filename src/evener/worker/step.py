@@ -107,9 +107,9 @@ class Step:
         self.is_updated = False
         engine.trained.zero_grad()
         start = self._roster.first_sequence(engine.group.rank)
-        mine = self._samples[start : start + self.member.share]
         if self._is_first:
-            yield from self._rehearse(mine)
+            yield from self._rehearse()
+        mine = self._samples[start : start + self.member.share]
         parts = np.split(mine, np.cumsum(sizes)[:-1]) if sizes else []
         if self._num_passes == 0:
             self._tokens = float(sum(engine.dataset.num_tokens(part) for part in parts))
@@ -225,11 +225,17 @@ class Step:
             held.backward()
             self._engine.recorder.lap("compute_s")
 
-    def _rehearse(self, mine: np.ndarray) -> Iterator[Any]:
-        """Run the program's own loop on parts of the batch, and forget what it did."""
-        engine = self._engine
+    def _rehearse(self) -> Iterator[Any]:
+        """Run the program's own loop on parts of the run's first batch, and forget what it did.
+
+        Of the first batch wherever the run is resumed: on another, gradients may come in another order, and DDP's
+        buckets would add the ranks up in another.
+        """
+        engine, share = self._engine, self.member.share
         rehearsal = Rehearsal(engine.trained.module, engine.group, tries_halves=engine.tries_halves)
-        parts = rehearsal.parts(mine if len(mine) else self._samples[:1], self.member.micro_batches or [1])
+        samples = engine.dataset.global_batch(engine.spec.train.seed, 0, engine.spec.train.batch)
+        start = self._roster.first_sequence(engine.group.rank) if share else 0
+        parts = rehearsal.parts(samples[start : start + max(share, 1)], self.member.micro_batches or [1])
         before = self._loss_sum.clone()
         for i, part in enumerate(parts):
             exchanges = i + 1 == len(parts)

@@ -61,10 +61,7 @@ class DDP:
         self._num_exchanges += 1
 
     def settle(self) -> None:
-        # In the step from which a program of the user's own is resumed they may come in another order than in its
-        # first, and ranks would be added up in another.
-        if self._uses_all:
-            self._ddp.reducer._rebuild_buckets()
+        self._ddp.reducer._rebuild_buckets()
 
     def after_update(self) -> None:
         pass
