@@ -52,3 +52,41 @@ def test_buckets_are_torchs_own_and_ready_when_it_says(run_script, name, vocab_s
     expected = buckets(gradients(preset_shape(name, vocab_size, 64, num_layers=num_layers)))
     assert found["sizes"] == [size for size, _ in expected]
     assert found["ready"] == pytest.approx([ready for _, ready in expected], abs=0.15)  # of backward's time, by FLOPs
+
+
+OF_A_PROGRAM = """
+import json, types
+import torch, torch.distributed as dist
+from torch import nn
+from evener.worker.sync.ddp import DDP
+
+class Backwards(nn.Module):
+    '''Its forward begins with the layer that was registered last.'''
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1000, 1000, bias=False) for _ in range(12))  # 4 MB each
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = types.SimpleNamespace(world_size=1, gradients=dist.group.WORLD, control=dist.group.WORLD,
+                              device=torch.device("cpu"))
+sync = DDP(group, types.SimpleNamespace(mark=lambda: None), lambda part: None)
+model = Backwards()
+sync.wrap(model, uses_all=False)
+sizes = []
+exchange = dist.all_reduce
+dist.all_reduce = lambda tensor, **kw: (len(tensor) > 100 and sizes.append(len(tensor)), exchange(tensor, **kw))[1]
+sync.backward(model(torch.ones(1, 1000)).sum())
+assert all(layer.weight.grad.abs().sum() > 0 for layer in model.layers)
+print(json.dumps(sizes))
+"""
+
+
+def test_a_programs_gradients_are_exchanged_in_buckets_in_the_order_of_its_parameters(run_script):
+    """1 MiB or one gradient in the first, then about 25 MiB: not all in one, which would hide nothing."""
+    done = run_script(OF_A_PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1_000_000, 7_000_000, 4_000_000]

@@ -226,16 +226,11 @@ class Step:
             self._engine.recorder.lap("compute_s")
 
     def _rehearse(self) -> Iterator[Any]:
-        """Run the program's own loop on parts of the run's first batch, and forget what it did.
-
-        Of the first batch wherever the run is resumed: on another, gradients may come in another order, and DDP's
-        buckets would add the ranks up in another.
-        """
+        """Run the program's own loop on parts of the batch, and forget what it did."""
         engine, share = self._engine, self.member.share
         rehearsal = Rehearsal(engine.trained.module, engine.group, tries_halves=engine.tries_halves)
-        samples = engine.dataset.global_batch(engine.spec.train.seed, 0, engine.spec.train.batch)
         start = self._roster.first_sequence(engine.group.rank) if share else 0
-        parts = rehearsal.parts(samples[start : start + max(share, 1)], self.member.micro_batches or [1])
+        parts = rehearsal.parts(self._samples[start : start + max(share, 1)], self.member.micro_batches or [1])
         before = self._loss_sum.clone()
         for i, part in enumerate(parts):
             exchanges = i + 1 == len(parts)

@@ -492,11 +492,10 @@ class UpdateInside(Loop):
 
 
 class BackwardOutside(Loop):
-    def learn(self, x, y, w):
-        self.loss = cross_entropy(self.net(x), y)
+    """A penalty once a step, after the loop over micro-batches."""
 
     def update(self):
-        self.step.backward(self.loss)
+        self.step.backward(self.net.first.weight.square().sum())
         self.step.update(self.opt)
 
 

@@ -7,6 +7,10 @@ and its rank may have no sequences at all; so forward runs on the bare module, a
 the one backward that exchanges. Of that it expects a gradient of every parameter. Those that got none get zeros, which
 the reducer waits for; where no rank had one, the parameter keeps none, so that an optimizer leaves it alone as it would
 on one rank.
+
+DDP arranges its buckets once, in the order in which the gradients of one backward come, and a ring adds the ranks up in
+an order that depends on a gradient's place in its bucket. Our own model's gradients always come alike. Those of a
+program may come otherwise in the step from which it is resumed, so its buckets are arranged by a backward of zeros.
 """
 
 # No `from __future__ import annotations`: torch looks at the hook's own.
@@ -36,6 +40,7 @@ class DDP:
         self._num_exchanges = 0
         self._done: set[Tensor] = set()  # parameters whose gradient this rank has added to since the last exchange
         self._hooks: list[Any] = []
+        self._arranges = False
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         self._module, self._all, self._uses_all = module, list(module.parameters()), uses_all
@@ -61,7 +66,8 @@ class DDP:
         self._num_exchanges += 1
 
     def settle(self) -> None:
-        self._ddp.reducer._rebuild_buckets()
+        if self._uses_all:
+            self._ddp.reducer._rebuild_buckets()
 
     def after_update(self) -> None:
         pass
@@ -108,6 +114,22 @@ class DDP:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._done.add) for parameter in self._parameters]
+        if not self._uses_all:
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """Buckets in the order of the parameters, the last first, as in most backwards. Nothing is exchanged."""
+        untouched = [parameter for parameter in self._parameters if parameter.grad is None]
+        done = self._done.copy()
+        self._arranges = True
+        self._ddp.reducer.prepare_for_backward([])
+        _add_zeros(self._parameters)
+        self._arranges = False
+        self._ddp.reducer._rebuild_buckets()
+        for parameter in untouched:
+            parameter.grad = None
+        self._done.clear()
+        self._done |= done
 
     def _forget_unused(self, used: set[Tensor]) -> None:
         """Parameters that no rank used have no gradient, as on one rank."""
@@ -118,6 +140,10 @@ class DDP:
                 parameter.grad = None
 
     def _all_reduce(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if self._arranges:
+            nothing_to_do: torch.futures.Future[Tensor] = torch.futures.Future()
+            nothing_to_do.set_result(bucket.buffer())
+            return nothing_to_do
         if bucket.is_last():
             self._lap("compute_s")  # the last gradient is there: from here on backward only waits
         begin, in_flight = self._clock.mark(), self._in_flight
@@ -128,6 +154,11 @@ class DDP:
 
         work = dist.all_reduce(bucket.buffer(), group=self._group.gradients, async_op=True)
         return work.get_future().then(done)
+
+
+def _add_zeros(parameters: list[nn.Parameter]) -> None:
+    """Give each parameter a gradient of 0, the last one first, or add 0 to what it has."""
+    torch.stack([(parameter.flatten()[:1] * 0).sum().float() for parameter in parameters]).sum().backward()
 
 
 def union_s(spans: list[tuple[float, float]]) -> float:
