@@ -315,3 +315,13 @@ def test_gpus_are_not_explained_by_cores(one, two):
     text = explain_scaling([one(device="H200", cpus=[1.0]), two(device="H200", cpus=[1.0] * 2)])
     assert named(text) == []
     assert "cores" not in text
+
+
+def test_waiting_threads_on_busy_cores_are_told_how_to_let_go(tmp_path, write_run):
+    """Two threads that had half a core between them: what a person can do stands beside what happened."""
+    run = write_run(tmp_path / "run", [{}], threads=2, cpus=[0.5])
+    text = " ".join(explain_run(summarize(run)))
+    assert "It was not really running on its 2 threads" in text
+    assert "OMP_WAIT_POLICY=PASSIVE before the command" in text
+    alone = write_run(tmp_path / "one", [{}], threads=1, cpus=[0.5])
+    assert "OMP_WAIT_POLICY" not in " ".join(explain_run(summarize(alone)))
