@@ -86,7 +86,6 @@ def test_the_first_signal_asks_and_closing_gives_signals_back(signum):
     heard = []
     before = signal.signal(signum, lambda *_: heard.append("the program's own"))
     try:
-        threads = threading.active_count()
         stopping = Stopping()
         os.kill(os.getpid(), signum)
         wait_until(lambda: stopping.wanted)
@@ -96,7 +95,7 @@ def test_the_first_signal_asks_and_closing_gives_signals_back(signum):
         os.kill(os.getpid(), signum)
         wait_until(lambda: heard == ["the program's own"])
         assert signal.set_wakeup_fd(-1) == -1
-        wait_until(lambda: threading.active_count() == threads)
+        wait_until(lambda: not any(thread.name == "evener-stopping" for thread in threading.enumerate()))
     finally:
         signal.signal(signum, before)
 
