@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.core.machine import this_machine
 from evener.core.roster import Seat, first_roster
 from evener.core.spec import RunSpec, parse_args
-from evener.worker.agree import Identity, identity, mismatch
+from evener.worker.agree import Identity, identity, mismatch, seated
+from evener.worker.group import Group
 
 SEATS = [Seat(host=host, device="cpu") for host in "aab"]
 ROSTER = first_roster(RunSpec(), SEATS, None)
@@ -76,3 +78,10 @@ with evener.join(spec) as run:
     assert done.returncode != 0
     assert "spec.mismatch: train.lr (0.001 and 0.002): rank 1 on" in done.stderr
     assert "a step was begun" not in done.stderr
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
+def test_a_program_of_ones_own_computes_in_what_it_says(dtype: str, expected: str) -> None:
+    """evener does not run its forward: without a word its arithmetic is torch's own."""
+    spec = parse_args(["--dtype", dtype, "--device", "cpu"])
+    assert seated(Group("cpu"), this_machine(), spec, None).members[0].dtype == expected

@@ -57,6 +57,8 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
     seats = [msgspec.json.decode(text, type=Seat) for text in group.gather(msgspec.json.encode(mine))]
     path = os.environ.get("EVENER_ROSTER")
     if path is None:
+        if resolved is None and spec.model.dtype == "auto":  # a program of the user's own computes as torch does
+            spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="fp32"))
         return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
     roster = msgspec.json.decode(Path(path).read_bytes(), type=Roster)
     planned, there = ([(one.host, one.device) for one in places] for places in (roster.members, seats))

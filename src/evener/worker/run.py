@@ -111,7 +111,7 @@ class Run:
         return thing
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which forward runs in the run's arithmetic."""
+        """The context in which forward runs in the run's arithmetic: `--dtype`; fp32 if a program says nothing."""
         if self.member.dtype == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, TORCH_DTYPES[self.member.dtype])
