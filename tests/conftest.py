@@ -16,6 +16,7 @@ import pytest
 from evener.core.rundir import RunDir
 from evener.hosts.remote import runs
 
+collect_ignore_glob = ["worker/loops/*"]  # programs that tests start
 TIMEOUT_S = 180
 # Tests share the cores: a thread that waits must not keep one busy.
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}

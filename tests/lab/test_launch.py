@@ -256,7 +256,8 @@ def test_the_first_failure_comes_first(fleet: Fleet) -> None:
 def test_an_exception_is_shown_with_its_own_lines(fleet: Fleet) -> None:
     done = fleet.run("launch", "--out", "runs/raise", "--", "hello.py", "raise")
     assert done.returncode == 1
-    assert "error: rank 1 on b exited with status 1" in done.stderr
+    # One of Gloo's threads may ask an interpreter that is ending for its lock, and abort it: see LOG.md.
+    assert re.search(r"error: rank 1 on b (exited with status 1|was killed by SIGABRT)", done.stderr), done.stderr
     assert "ValueError: no such thing" in done.stderr
     assert fleet.processes("runs/raise") == {}
 
