@@ -18,6 +18,7 @@ from evener.bench import lab01 as lab
 from evener.bench import scaling as bench
 from evener.bench.table import rows
 from evener.cli import follow
+from evener.core.decoding import json_decoder
 from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Rates
@@ -153,7 +154,7 @@ def _rates_here(spec: RunSpec, console: Console) -> dict[str, Rates]:
         dropout=model.dropout,
         device=spec.machine.device,
     )
-    decode = msgspec.json.Decoder(DeviceTold).decode
+    decode = json_decoder(DeviceTold).decode
     told = map(decode, lines_here(1, "evener.worker.device_rates", msgspec.json.encode(asked).decode()))
     return {item.device: item.rates for item in told if isinstance(item, DeviceRates)}
 

@@ -240,12 +240,13 @@ def _told_of_collectives(spec: CollectiveSpec, path: str | None, ranks: int | No
     import msgspec
 
     from evener.core.collective import Told
+    from evener.core.decoding import json_decoder
     from evener.core.errors import UsageError
     from evener.hosts import wire as wires
     from evener.launch.lines import lines_here, lines_of_fleet
 
     module, arg = "evener.worker.collectives", msgspec.json.encode(spec).decode()
-    decode = msgspec.json.Decoder(Told).decode
+    decode = json_decoder(Told).decode
     if path is None:
         if ranks == 1:
             raise UsageError("--ranks 1: collectives need two ranks or more", hint="--ranks 2")
@@ -281,11 +282,12 @@ def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[It
     """(host, what it tells), on a fleet or here."""
     import msgspec
 
+    from evener.core.decoding import json_decoder
     from evener.core.device_rates import DeviceTold
     from evener.launch.lines import lines_here, lines_of_fleet
 
     module = "evener.worker.device_rates"
-    decode = msgspec.json.Decoder(DeviceTold).decode
+    decode = json_decoder(DeviceTold).decode
     if path is None:
         yield ((spec.host, decode(line)) for line in lines_here(1, module, msgspec.json.encode(spec).decode()))
         return
@@ -357,10 +359,11 @@ def _converted(values: dict[str, Any], kind: Any) -> Any:
     """A struct from flags; UsageError names the flag."""
     import msgspec
 
+    from evener.core.decoding import from_tree
     from evener.core.errors import UsageError
 
     try:
-        return msgspec.convert(values, kind)
+        return from_tree(values, kind)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at ")
         flag = where.strip("`").removeprefix("$.")

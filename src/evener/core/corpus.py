@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from evener.core.decoding import from_json
 from evener.core.errors import DataError
 
 FORMAT = 1
@@ -190,12 +191,12 @@ def _from_meta(root: Path) -> Corpus:
     path = root / "meta.json"
     try:
         content = path.read_bytes()
-        version = msgspec.json.decode(content, type=dict[str, Any]).get("format")
+        version = from_json(content, dict[str, Any]).get("format")
         if version != FORMAT:
             raise DataError(
                 f"{path} is of format {version}; this evener reads {FORMAT}", hint="prepare the corpus again"
             )
-        meta = msgspec.json.decode(content, type=Meta)
+        meta = from_json(content, Meta)
         tokenizer = (root / "tokenizer.json").read_bytes()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from evener.core.decoding import from_tree
 from evener.core.errors import UsageError, did_you_mean
 
 DEFAULT_FLEET = "fleet.toml"
@@ -120,7 +121,7 @@ def load_fleet(path: str | Path) -> Fleet:
         raise UsageError(f"{file}: not TOML: {error}") from None
     _check_keys(file, tree)
     try:
-        fleet = msgspec.convert(tree, Fleet)
+        fleet = from_tree(tree, Fleet)
     except msgspec.ValidationError as error:
         raise UsageError(f"{file}: {_told(error)}") from None
     _check(file, fleet)

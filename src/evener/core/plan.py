@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from evener.core.decoding import from_json
 from evener.core.errors import UsageError
 from evener.core.files import write_atomic
 from evener.core.fleet import Host
@@ -106,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def find_plan(rundir: RunDir) -> Plan | None:
     """The plan of a run; None where there is none, as of a worker that was started by hand."""
     try:
-        return msgspec.json.decode(_path(rundir).read_bytes(), type=Plan)
+        return from_json(_path(rundir).read_bytes(), Plan)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

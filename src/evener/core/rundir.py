@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from evener.core.corpus import Corpus
+from evener.core.decoding import from_json, json_decoder
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.files import digest_of
 from evener.core.machine import Machine
@@ -138,7 +139,7 @@ class RunDir:
                 f"{self.path}: not a run directory: it has no manifest.json", hint="ls runs/ shows the runs made here"
             ) from None
         try:
-            manifest = msgspec.json.decode(text, type=Manifest)
+            manifest = from_json(text, Manifest)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{self.manifest_path}: damaged: {error}") from None
         if manifest.format != FORMAT:
@@ -151,7 +152,7 @@ class RunDir:
             lines = self.steps_path(rank).read_bytes().split(b"\n")
         except OSError:
             return []
-        decoder = msgspec.json.Decoder(StepRecord)
+        decoder = json_decoder(StepRecord)
         try:
             return [decoder.decode(line) for line in lines[:-1]]
         except msgspec.MsgspecError as error:
@@ -169,7 +170,7 @@ class RunDir:
         except OSError:
             return []
         try:
-            return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines[:-1]]
+            return [from_json(line, dict[str, Any]) for line in lines[:-1]]
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"{self.events_path}: damaged: {error}") from None
 
@@ -206,9 +207,9 @@ def describe_checkpoint(folder: Path) -> Checkpoint:
     path = folder / "state.json"
     try:
         text = path.read_bytes()
-        if (found := msgspec.json.decode(text, type=_Format).format) != CHECKPOINT_FORMAT:
+        if (found := from_json(text, _Format).format) != CHECKPOINT_FORMAT:
             raise CheckpointError(f"{path}: format {found}, this evener reads {CHECKPOINT_FORMAT}")
-        return msgspec.json.decode(text, type=Checkpoint)
+        return from_json(text, Checkpoint)
     except OSError as error:
         raise CheckpointError(f"{folder}: not a checkpoint: {error.strerror}: state.json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from evener.core.decoding import from_tree
 from evener.core.errors import UsageError, did_you_mean
 
 MLP_EXPANSION = 4  # the MLP's hidden layer is four times as wide as the model, in GPT-2 and in nanochat
@@ -194,7 +195,7 @@ def preset_shape(name: str, vocab_size: int, block_size: int | None = None, **ov
     if block_size is not None:
         fields["block_size"] = block_size
     try:
-        shape = msgspec.convert(fields, GPTShape)
+        shape = from_tree(fields, GPTShape)
     except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.width`"
         raise UsageError(f"model shape: {error}", hint=f'start from preset "{name}" and change one field') from None
     shape.check()

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from evener.core.decoding import from_tree
 from evener.core.errors import UsageError, did_you_mean
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -234,7 +235,7 @@ def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None 
         if choices and text not in choices:
             raise UsageError(f"{flag.name} {text!r}: expected {' or '.join(choices)}")
         try:
-            spec = msgspec.convert(tree, RunSpec, strict=False)
+            spec = from_tree(tree, RunSpec, strict=False)
         except msgspec.ValidationError as error:
             raise UsageError(f"{flag.name} {text!r}: {_expected(error)}") from None
         tree = msgspec.to_builtins(spec)
@@ -275,7 +276,7 @@ def _read_toml(file: Path) -> RunSpec:
         elif key not in sections and key != "out":
             raise UsageError(f"{file}: no key {key}", hint=_place_of(key, [*sections, "out"]))
     try:
-        return msgspec.convert(tree, RunSpec)
+        return from_tree(tree, RunSpec)
     except msgspec.ValidationError as error:
         raise UsageError(f"{file}: {_expected(error)}{_at(error)}") from None
 

@@ -34,6 +34,7 @@ from evener.core.corpus import (
     load_corpus,
     token_dtype,
 )
+from evener.core.decoding import from_json
 from evener.core.errors import DataError, UsageError
 from evener.core.files import sync
 from evener.corpus.text import Part, Progress, Splits, read_text, survey
@@ -117,7 +118,7 @@ def _existing(out: Path, recipe: dict[str, str | int], extra: Mapping[str, bytes
     if not _is_filled(out):
         return None
     try:
-        found = msgspec.json.decode((out / "meta.json").read_bytes(), type=Meta)
+        found = from_json((out / "meta.json").read_bytes(), Meta)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         found = None
     if found is None or found.recipe != recipe:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from evener.core.decoding import from_tree
+
 Kind = Literal["loopback", "wired", "wireless", "tunnel", "wireguard", "docker", "bridge", "virtual"]
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 BF16_CAPABILITY = 8.0  # of a GPU, from which on it has units for bfloat16: Ampere
@@ -187,7 +189,7 @@ class Facts(Devices, frozen=True, kw_only=True):
 
 def to_facts(told: dict[str, Any], clock: tuple[float, float] | None = None) -> Facts:
     """The facts that a host told, with its clock's offset and the error of that."""
-    facts = msgspec.convert(told, Facts)
+    facts = from_tree(told, Facts)
     if clock is None:
         return facts
     return msgspec.structs.replace(facts, clock_offset_s=clock[0], clock_error_s=clock[1])

@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
+from evener.core.decoding import from_tree
 from evener.core.errors import EvenerError
 from evener.core.finding import Finding
 from evener.lab.host import Host
@@ -314,7 +313,7 @@ def doctor(*flags: str) -> Callable[[Stage], Seen]:
         done = stage.evener("doctor", "--fleet", FLEET, *flags, "--json")
         took_s = time.monotonic() - began
         try:
-            findings = msgspec.convert(json.loads(done.stdout)["findings"], list[Finding])
+            findings = from_tree(json.loads(done.stdout)["findings"], list[Finding])
         except ValueError:
             raise EvenerError("evener doctor gave no answer", output=done.stderr) from None
         return Seen(

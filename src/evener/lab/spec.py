@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from evener.core.decoding import from_tree
 from evener.core.errors import UsageError, did_you_mean
 
 MAX_HOSTS = 200
@@ -131,7 +132,7 @@ def read_spec(file: Path) -> LabSpec:
         raise UsageError(f"{file}: hosts: expected a table for each host", hint="[hosts.a]")
     tree["hosts"] = {name: {**defaults, **_table(file, f"hosts.{name}", host)} for name, host in hosts.items()}
     try:
-        return msgspec.convert(tree, LabSpec)
+        return from_tree(tree, LabSpec)
     except msgspec.ValidationError as error:
         raise UsageError(f"{file}: {plain(error)}") from None
 
@@ -141,7 +142,7 @@ def with_values(spec: LabSpec, values: Mapping[str, Any]) -> LabSpec:
     hosts = {}
     for name, host in spec.hosts.items():
         try:
-            hosts[name] = msgspec.convert({**msgspec.to_builtins(host), **values}, HostSpec)
+            hosts[name] = from_tree({**msgspec.to_builtins(host), **values}, HostSpec)
         except msgspec.ValidationError as error:
             raise UsageError(plain(error)) from None
     return msgspec.structs.replace(spec, hosts=hosts)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from evener.core.decoding import from_json
 from evener.core.errors import EvenerError
 from evener.lab import cgroup
 from evener.lab.spec import LabSpec
@@ -121,7 +122,7 @@ def process(pid: int) -> Process:
 def load(path: Path) -> LabState | None:
     """The lab of a state directory; None where it was never made to the end."""
     try:
-        return msgspec.json.decode((path / "lab.json").read_bytes(), type=LabState)
+        return from_json((path / "lab.json").read_bytes(), LabState)
     except (FileNotFoundError, msgspec.DecodeError):  # of another version of evener: to be cleaned
         return None
 
@@ -206,7 +207,7 @@ def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
 
 def _maker(path: Path) -> Process | None:
     try:
-        return msgspec.json.decode((path / "maker").read_bytes(), type=Process)
+        return from_json((path / "maker").read_bytes(), Process)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from evener.core.decoding import from_json, json_decoder
 from evener.core.errors import HostError, RunError, UsageError
 from evener.core.files import follow_lines
 from evener.core.finding import Finding
@@ -256,7 +257,7 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
 
     `observe` hears of rank 0's records and of what happens from now on. KeyboardInterrupt leaves the run alone.
     """
-    decoder = msgspec.json.Decoder(StepRecord)
+    decoder = json_decoder(StepRecord)
     steps = follow_lines(rundir.steps_path(0))
     events = {host.name: follow_lines(host.events_path(rundir)) for host in plan.hosts}
     for follower in events.values():
@@ -274,7 +275,7 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                     observe(record)
             for follower in events.values():
                 for line in next(follower):
-                    observe(msgspec.json.decode(line))
+                    observe(from_json(line, dict[str, Any]))
             for name, host in mirror.hosts.items():
                 if host.broken is not None:
                     raise RunError(
@@ -325,7 +326,7 @@ def known_states(rundir: RunDir, plan: Plan) -> dict[str, State]:
     known = {}
     for host in plan.hosts:
         path = host.state_path(rundir)
-        known[host.name] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        known[host.name] = from_json(path.read_bytes(), dict[str, Any]) if path.exists() else {}
     return known
 
 

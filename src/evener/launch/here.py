@@ -28,8 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import msgspec
-
+from evener.core.decoding import from_tree
 from evener.core.errors import EvenerError, UsageError
 from evener.core.fleet import DEFAULT_WORKDIR, Fleet, Host
 from evener.core.machine import this_machine
@@ -60,7 +59,7 @@ def prepare_here(sessions: Sessions, rundir: RunDir, *, ranks: int | None, threa
     Of several `ranks` each has a GPU of its own, or all are on the processor; None: one a GPU, else one.
     """
     name = this_machine().host
-    devices = msgspec.convert(sessions[name].call("facts", "devices"), Devices)
+    devices = from_tree(sessions[name].call("facts", "devices"), Devices)
     gpus = _visible(devices.gpus) if _torch_has_cuda() else []
     on_processor = ranks is not None and ranks > len(gpus)
     place = Place(

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from evener.core import errors
+from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, HostError
 from evener.core.files import follow_lines
 from evener.core.plan import Plan
@@ -45,7 +46,7 @@ def lines_here(num_ranks: int, module: str, arg: str, *, threads: int | None = N
 def told(line: str) -> Iterator[str]:
     """The line, if it is one of the program's own; the EvenerError that it tells is raised."""
     if line.startswith(ERROR):
-        error = msgspec.json.decode(line, type=dict[str, str])
+        error = from_json(line, dict[str, str])
         kind = getattr(errors, error["kind"])
         assert issubclass(kind, EvenerError)
         raise kind(error["error"], hint=error["hint"])

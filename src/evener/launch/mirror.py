@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from evener.core.decoding import from_json
 from evener.core.errors import HostError, RunError
 from evener.core.files import write_atomic
 from evener.core.plan import HostPlan, Plan, read_plan
@@ -168,7 +169,7 @@ class HostMirror:
     def _known(self) -> dict[str, Copy]:
         """The copies that are here."""
         try:
-            return msgspec.json.decode(self._known_path.read_bytes(), type=dict[str, Copy])
+            return from_json(self._known_path.read_bytes(), dict[str, Copy])
         except (OSError, msgspec.MsgspecError):
             return {}
 
@@ -259,7 +260,7 @@ def merge_events(rundir: RunDir, plan: Plan) -> None:
     lines: dict[bytes, float] = {}
     for path in (rundir.events_path, *sorted((rundir.path / "hosts").glob("*/events.jsonl"))):
         complete = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        lines |= {line: msgspec.json.decode(line)["time"] for line in complete}
+        lines |= {line: from_json(line, dict[str, Any])["time"] for line in complete}
     if lines:
         write_atomic(rundir.events_path, b"".join(line + b"\n" for line in sorted(lines, key=lines.__getitem__)))
 

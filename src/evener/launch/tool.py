@@ -6,9 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import msgspec
-
 from evener.core import errors
+from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, RunError
 
 ERROR = '{"error"'  # how a worker's own EvenerError begins
@@ -33,7 +32,7 @@ def lines_of(module: str, *args: str) -> Iterator[str]:
             process.terminate()  # the reader wants no more
             raise
     if told:
-        error = msgspec.json.decode(told, type=dict[str, str])
+        error = from_json(told, dict[str, str])
         kind = getattr(errors, error["kind"])
         assert issubclass(kind, EvenerError)
         raise kind(error["error"], hint=error["hint"])

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from evener.core.decoding import from_json
 from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir
 from evener.core.units import count, plural, seconds
@@ -54,7 +55,7 @@ def read(folder: Path) -> dict[str, list[str]]:
     """Run directories, relative to the folder, by corpus."""
     path = folder / NAME
     try:
-        bench = msgspec.json.decode(path.read_bytes(), type=Series)
+        bench = from_json(path.read_bytes(), Series)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if bench.format != FORMAT:

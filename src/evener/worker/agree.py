@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from evener.core.decoding import from_json
 from evener.core.errors import RunError
 from evener.core.machine import Machine
 from evener.core.resolve import Resolved
@@ -54,13 +55,13 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
     device = group.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu
     mine = Seat(host=machine.host, device=str(device), name=name, has_bf16=has_bf16(device))
-    seats = [msgspec.json.decode(text, type=Seat) for text in group.gather(msgspec.json.encode(mine))]
+    seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(mine))]
     path = os.environ.get("EVENER_ROSTER")
     if path is None:
         if resolved is None and spec.model.dtype == "auto":  # a program of the user's own computes as torch does
             spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="fp32"))
         return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
-    roster = msgspec.json.decode(Path(path).read_bytes(), type=Roster)
+    roster = from_json(Path(path).read_bytes(), Roster)
     planned, there = ([(one.host, one.device) for one in places] for places in (roster.members, seats))
     if planned != there:
         rank = next((i for i, pair in enumerate(zip(planned, there, strict=False)) if pair[0] != pair[1]), len(there))
@@ -73,7 +74,7 @@ def agree(group: Group, rundir: RunWriter, spec: RunSpec, resolved: Resolved | N
           trained: Trained) -> None:  # fmt: skip
     """RunError, on all ranks, where they are not of one mind."""
     mine = identity(roster, group.rank, spec, resolved, trained.weights().items(), first)
-    ranks = [msgspec.json.decode(text, type=Identity) for text in group.gather(msgspec.json.encode(mine))]
+    ranks = [from_json(text, Identity) for text in group.gather(msgspec.json.encode(mine))]
     found = mismatch(ranks)
     if found is not None:
         check, what, where = found

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.core.collective import Collective, CollectiveSpec, Row, Stopped, Told, World
+from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, UsageError
 from evener.core.machine import this_machine
 from evener.core.roster import backend_of
@@ -288,7 +289,7 @@ def _tell(group: Group, news: Told) -> None:
 
 def main() -> int:
     try:
-        run(msgspec.json.decode(sys.argv[1], type=CollectiveSpec))
+        run(from_json(sys.argv[1], CollectiveSpec))
     except EvenerError as error:
         told = {"error": str(error), "hint": error.hint, "kind": type(error).__name__}
         if os.environ.get("RANK", "0") == "0":

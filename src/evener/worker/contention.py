@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from evener.core.decoding import from_json
 from evener.core.rundir import Contention
 from evener.core.units import median
 
@@ -51,7 +52,7 @@ def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
         run.group.barrier()
         together.append(_timed(work, run.device))
     mine = [alone[0], together[0], [2 * COPY_BYTES / alone[1][0]], [2 * COPY_BYTES / together[1][0]]]
-    everyone = [msgspec.json.decode(text) for text in run.group.gather(msgspec.json.encode(mine))]
+    everyone = [from_json(text, list[list[float]]) for text in run.group.gather(msgspec.json.encode(mine))]
     return Contention(
         alone_s=[rank[0][0] for rank in everyone],
         together_s=[rank[1][0] for rank in everyone],

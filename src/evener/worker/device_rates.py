@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from evener.core.decoding import from_json
 from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold, Doing, Sustained, model_rate
 from evener.core.errors import EvenerError, UsageError
 from evener.core.finding import Finding
@@ -168,7 +169,7 @@ def main() -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # one process measures all devices of its host
     try:
-        spec = msgspec.json.decode(sys.argv[1], type=DeviceRatesSpec)
+        spec = from_json(sys.argv[1], DeviceRatesSpec)
         for device in devices(spec.device):
             tell(measure(device, spec))
     except EvenerError as error:

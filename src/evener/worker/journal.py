@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from evener.core.corpus import TOKENIZER_FILES
+from evener.core.decoding import from_json
 from evener.core.errors import EvenerError
 from evener.core.failure import is_consequence
 from evener.core.machine import Machine, peak_memory_bytes
@@ -48,8 +49,8 @@ class Journal:
             threads=torch.get_num_threads(),
             pid=os.getpid(),
         )
-        ranks = [msgspec.json.decode(text, type=Rank) for text in group.gather(msgspec.json.encode(facts))]
-        hosts = [msgspec.json.decode(text, type=Machine) for text in group.gather(msgspec.json.encode(self._machine))]
+        ranks = [from_json(text, Rank) for text in group.gather(msgspec.json.encode(facts))]
+        hosts = [from_json(text, Machine) for text in group.gather(msgspec.json.encode(self._machine))]
         versions = {
             "evener": __version__, "torch": str(torch.__version__), "python": platform.python_version()
         }  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, RunError
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
@@ -75,7 +76,7 @@ class Keeper:
                 self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
         failed = self._group.gather(failed)[0]  # also keeps the others from starting the next step's clock
         if failed:
-            message, hint = msgspec.json.decode(failed)
+            message, hint = from_json(failed, tuple[str, str])
             raise RunError(message, hint=hint)
         self._saved_step = step
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evener.core.decoding import from_json
 from evener.core.shape import GPTShape
 from evener.worker.clock import HostClock, Laps
 from evener.worker.group import Group, leave
@@ -150,5 +151,5 @@ def run(lab: Lab) -> None:
 
 
 if __name__ == "__main__":
-    run(msgspec.json.decode(sys.argv[1], type=Lab))
+    run(from_json(sys.argv[1], Lab))
     leave(0)

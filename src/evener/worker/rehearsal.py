@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from evener.core.decoding import from_json
 from evener.core.errors import UsageError
 from evener.worker import checkpoint
 from evener.worker.group import Group
@@ -70,7 +71,7 @@ class Rehearsal:
         checkpoint.restore_rng(self._rng, self._group.device)
         halves = sum(self._losses[:2]) if self._halves else None
         mine = Seen(moved, _finite(self._losses[-1]), _finite(halves), has_backward)
-        seen = [msgspec.json.decode(text, type=Seen) for text in self._group.gather(msgspec.json.encode(mine))]
+        seen = [from_json(text, Seen) for text in self._group.gather(msgspec.json.encode(mine))]
         if not any(one.has_backward for one in seen):
             raise UsageError(
                 "no step.backward in the loop over step.micro_batches(): nothing is exchanged, or not as it should be",

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from evener.core.decoding import from_json
 from evener.core.shape import GPTShape
 from evener.worker.checkpoint import load_weights
 from evener.worker.model import GPT
@@ -30,7 +31,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 @torch.no_grad()
 def main() -> None:
-    request = msgspec.json.decode(sys.argv[1], type=Request)
+    request = from_json(sys.argv[1], Request)
     model = GPT(request.shape).eval()
     load_weights(Path(request.checkpoint), model)
     generator = torch.Generator().manual_seed(request.seed)
