@@ -26,8 +26,16 @@ from tests.lab.conftest import MakeLab, wait_until
 PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes, with TCP's timestamps; HTB counts the rest too
 ANSWERED, NO_ANSWER = "answered", "no answer"
 
+# It is the link that is measured: where the system allows it, both ends go before whatever else keeps the cores busy.
+FIRST = """
+import contextlib, os
+with contextlib.suppress(PermissionError):
+    os.nice(-20)
+"""
 # Receives until the sender is done, then says how many bits a second came. Counts from the first byte.
-RECEIVE = """
+RECEIVE = (
+    FIRST
+    + """
 import socket, sys, time
 server = socket.create_server(("", int(sys.argv[1])))
 print("listening", flush=True)
@@ -37,13 +45,17 @@ while block := peer.recv(1 << 20):
     received += len(block)
 print((received - first) * 8 / (time.monotonic() - began + 1e-9))
 """
-SEND = """
+)
+SEND = (
+    FIRST
+    + """
 import socket, sys
 peer = socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)
 left = int(sys.argv[3])
 while left > 0:
     left -= peer.send(bytes(min(left, 1 << 20)))
 """
+)
 ACCEPT = """
 import socket, sys
 server = socket.create_server(("", int(sys.argv[1])))
