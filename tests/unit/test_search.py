@@ -11,7 +11,7 @@ from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import NAMED, parse_link
 from evener.core.prediction import Cluster, Job, Wire
-from evener.core.roster import NO_SYNC, Seat, parse_sync
+from evener.core.roster import Seat
 from evener.core.shape import PRESETS, preset_shape
 from evener.plan.cluster import NotMeasuredError, cluster_of, scaled, uniform
 from evener.plan.search import flags_of_recommended, larger, predict, what_if
@@ -83,16 +83,16 @@ def test_a_rank_without_a_share_is_priced_as_one_that_waits():
     assert chosen.is_built
 
 
-def test_what_is_faster_but_cannot_run_yet_is_not_recommended():
+def test_what_is_faster_and_of_unknown_loss_is_not_recommended():
     found = predict(JOB, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
     faster = [option for option in found.options if option.tokens_per_s > found.option(found.recommended).tokens_per_s]
     assert {"int8", "int4", "powersgd:4"} <= {option.name for option in faster}
     assert all(option.rejected_because for option in faster)
-    assert found.option("int8").rejected_because == "train cannot run it yet"
+    assert found.option("int8").rejected_because == "nobody measured what it costs in loss"
 
 
 def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
-    monkeypatch.setattr("evener.plan.cost.BUILT", ("none", "ddp", "diloco", "int8"))
+    monkeypatch.setattr("evener.plan.cost.BUILT", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     assert predict(JOB, slow, loss_budget=0.05).recommended == "diloco:30"
     strict = predict(JOB, slow, loss_budget=0.01)
@@ -181,14 +181,22 @@ def test_many_shares_are_named_by_who_chose_them():
 
 def test_replicas_that_never_exchange_are_not_one_model():
     with pytest.raises(UsageError, match="never exchange"):
-        predict(JOB, cluster(1.0, 1.0), also=[NO_SYNC])
+        predict(changed(JOB, sync="none"), cluster(1.0, 1.0))
 
 
-def test_another_strategy_is_priced_beside_ddp_and_never_instead():
-    found = predict(JOB, cluster(1000.0, 1000.0, wire=SLOW), also=[parse_sync("int8"), parse_sync("powersgd:8")])
-    assert found.chosen == "ddp"
+def test_the_strategy_that_was_asked_for_is_priced_beside_ddp():
+    found = predict(changed(JOB, sync="fsdp"), cluster(1000.0, 1000.0, wire=SLOW))
+    assert found.chosen == "fsdp"
     assert len({option.name for option in found.options}) == len(found.options)
-    assert found.option("powersgd:8").rejected_because == "train cannot run it yet"
+    assert found.option("fsdp").rejected_because == "train cannot run it yet"
+    assert found.option("ddp").is_built
+
+
+def test_an_exact_strategy_that_is_faster_is_recommended_with_its_flag():
+    bf16 = changed(JOB, dtype="bf16")
+    found = predict(bf16, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
+    assert found.recommended == "packed"
+    assert flags_of_recommended(found) == "--sync packed"
 
 
 def test_a_small_gain_is_none_and_says_so():

@@ -58,7 +58,8 @@ OF_A_PROGRAM = """
 import json, types
 import torch, torch.distributed as dist
 from torch import nn
-from evener.worker.sync.ddp import DDP
+from evener.worker.sync.buckets import Buckets
+from evener.worker.sync.ddp import AllReduce
 
 class Backwards(nn.Module):
     '''Its forward begins with the layer that was registered last.'''
@@ -73,7 +74,8 @@ class Backwards(nn.Module):
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = types.SimpleNamespace(world_size=1, gradients=dist.group.WORLD, control=dist.group.WORLD,
                               device=torch.device("cpu"))
-sync = DDP(group, types.SimpleNamespace(mark=lambda: None), lambda part: None)
+clock = types.SimpleNamespace(mark=lambda: None)
+sync = Buckets(group, clock, lambda part: None, AllReduce(group, clock))
 model = Backwards()
 sync.wrap(model, uses_all=False)
 sizes = []

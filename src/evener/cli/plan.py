@@ -34,7 +34,6 @@ MTBF = typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days
 DRAW = typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it")
 FROM = typer.Option(None, "--from", metavar="RUN",
                     help="what a run measured instead of probes; with --fleet it is written there")  # fmt: skip
-SYNC = typer.Option(None, "--sync", help="one way more: powersgd:8, diloco:100:int8:streamed, … [some of each kind]")
 BUDGET = typer.Option(1.0, "--loss-budget", min=0.0, max=100.0, help="percent of loss that speed may cost")
 AS_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
@@ -42,7 +41,7 @@ AS_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int | None, rate: str | None,
          link: str | None, per_node: int | None, node_link: str | None, scale: str | None, strong: bool,
          jitter: float | None, slow: str | None, mtbf_days: float | None, draw: str | None, source_run: str | None,
-         sync: str | None, loss_budget: float, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
+         loss_budget: float, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Say before a run what a step will cost, which way is best, and whether each machine earns its place.
 
     From what `evener probe` measured, or from a few words (--nodes, --link, --compute-tokens-per-s). Nothing is
@@ -54,12 +53,10 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
     from evener.cli import fleets, planned
     from evener.cli.flags import given
     from evener.core.errors import UsageError
-    from evener.core.roster import parse_sync
     from evener.core.spec import make_spec
     from evener.plan.question import of_words
     from evener.plan.search import predict
 
-    also = [parse_sync(sync)] if sync is not None else []
     texts = given(flags)
     words = {"--nodes": nodes, "--compute-tokens-per-s": rate, "--per-node": per_node, "--node-link": node_link}
     said = [name for name, value in (*words.items(), ("--scale", scale)) if value is not None]
@@ -75,7 +72,7 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
     stray = [name for name, value in of_scale.items() if value is not None]
     if scale is None and stray:
         raise UsageError(f"{stray[0]}: only --scale has a use for it", hint="--scale 1,2,4,…,4096")
-    if scale is not None and (nodes is not None or sync is not None):
+    if scale is not None and (nodes is not None or "sync" in texts):
         raise UsageError(
             f"--scale counts ranks of plain ddp: {'--nodes' if nodes is not None else '--sync'} has no place beside it",
             hint="--per-node says how many ranks a machine has",
@@ -99,7 +96,7 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
                 hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
             )
         asked = planned.of_fleet(path, hosts, spec, "data" in texts, link)
-    found = predict(asked.job, asked.cluster, loss_budget=loss_budget / 100, also=also)
+    found = predict(asked.job, asked.cluster, loss_budget=loss_budget / 100)
     if as_json:
         print(json.dumps(planned.as_json(found, asked)))
     else:
@@ -127,7 +124,6 @@ def add_to(app: typer.Typer) -> None:
         ("mtbf_days", MTBF, float | None),
         ("draw", DRAW, str | None),
         ("source_run", FROM, str | None),
-        ("sync", SYNC, str | None),
         ("loss_budget", BUDGET, float),
         ("as_json", AS_JSON, bool),
         *spec_options(),

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+# swap: an all_to_all by single messages, see worker/sync/swap.py
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "swap"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes an element
 NCCL_NAMES = {"fp32": "float", "bf16": "bfloat16", "fp16": "half"}  # as nccl-tests prints them

@@ -11,6 +11,7 @@ import msgspec
 
 from evener.core.corpus import Corpus, check_block, load_corpus
 from evener.core.errors import CheckpointError, UsageError
+from evener.core.roster import check_built
 from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
@@ -37,6 +38,7 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
     if model.init_from is not None and not resume and not Path(model.init_from).is_file():
         raise UsageError(f"--init-from {model.init_from}: no such file")
     rundir = RunDir(spec.out or "runs")
+    check_built(spec)
     checkpoint = None
     if resume:
         checkpoint = newest_checkpoint(rundir, spec.train.steps)
@@ -101,6 +103,13 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
             f"{rundir}: its batches came from the sampler {manifest.sampler}, and "
             f"{SAMPLERS[spec.train.sampling]} would go on with others",
             hint=f"--sampling {flag}" if flag else "this evener has it no more; start the run again with another --out",
+        )
+
+    if manifest.spec.train.sync != spec.train.sync:
+        raise CheckpointError(
+            f"{rundir}: its replicas agree by {manifest.spec.train.sync}, and its checkpoints hold nothing of "
+            f"{spec.train.sync}",
+            hint=f"--sync {manifest.spec.train.sync}, or a new run from its weights",
         )
 
 

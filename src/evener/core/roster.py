@@ -21,8 +21,9 @@ from evener.core.spec import MachineSpec, RunSpec
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["gloo", "nccl", "none"]
-Kind = Literal["none", "ddp", "ddp+sparse", "bf16", "int8", "int4", "powersgd", "fsdp", "zero1", "diloco"]
+Kind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "zero1", "diloco"]
 
+BUILT: tuple[Kind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")  # what `train` runs
 MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
 
 
@@ -37,6 +38,7 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: Kind
+    sparse: bool = False  # tables that are only looked up go row by row
     rank: int = 0  # of PowerSGD's factors
     every: int = 1  # steps from one exchange to the next
     bits: int = 32  # of a value that DiLoCo sends
@@ -50,15 +52,16 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
             words.append(str(self.every))
             words += [f"int{self.bits}"] if self.bits < 32 else []
             words += ["streamed"] if self.streamed else []
-        return ":".join(words)
+        return ":".join(words) + ("+sparse" if self.sparse else "")
 
 
 NO_SYNC, DDP = SyncSpec(kind="none"), SyncSpec(kind="ddp")
 _GRAMMAR = re.compile(
-    r"(?P<plain>none|ddp|ddp\+sparse|bf16|int8|int4|fsdp|zero1)|powersgd:(?P<rank>[1-9]\d{0,5})"
+    r"(?P<plain>none|fsdp|zero1)|((?P<dense>ddp|packed|bf16|int8|int4)|powersgd:(?P<rank>[1-9]\d{0,5}))(?P<sparse>\+sparse)?"
     r"|diloco:(?P<every>[1-9]\d{0,5})(:int(?P<bits>8|4))?(?P<streamed>:streamed)?"
 )
-SYNC_EXAMPLES = ("none", "ddp", "ddp+sparse", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30")
+SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse", "powersgd:4", "fsdp", "zero1",
+                 "diloco:30")  # fmt: skip
 
 
 def parse_sync(text: str) -> SyncSpec:
@@ -69,11 +72,12 @@ def parse_sync(text: str) -> SyncSpec:
     """
     found = _GRAMMAR.fullmatch(text)
     if found is None:
-        raise UsageError(f"sync {text}: no such strategy", hint=f"one of {', '.join(SYNC_EXAMPLES)}")
-    if found["plain"]:
-        return SyncSpec(kind=found["plain"])  # type: ignore[arg-type]  # the grammar has the same names
+        raise UsageError(f"--sync {text}: no such strategy", hint=f"one of {', '.join(SYNC_EXAMPLES)}")
+    sparse = bool(found["sparse"])
+    if name := found["plain"] or found["dense"]:
+        return SyncSpec(kind=name, sparse=sparse)  # type: ignore[arg-type]  # the grammar has the same names
     if found["rank"]:
-        return SyncSpec(kind="powersgd", rank=int(found["rank"]))
+        return SyncSpec(kind="powersgd", rank=int(found["rank"]), sparse=sparse)
     bits, streamed = int(found["bits"] or 32), bool(found["streamed"])
     return SyncSpec(kind="diloco", every=int(found["every"]), bits=bits, streamed=streamed)
 
@@ -215,6 +219,12 @@ def largest_micro_batch(spec: RunSpec, block_size: int | None) -> int:
     return spec.train.batch if block_size is None else max(1, MICRO_BATCH_TOKENS // block_size)
 
 
+def check_built(spec: RunSpec) -> None:
+    """UsageError where `train` cannot run the strategy that was asked for."""
+    if (sync := parse_sync(spec.train.sync)).kind not in ("none", *BUILT):
+        raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(BUILT)}")
+
+
 def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -> Roster:
     """The Roster with which a run begins: seats by rank, shares equal or as `--shares` says.
 
@@ -233,6 +243,9 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
             hint=f"one for each rank: --shares {':'.join(['1'] * num_ranks)}",
         )
     shares = equal_shares(batch, num_ranks) if weights is None else weighted_shares(batch, weights)
+    sync = parse_sync(spec.train.sync)
+    if sync == NO_SYNC and num_ranks > 1:
+        raise UsageError("--sync none: replicas that never exchange are not one model", hint="--sync ddp")
     dtype = dtype_of(seats, spec.model.dtype)
     cut = largest_micro_batch(spec, block_size)
     return Roster(
@@ -240,7 +253,7 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
             Member(rank=rank, host=seat.host, device=seat.device, dtype=dtype, share=share, micro_batch=cut)
             for rank, (seat, share) in enumerate(zip(seats, shares, strict=True))
         ],
-        sync=NO_SYNC if num_ranks == 1 else DDP,
+        sync=NO_SYNC if num_ranks == 1 else sync,
         backend=backend_of([seat.device for seat in seats], spec.machine.backend),
     )
 

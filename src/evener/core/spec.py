@@ -66,6 +66,9 @@ class TrainSpec(Section, frozen=True, kw_only=True):
         Literal["epochs", "uniform"], Meta(description="epochs: every block once, then all again; uniform: drawn")
     ] = "epochs"
     micro_batch: Annotated[Count | None, Meta(description="sequences in one backward [16384 tokens at most]")] = None
+    sync: Annotated[
+        str, Meta(description="how replicas agree: ddp, packed, bf16, int8, int4, powersgd:4; each also with +sparse")
+    ] = "ddp"
     lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NotNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
     warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None

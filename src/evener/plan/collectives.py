@@ -229,7 +229,8 @@ def _gloo_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
     ranks.) Two under way are no faster than m/2 · (α + s/β + s/γ) a step: the bound where latency exceeds a segment's
     time. Reduce-scatter: an all-reduce, *measured* 1.1 to 1.2 times as long for copies that this leaves out. Broadcast:
     a binomial tree by rank. *Measured* with 4 ranks and 16 MiB: 2.2 S/β instead of 2, for a rank's two sends share its
-    link instead of taking turns. All-gather: a ring, to the next. All-to-all: every pair at the same time.
+    link instead of taking turns. All-gather: a ring, to the next. All-to-all: every pair at the same time. Swap:
+    the same, by messages that do not stall (*measured*: 0.952 of 1 Gbit/s, 2 ranks, 40 MB).
     """
     num_ranks = ring.num_ranks
     part = size_bytes / num_ranks
@@ -242,6 +243,8 @@ def _gloo_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
         return adding + segment / max(gamma, _worst(ring.back).bandwidth_Bps) + max(lap_s(ring.back, part), window_s)
     if collective == "broadcast":
         return _binomial_s(size_bytes, ring)
+    if collective == "swap":
+        return _all_to_all_s(part, ring)
     stall = GLOO_STALL[collective][min(num_ranks, 4) - 2]
     part += (stall - 1) * max(0.0, part - SOCKET_BYTES)
     return lap_s(ring.wires, part) if collective == "all_gather" else _all_to_all_s(part, ring)
@@ -255,7 +258,7 @@ def _nccl_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
     """
     num_ranks, sizes = ring.num_ranks, ring.host_sizes
     part = size_bytes / num_ranks
-    if collective == "all_to_all":
+    if collective in ("all_to_all", "swap"):
         return _all_to_all_s(part, ring)
     inner, outer = ring.slowest(crossing=False), ring.slowest(crossing=True)
     beta = min(wire.bandwidth_Bps for wire in (inner, outer) if wire)

@@ -16,11 +16,11 @@ import msgspec
 
 from evener.core.collective import Collective
 from evener.core.prediction import Cluster, Job, Option, RankCost
-from evener.core.roster import Backend, Member, Roster
+from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster
 from evener.core.step import StepCost
 from evener.plan.collectives import backend_s, ring, sent_bytes
 from evener.plan.memory import memory
-from evener.plan.sync import BUILT, Exchange, Transfer, exchange, loss_penalty
+from evener.plan.sync import Exchange, Transfer, exchange, loss_penalty
 
 BACKWARD = 2 / 3  # of forward and backward: two matrix products where forward has one   [PaLM, appendix B]
 RECOMPUTED = 3 / 4  # where backward runs forward again
@@ -93,7 +93,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         bytes_per_rank=round(sent / work.every),
         loss_penalty=penalty,
         loss_source=source,
-        is_built=roster.sync.kind in BUILT,
+        is_built=roster.sync == NO_SYNC or roster.sync.kind in BUILT,
     )
 
 

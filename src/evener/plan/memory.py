@@ -91,9 +91,6 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
         extra = weights if sync.kind != "bf16" else 0  # what was rounded off, kept for the next step
     elif sync.kind == "powersgd":
         extra = weights + FP32 * sync.rank * sum(rows + columns for rows, columns in _matrices(shape))
-    elif sync.kind == "ddp+sparse":
-        tables = 1 + sum(map(shape.has_value_embedding, range(shape.num_layers)))
-        extra = num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # everybody's touched rows
     elif sync.kind == "zero1":
         optimizer //= num_ranks
     elif sync.kind == "diloco":
@@ -104,6 +101,9 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
         extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered
         gradients = min(gradients, weights)
         weights, gradients, optimizer = weights // num_ranks, gradients // num_ranks, optimizer // num_ranks
+    if sync.sparse:
+        tables = 1 + sum(map(shape.has_value_embedding, range(shape.num_layers)))
+        extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # everybody's touched rows
     return Memory(
         weights=weights,
         gradients=gradients,

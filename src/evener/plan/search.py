@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from evener.core.errors import UsageError
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction, Wire
-from evener.core.roster import DDP, NO_SYNC, Roster, SyncSpec, equal_shares, parse_sync
+from evener.core.roster import NO_SYNC, Roster, SyncSpec, equal_shares, parse_sync
 from evener.core.units import count, link_rate, plural, seconds, size
 from evener.plan.balance import fastest_shares
 from evener.plan.cluster import scaled, with_wire
@@ -18,7 +17,8 @@ from evener.plan.cost import price
 
 LOSS_BUDGET = 0.01
 CANDIDATES = tuple(map(parse_sync, (
-    "ddp+sparse", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30", "diloco:100:int4:streamed",
+    "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30",
+    "diloco:100:int4:streamed",
 )))  # fmt: skip
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
@@ -27,12 +27,11 @@ BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
 MEMORY_SHARE = 0.9  # of a host that a run may fill
 
 
-def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, also: Sequence[SyncSpec] = (),
-            keep_order: bool = False) -> Prediction:  # fmt: skip
+def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, keep_order: bool = False) -> Prediction:
     """Price every way, choose the fastest that can run, and say why the others lost.
 
-    The chosen option is what `train` does on all these hosts, recommended or not. `also` are strategies to price beside
-    CANDIDATES. Hosts are put in the order of the fastest ring, unless their own has to be kept.
+    The chosen option is what `train` does on all these hosts, recommended or not. Hosts are put in the
+    order of the fastest ring, unless their own has to be kept.
     """
     given = cluster
     if not keep_order:
@@ -46,10 +45,8 @@ def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, als
         options += _that_fit(job, cluster, alone)
     if len(cluster.seats) > 1:
         options += _otherwise_divided(job, given)
-        if NO_SYNC in also:
-            raise UsageError("sync none: replicas that never exchange are not one model", hint="--sync ddp")
         options += [price(job, cluster, msgspec.structs.replace(chosen.roster, sync=sync))
-                    for sync in (*CANDIDATES, *also) if _makes_sense(sync, job)]  # fmt: skip
+                    for sync in CANDIDATES if sync != chosen.roster.sync and _makes_sense(sync, job)]  # fmt: skip
     options = list({option.name: option for option in reversed(options)}.values())[::-1]
     fitting = [option for option in alone if _fits(option, cluster)]
     baseline = max(map(_speed, fitting), default=None) if alone else chosen.tokens_per_s
@@ -92,6 +89,8 @@ def flags_of_recommended(prediction: Prediction) -> str:
     best, chosen = prediction.option(prediction.recommended).roster, prediction.option(prediction.chosen).roster
     if set(best.hosts) != set(chosen.hosts):
         return f"--hosts {','.join(best.hosts)}"
+    if best.sync != chosen.sync:
+        return f"--sync {best.sync}"
     names = list(prediction.cluster.hosts)  # as the fleet's file has them: with --shares their order is the ranks'
     members = sorted(best.members, key=lambda member: names.index(member.host))
     return f"--shares {':'.join(str(member.share) for member in members)}"
@@ -110,7 +109,7 @@ def what_if(prediction: Prediction) -> list[Option]:
         found += _otherwise_divided(job, cluster)
     if roster.world_size > 1:
         found.append(_priced(larger(job, 4), cluster, name="batch and accumulation × 4"))
-        found += [option for option in prediction.options if option.roster.sync not in (DDP, NO_SYNC)]
+        found += [option for option in prediction.options if option.roster.sync not in (roster.sync, NO_SYNC)]
     return [option for option in {option.name: option for option in found}.values() if _fits(option, cluster)]
 
 
@@ -209,7 +208,7 @@ def _fewer(job: Job, cluster: Cluster) -> list[Option]:
         if num < max(2, len(ranked) // 2 if len(ranked) > 8 else 0):
             break
         left_out = ranked[num:]
-        name = _name_without(cluster, left_out) if len(left_out) <= 2 else f"{DDP} on the {num} fastest"
+        name = _name_without(job, cluster, left_out) if len(left_out) <= 2 else f"{_sync(job)} on the {num} fastest"
         found.append(_priced(divided(job, None), cluster, ranked[:num], name=name))
     return found
 
@@ -220,13 +219,17 @@ def _that_fit(job: Job, cluster: Cluster, alone: Sequence[Option]) -> list[Optio
     if not too_small or len(cluster.names) - len(too_small) < 2:
         return []
     left = [name for name in cluster.names if name not in too_small]
-    return [_priced(divided(job, None), cluster, left, name=_name_without(cluster, too_small))]
+    return [_priced(divided(job, None), cluster, left, name=_name_without(job, cluster, too_small))]
 
 
-def _name_without(cluster: Cluster, left_out: Sequence[str]) -> str:
+def _name_without(job: Job, cluster: Cluster, left_out: Sequence[str]) -> str:
     if len(left_out) <= 2:
-        return f"{DDP} without {', '.join(sorted(left_out))}"
-    return f"{DDP} on {', '.join(name for name in cluster.names if name not in left_out)}"
+        return f"{_sync(job)} without {', '.join(sorted(left_out))}"
+    return f"{_sync(job)} on {', '.join(name for name in cluster.names if name not in left_out)}"
+
+
+def _sync(job: Job) -> SyncSpec:
+    return parse_sync(job.spec.train.sync)
 
 
 def _otherwise_divided(job: Job, cluster: Cluster) -> list[Option]:
@@ -250,7 +253,7 @@ def _otherwise_divided(job: Job, cluster: Cluster) -> list[Option]:
 def _makes_sense(sync: SyncSpec, job: Job) -> bool:
     """Are there tables that are only looked up?"""
     shape = job.shape
-    return sync.kind != "ddp+sparse" or shape.value_embeddings or not shape.tied_head
+    return not sync.sparse or shape.value_embeddings or not shape.tied_head
 
 
 def _speed(option: Option) -> float:

@@ -15,10 +15,10 @@ from evener.core.collective import Collective
 from evener.core.roster import Kind, Roster, SyncSpec
 from evener.core.shape import MLP_EXPANSION, GPTShape
 
+INDEX_BYTES = 4  # of a table's row
 GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
 BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB, so that something leaves early
 FIRST_BUCKET_BYTES = 1 << 20
-BUILT: tuple[Kind, ...] = ("none", "ddp")  # what `train` runs today
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +29,7 @@ class Gradient(msgspec.Struct, frozen=True, kw_only=True):
     columns: int
     ready: float  # share of backward that is over when it is there
     is_lookup: bool = False  # a table of which a step touches the rows of its tokens alone
+    is_linear: bool = False  # the weight of a linear layer, and nothing else
 
     @property
     def num_params(self) -> int:
@@ -95,7 +96,12 @@ def gradients(shape: GPTShape) -> list[Gradient]:
         done += flops
         if rows:
             is_lookup = name.endswith("value embedding") or (name == "token embedding" and not shape.tied_head)
-            found.append(Gradient(name=name, rows=rows, columns=columns, ready=done / total, is_lookup=is_lookup))
+            is_linear = name == "head" or name.split()[-1] in ("down", "up", "out", "qkv")
+            found.append(
+                Gradient(
+                    name=name, rows=rows, columns=columns, ready=done / total, is_lookup=is_lookup, is_linear=is_linear
+                )
+            )
     return found
 
 
@@ -106,12 +112,20 @@ def buckets(tensors: Sequence[Gradient]) -> list[tuple[int, float]]:
     >>> [round(size / 1e6, 1) for size, _ in buckets(gradients(preset_shape("char", vocab_size=65)))]
     [2.4, 28.3, 12.3]
     """
-    found: list[tuple[int, float]] = []
+    return [(GRADIENT_BYTES * sum(tensor.num_params for tensor in bucket), bucket[-1].ready)
+            for bucket in bucketed(tensors)]  # fmt: skip
+
+
+def bucketed(tensors: Sequence[Gradient]) -> list[list[Gradient]]:
+    """The tensors of each of DDP's buckets."""
+    found: list[list[Gradient]] = []
     size, limit = 0, FIRST_BUCKET_BYTES
-    for i, tensor in enumerate(tensors):
+    for tensor in tensors:
+        if size == 0:
+            found.append([])
+        found[-1].append(tensor)
         size += GRADIENT_BYTES * tensor.num_params
-        if size >= limit or i == len(tensors) - 1:
-            found.append((size, tensor.ready))
+        if size >= limit:
             size, limit = 0, BUCKET_BYTES
     return found
 
@@ -127,19 +141,25 @@ def exchange(shape: GPTShape, roster: Roster) -> Exchange:
     ...     found = exchange(shape, Roster(members=members, sync=parse_sync(name), backend="gloo"))
     ...     print(round(sum(transfer.size_bytes for transfer in found.transfers) / 1e6, 1))
     503.3
-    209.9
+    209.8
     """
-    return STRATEGIES[roster.sync.kind].exchange(shape, roster)
+    tensors = gradients(shape)
+    if not roster.sync.sparse:
+        return STRATEGIES[roster.sync.kind].exchange(shape, roster, tensors)
+    work = STRATEGIES[roster.sync.kind].exchange(shape, roster, [tensor for tensor in tensors if not tensor.is_lookup])
+    rows = [_rows(shape, roster, tensor) for tensor in tensors if tensor.is_lookup]
+    transfers = sorted([*work.transfers, *rows], key=lambda transfer: transfer.ready)
+    return msgspec.structs.replace(work, transfers=transfers)
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table."""
 
-    exchange: Callable[[GPTShape, Roster], Exchange]
+    exchange: Callable[[GPTShape, Roster, Sequence[Gradient]], Exchange]
     is_exact: bool = True  # up to the rounding of sums in another order
 
 
-def _none(shape: GPTShape, roster: Roster) -> Exchange:
+def _none(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
     return Exchange(transfers=[])
 
 
@@ -147,62 +167,74 @@ def _all_reduces(found: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
     return [Transfer(collective="all_reduce", size_bytes=factor * size, ready=ready) for size, ready in found]
 
 
-def _ddp(shape: GPTShape, roster: Roster) -> Exchange:
-    return Exchange(transfers=_all_reduces(buckets(gradients(shape))))
+def _ddp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+    return Exchange(transfers=_all_reduces(buckets(tensors)))
 
 
-def _sparse(shape: GPTShape, roster: Roster) -> Exchange:
-    """Tables that are only looked up send the rows that were touched, at most one a token, with their 8-byte index."""
-    tensors = gradients(shape)
-    dense = _all_reduces(buckets([tensor for tensor in tensors if not tensor.is_lookup]))
-    tokens = max(roster.shares) * shape.block_size
-    rows = [
-        Transfer(
-            collective="all_gather",
-            size_bytes=roster.world_size * min(tokens, tensor.rows) * (GRADIENT_BYTES * tensor.columns + 8.0),
-            ready=tensor.ready,
-        )
-        for tensor in tensors
-        if tensor.is_lookup
-    ]
-    return Exchange(transfers=sorted([*dense, *rows], key=lambda transfer: transfer.ready))
+def _rows(shape: GPTShape, roster: Roster, tensor: Gradient) -> Transfer:
+    """A table that is only looked up: the rows that were touched, at most one a token, with their numbers."""
+    touched = min(max(roster.shares) * shape.block_size, tensor.rows)
+    size = touched * (GRADIENT_BYTES * tensor.columns + INDEX_BYTES)
+    return _swap(float(size), tensor.ready, roster.world_size)
 
 
-def _narrow(bytes_per_element: float) -> Callable[[GPTShape, Roster], Exchange]:
-    """Gradients in fewer bits, with error feedback: read, written and remembered once each way."""
+def _swap(sent_bytes: float, ready: float, num_ranks: int) -> Transfer:
+    """Each rank sends so many bytes to each other one."""
+    return Transfer(collective="swap", size_bytes=num_ranks * sent_bytes, ready=ready)
 
-    def narrow(shape: GPTShape, roster: Roster) -> Exchange:
-        moved = shape.num_params() * 2 * (3 * GRADIENT_BYTES + bytes_per_element)
-        found = _all_reduces(buckets(gradients(shape)), bytes_per_element / GRADIENT_BYTES)
-        return Exchange(transfers=found, moved_bytes=moved)
+
+def _to_all_and_back(sizes: Sequence[tuple[float, float, float]], num_ranks: int) -> list[Transfer]:
+    """(bytes there, bytes back, ready) of buckets: two ranks send each other all, more a part to each and back."""
+    if num_ranks == 2:
+        return [_swap(there, ready, num_ranks) for there, _, ready in sizes]
+    return [_swap(size / num_ranks, ready, num_ranks) for there, back, ready in sizes for size in (there, back)]
+
+
+def _packed(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+    """Under bf16, with one micro-batch a rank, the gradients of linear layers in two bytes; sums in four."""
+    fits = all(member.dtype == "bf16" and len(member.micro_batches) <= 1 for member in roster.members)
+    sizes, narrow = [], {t.ready: 2.0 * t.num_params for t in tensors if fits and t.is_linear}
+    begin = -math.inf
+    for size, ready in buckets(tensors):
+        saved = sum(half for at, half in narrow.items() if begin < at <= ready)
+        sizes.append((size - saved, float(size), ready))
+        begin = ready
+    moved = shape.num_params() * 3.0 * GRADIENT_BYTES
+    return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), moved_bytes=moved)
+
+
+def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster, Sequence[Gradient]], Exchange]:
+    """Gradients in fewer bits, a bf16 scale for each block, and error feedback."""
+    element_bytes = bits / 8 + (2 / block if bits < 16 else 0.0)
+
+    def narrow(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+        factor = element_bytes / GRADIENT_BYTES
+        sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors)]
+        moved = shape.num_params() * 2 * (3 * GRADIENT_BYTES + element_bytes)
+        return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), moved_bytes=moved)
 
     return narrow
 
 
-def _powersgd(shape: GPTShape, roster: Roster) -> Exchange:
-    """Each matrix as a product of two thin ones, reduced one after the other; vectors whole.   [Vogels et al. 2019]"""
+def _powersgd(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+    """Each matrix of a bucket as a product of two thin ones: the left factors and the vectors, then the right ones.
+
+    [Vogels et al. 2019]
+    """
     rank = roster.sync.rank
-    tensors = gradients(shape)
-    sent = [(GRADIENT_BYTES * (rank * (t.rows + t.columns) if min(t.rows, t.columns) > 2 * rank else t.num_params),
-             t.ready) for t in tensors]  # fmt: skip
-    halves = [(size // 2, ready) for size, ready in sent for _ in range(2)]
+    transfers = []
+    for bucket in bucketed(tensors):
+        thin = [tensor for tensor in bucket if min(tensor.rows, tensor.columns) > 2 * rank]
+        rest = sum(tensor.num_params for tensor in bucket) - sum(tensor.num_params for tensor in thin)
+        left, right = (GRADIENT_BYTES * rank * sum(side) for side in
+                       ([tensor.rows for tensor in thin], [tensor.columns for tensor in thin]))  # fmt: skip
+        ready = bucket[-1].ready
+        transfers += _all_reduces([(left + GRADIENT_BYTES * rest, ready), *([(right, ready)] if thin else [])])
     moved = shape.num_params() * GRADIENT_BYTES * 6.0  # read for each factor, error written and added
-    return Exchange(transfers=_all_reduces(_packed(halves)), moved_bytes=moved)
+    return Exchange(transfers=transfers, moved_bytes=moved)
 
 
-def _packed(sizes: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Small transfers gathered into buckets."""
-    found: list[tuple[int, float]] = []
-    pending = 0
-    for i, (size, ready) in enumerate(sizes):
-        pending += size
-        if pending >= FIRST_BUCKET_BYTES or i == len(sizes) - 1:
-            found.append((pending, ready))
-            pending = 0
-    return found
-
-
-def _fsdp(shape: GPTShape, roster: Roster) -> Exchange:
+def _fsdp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
     """Every micro-batch gathers each layer's weights in forward and again in backward; gradients are reduce-scattered.
 
     [PyTorch FSDP2, reshard_after_forward.] Gathers and reductions are in the arithmetic's type.
@@ -218,17 +250,17 @@ def _fsdp(shape: GPTShape, roster: Roster) -> Exchange:
     return Exchange(transfers=[*gathers, *scatters], update_share=1 / roster.world_size)
 
 
-def _zero1(shape: GPTShape, roster: Roster) -> Exchange:
+def _zero1(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
     """DDP; then each rank updates its part of the weights and broadcasts it.   [torch, ZeroRedundancyOptimizer]"""
     part = GRADIENT_BYTES * shape.num_params() / roster.world_size
     return Exchange(
-        transfers=_all_reduces(buckets(gradients(shape))),
+        transfers=_all_reduces(buckets(tensors)),
         after=[Transfer(collective="broadcast", size_bytes=part, ready=1.0) for _ in range(roster.world_size)],
         update_share=1 / roster.world_size,
     )
 
 
-def _diloco(shape: GPTShape, roster: Roster) -> Exchange:
+def _diloco(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
     """H steps alone, then one all-reduce of what they changed.   [Douillard et al. 2023; streamed: 2025]"""
     sync, num_params = roster.sync, shape.num_params()
     return Exchange(
@@ -242,10 +274,10 @@ def _diloco(shape: GPTShape, roster: Roster) -> Exchange:
 STRATEGIES: dict[Kind, Strategy] = {
     "none": Strategy(exchange=_none),
     "ddp": Strategy(exchange=_ddp),
-    "ddp+sparse": Strategy(exchange=_sparse),
-    "bf16": Strategy(exchange=_narrow(2.0), is_exact=False),
-    "int8": Strategy(exchange=_narrow(1.0), is_exact=False),
-    "int4": Strategy(exchange=_narrow(0.5), is_exact=False),
+    "packed": Strategy(exchange=_packed),
+    "bf16": Strategy(exchange=_narrow(16, 1), is_exact=False),
+    "int8": Strategy(exchange=_narrow(8, 256), is_exact=False),
+    "int4": Strategy(exchange=_narrow(4, 64), is_exact=False),
     "powersgd": Strategy(exchange=_powersgd, is_exact=False),
     "fsdp": Strategy(exchange=_fsdp),
     "zero1": Strategy(exchange=_zero1),

@@ -20,7 +20,7 @@ from evener.core.decoding import from_json
 from evener.core.errors import RunError
 from evener.core.machine import Machine
 from evener.core.resolve import Resolved
-from evener.core.roster import Roster, Seat, first_roster
+from evener.core.roster import Roster, Seat, check_built, first_roster
 from evener.core.rundir import code_hash
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
@@ -56,6 +56,7 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu
     mine = Seat(host=machine.host, device=str(device), name=name, has_bf16=has_bf16(device))
     seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(mine))]
+    check_built(spec)
     path = os.environ.get("EVENER_ROSTER")
     if path is None:
         if resolved is None and spec.model.dtype == "auto":  # a program of the user's own computes as torch does

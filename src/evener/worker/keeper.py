@@ -16,6 +16,7 @@ from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.worker import checkpoint as checkpoints
 from evener.worker.group import Group
+from evener.worker.own import load_own, ranks_that_left, save_own
 from evener.worker.sync import Sync
 from evener.worker.trained import Trained
 from evener.worker.verify import differences, gather_hashes, hash_tensors
@@ -48,6 +49,19 @@ class Keeper:
         draw = np.random.SeedSequence((self._spec.train.seed, step, self._group.rank)).generate_state(2, np.uint32)
         torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
 
+    def restore_own(self, resume: Checkpoint | None) -> None:
+        """Once the Sync is in place: what this rank alone remembered, and what ranks did that are no more."""
+        if resume is None:
+            return
+        group, step = self._group, resume.step
+        mine = load_own(self._dir, group.rank, step)
+        gone = [rank for rank in ranks_that_left(self._dir, step) if rank >= group.world_size]
+        theirs = [load_own(self._dir, rank, step) for rank in gone] if group.local_rank == 0 else []
+        self._sync.load_own_state(mine or {}, [state for state in theirs if state is not None])
+        told = group.gather(b"1" if mine else b"")
+        if group.rank == 0 and any(told) and not all(told):
+            self._dir.add_event("own.missing", step=step, ranks=[rank for rank, one in enumerate(told) if not one])
+
     def save(self, step: int, val_loss: float | None) -> None:
         """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be."""
         if step == self._saved_step:
@@ -56,8 +70,10 @@ class Keeper:
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
         rng = self._group.gather(safetensors.torch.save(checkpoints.rng_states(self._group.device)))
         failed = b""
-        if self._group.rank == 0:
-            try:
+        try:
+            if own := self._sync.own_state():
+                save_own(self._dir, self._group.rank, step, own)
+            if self._group.rank == 0:
                 checkpoints.save(
                     self._dir,
                     weights,
@@ -67,18 +83,18 @@ class Keeper:
                     rng_states=[safetensors.torch.load(state) for state in rng],
                     replica_hashes=replica_hashes,
                 )
-            except EvenerError as error:
-                failed = msgspec.json.encode([str(error), error.hint])
-            else:
-                if val_loss is not None and (self._best is None or val_loss < self._best[0]):
-                    self._best = (val_loss, step)
-                checkpoints.prune(self._dir, self._spec.checkpoint.keep, self._best[1] if self._best else None)
-                self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
-        failed = self._group.gather(failed)[0]  # also keeps the others from starting the next step's clock
-        if failed:
-            message, hint = from_json(failed, tuple[str, str])
+        except EvenerError as error:
+            failed = msgspec.json.encode([str(error), error.hint])
+        # What fails on one rank fails on all; this also keeps the others from starting the next step's clock.
+        for text in filter(None, self._group.gather(failed)):
+            message, hint = from_json(text, tuple[str, str])
             raise RunError(message, hint=hint)
         self._saved_step = step
+        if self._group.rank == 0:
+            if val_loss is not None and (self._best is None or val_loss < self._best[0]):
+                self._best = (val_loss, step)
+            checkpoints.prune(self._dir, self._spec.checkpoint.keep, self._best[1] if self._best else None)
+            self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
 
     def compare(self, step: int) -> bool | None:
         """Do the replicas hold the same bits? None of one rank.

@@ -27,7 +27,7 @@ from evener.core.shape import GPTShape
 from evener.worker.clock import HostClock, Laps
 from evener.worker.group import Group, leave
 from evener.worker.model import GPT
-from evener.worker.sync.ddp import union_s
+from evener.worker.sync.buckets import union_s
 
 SEED = 35000
 STEPS = 100

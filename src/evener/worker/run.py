@@ -214,11 +214,12 @@ class Run:
         trained.check()
         agree(self.group, self.dir, self.spec, self._resolved, roster, first, trained)
         check_batch_norm(trained.module, roster)
-        sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part))
+        sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
         keeper.restore(self._resume)
         sync.wrap(trained.module, uses_all=self._resolved is not None)
+        keeper.restore_own(self._resume)
         shape = self._resolved.shape if self._resolved else None
         params = shape.params_by_group() if shape else {"all": sum(p.numel() for p in trained.module.parameters())}
         self._journal.begin(self.spec, self._resolved, roster, params, compiled=self._compiled, first=first,

@@ -6,7 +6,7 @@ before it on this rank has added to the gradients and is exchanged with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -51,7 +51,13 @@ class Sync(Protocol):
         """The sum of a vector over the ranks that must agree on it, on the processor."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers from step to step; empty where it remembers nothing."""
+        """What all ranks remember alike from step to step; empty where that is nothing."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go on with what was remembered."""
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone remembers, such as what it has not sent yet; empty where that is nothing."""
+
+    def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+        """Go on with what this rank remembered, once `wrap` was called. `others`: of ranks that are no more."""

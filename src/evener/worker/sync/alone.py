@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,4 +38,10 @@ class Alone:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
+        pass
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         pass

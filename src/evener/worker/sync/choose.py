@@ -4,17 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evener.core.roster import Roster
+from torch import nn
+
+from evener.core.roster import Roster, SyncSpec
 from evener.worker.clock import Clock
 from evener.worker.group import Group
 from evener.worker.sync import Sync
 from evener.worker.sync.alone import Alone
-from evener.worker.sync.ddp import DDP
+from evener.worker.sync.buckets import Buckets, Reduction
+from evener.worker.sync.codes import Bf16, Scaled
+from evener.worker.sync.ddp import AllReduce
+from evener.worker.sync.lane import Exchange, Lane
+from evener.worker.sync.narrow import Narrow
+from evener.worker.sync.packed import Packed
+from evener.worker.sync.powersgd import PowerSGD
+from evener.worker.sync.whole import Whole
 
 
-def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], None]) -> Sync:
+def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], None], module: nn.Module) -> Sync:
     """The strategy of a run; `lap` charges the time since the last lap to a part of the step."""
     if roster.sync.kind == "none":
         return Alone()
-    assert roster.sync.kind == "ddp", roster.sync
-    return DDP(group, clock, lap)
+    return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module))
+
+
+def _reduction(sync: SyncSpec, group: Group, clock: Clock, module: nn.Module) -> Reduction:
+    if sync.kind == "ddp" and not sync.sparse:
+        return AllReduce(group, clock)
+    return Lane(group, clock, _exchange(sync, group), tables_of(module) if sync.sparse else frozenset())
+
+
+def _exchange(sync: SyncSpec, group: Group) -> Exchange:
+    match sync.kind:
+        case "ddp":
+            return Whole(group)
+        case "packed":
+            return Packed(group)
+        case "bf16":
+            return Narrow(group, Bf16())
+        case "int8":
+            return Narrow(group, Scaled(8))
+        case "int4":
+            return Narrow(group, Scaled(4))
+        case "powersgd":
+            return PowerSGD(group, sync.rank)
+    raise AssertionError(sync)
+
+
+def tables_of(module: nn.Module) -> frozenset[nn.Parameter]:
+    """Weights that an nn.Embedding looks rows up in and no other part of the module holds."""
+    held = [(parameter, isinstance(part, nn.Embedding)) for part in module.modules()
+            for parameter in part.parameters(recurse=False)]  # fmt: skip
+    tied = {parameter for parameter, is_table in held if not is_table}
+    return frozenset(parameter for parameter, is_table in held if is_table and parameter not in tied)

@@ -1,0 +1,75 @@
+"""What does one rank alone remember, and where is it kept? Where it trains, beside the checkpoints that rank 0 writes.
+
+    RUN/own/rank-1/step-000100.safetensors    tensors by name; the tree of the state in the file's metadata
+
+Rank 0's checkpoint holds all that replicas have in common. What is a rank's own, such as gradients that a code has not
+sent yet, is as large as the model: it does not travel, but stays on the rank's machine. A run that goes on with the
+same ranks goes on bit for bit. Ranks that are no more leave theirs to the first rank of their machine.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from evener.core.decoding import from_json
+from evener.core.errors import CheckpointError
+from evener.core.files import write_atomic
+from evener.core.rundir import RunDir
+from evener.worker.statetree import pack, unpack
+
+KEPT = 2  # newest: one more than is needed, for a rank may die while rank 0 writes its checkpoint
+
+
+def save_own(rundir: RunDir, rank: int, step: int, state: dict[str, Any]) -> None:
+    """Keep this rank's state of a step; CheckpointError where the disk refuses."""
+    folder = _folder(rundir, rank)
+    tree, tensors = pack(state, "own")
+    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+                   metadata={"state": msgspec.json.encode(tree).decode()})  # fmt: skip
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(_path(folder, step), content)
+        for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT]:
+            old.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: {error.strerror}", hint="the last complete checkpoint is untouched; --resume goes on"
+        ) from None
+
+
+def load_own(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | None:
+    """What a rank remembered after so many steps; None where it left nothing here."""
+    path = _path(_folder(rundir, rank), step)
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            state: dict[str, Any] = unpack(from_json(file.metadata()["state"], dict[str, Any]), tensors)
+    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}", hint="removed, the run goes on without it") from None
+    return state
+
+
+def ranks_that_left(rundir: RunDir, step: int) -> list[int]:
+    """Ranks whose own state of this step is here."""
+    found = (re.fullmatch(r"rank-(\d+)", path.parent.name) for path in (rundir.path / "own").glob(f"*/{_name(step)}"))
+    return sorted(int(name[1]) for name in found if name)
+
+
+def _folder(rundir: RunDir, rank: int) -> Path:
+    return rundir.path / "own" / f"rank-{rank}"
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}.safetensors"

@@ -1,0 +1,197 @@
+"""Which gradients may leave, and when? torch's DDP reducer says so, bucket by bucket, while backward runs.
+
+DDP decides at forward whether the backward that belongs to it exchanges gradients. A program may run several backwards,
+and its rank may have no sequences at all; so forward runs on the bare module, and DDP's reducer is told right before
+the one backward that exchanges. Of that it expects a gradient of every parameter. Those that got none get zeros, which
+the reducer waits for; where no rank had one, the parameter keeps none, so that an optimizer leaves it alone as it would
+on one rank.
+
+DDP arranges its buckets once, in the order in which the gradients of one backward come, and a ring adds the ranks up in
+an order that depends on a gradient's place in its bucket. Our own model's gradients always come alike. Those of a
+program may come otherwise in the step from which it is resumed, so its buckets are arranged by a backward of zeros.
+
+All ranks hand over the same buckets in the same order. How a bucket becomes its sum is a Reduction's business.
+"""
+
+# No `from __future__ import annotations`: torch looks at the hook's own.
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.worker.clock import Clock
+from evener.worker.group import Group
+from evener.worker.sync import Backward, Replica
+
+Future = torch.futures.Future
+
+
+class Reduction(Protocol):
+    """What makes of each rank's bucket the sum over ranks, in place."""
+
+    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool) -> "Future[Tensor]":
+        """A bucket is complete on this rank. What a rehearsal sends is forgotten, and nothing may remember it."""
+
+    def finish(self) -> None:
+        """Return when every bucket that was started holds its sum."""
+
+    def take_bytes(self) -> int:
+        """Bytes that this rank sent since the last call."""
+
+    def take_spans(self) -> list[tuple[Any, Any]]:
+        """Clock marks around each bucket's exchange since the last call."""
+
+    def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+        """What this rank alone remembers from step to step, by the names of its parameters."""
+
+    def load_own_state(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+        """Go on with this rank's, which comes first, and take over what ranks left that are no more."""
+
+
+class Buckets:
+    """Every rank holds the sum of all ranks' gradients when the last backward of a pass is over."""
+
+    replica: Replica = "equal"
+
+    def __init__(self, group: Group, clock: Clock, lap: Callable[[str], None], reduction: Reduction) -> None:
+        self._group, self._clock, self._lap, self._reduction = group, clock, lap, reduction
+        self._done: set[Tensor] = set()  # parameters whose gradient this rank has added to since the last exchange
+        self._hooks: list[Any] = []
+        self._arranges = False
+        self._is_rehearsal = True  # until `settle`
+
+    def wrap(self, module: nn.Module, uses_all: bool) -> None:
+        self._module, self._all, self._uses_all = module, list(module.parameters()), uses_all
+        self._make(all_have_rank_0s_weights=False)
+
+    def backward(self, loss: Backward | None) -> None:
+        if any(a is not b for a, b in zip_longest(self._parameters, self._trained())):
+            # The program has frozen parameters or thawed them.
+            self._make(all_have_rank_0s_weights=True)
+        before = self._done.copy()
+        self._done.clear()
+        self._ddp.reducer.prepare_for_backward([])
+        if loss is not None:
+            loss.backward()
+        missing = [parameter for parameter in self._parameters if parameter not in self._done]
+        used = before | self._done
+        if missing:
+            _add_zeros(missing)
+        self._done.clear()
+        self._reduction.finish()
+        if not self._uses_all:
+            self._forget_unused(used)
+
+    def settle(self) -> None:
+        if self._uses_all:
+            self._ddp.reducer._rebuild_buckets()
+        self._is_rehearsal = False
+
+    def after_update(self) -> None:
+        pass
+
+    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
+        spans = self._reduction.take_spans()
+
+        def in_flight_s() -> float:
+            if not spans:
+                return 0.0
+            first = spans[0][0]
+            return union_s([(self._clock.seconds(first, begin), self._clock.seconds(first, end))
+                            for begin, end in spans])  # fmt: skip
+
+        return self._reduction.take_bytes(), in_flight_s
+
+    def total(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._group.control)
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        pass
+
+    def own_state(self) -> dict[str, Any]:
+        return self._reduction.own_state({parameter: name for name, parameter in self._module.named_parameters()})
+
+    def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+        self._reduction.load_own_state([state, *others], dict(self._module.named_parameters()))
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._all if parameter.requires_grad]
+
+    def _make(self, all_have_rank_0s_weights: bool) -> None:
+        self._parameters = self._trained()
+        self._ddp = DistributedDataParallel(
+            self._module,
+            device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
+            process_group=self._group.gradients,
+            gradient_as_bucket_view=True,  # the buckets are the gradients: a copy less each way
+            forward_sync_buffers=False,  # see worker/buffers.py
+            init_sync=not all_have_rank_0s_weights,
+        )
+        self._ddp.register_comm_hook(None, self._start)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._done.add) for parameter in self._parameters]
+        if not self._uses_all:
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """Buckets in the order of the parameters, the last first, as in most backwards. Nothing is exchanged."""
+        untouched = [parameter for parameter in self._parameters if parameter.grad is None]
+        done = self._done.copy()
+        self._arranges = True
+        self._ddp.reducer.prepare_for_backward([])
+        _add_zeros(self._parameters)
+        self._arranges = False
+        self._ddp.reducer._rebuild_buckets()
+        for parameter in untouched:
+            parameter.grad = None
+        self._done.clear()
+        self._done |= done
+
+    def _forget_unused(self, used: set[Tensor]) -> None:
+        """Parameters that no rank used have no gradient, as on one rank."""
+        mask = torch.tensor([parameter in used for parameter in self._parameters], dtype=torch.uint8)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group.control)
+        for parameter, is_used in zip(self._parameters, mask.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None
+
+    def _start(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if self._arranges:
+            return nothing_to_wait_for(bucket)
+        if bucket.is_last():
+            self._lap("compute_s")  # the last gradient is there: from here on backward only waits
+        return self._reduction.start(bucket, is_rehearsal=self._is_rehearsal)
+
+
+def nothing_to_wait_for(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """For the reducer: this bucket is as it shall be, or somebody else will wait for it."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _add_zeros(parameters: list[nn.Parameter]) -> None:
+    """Give each parameter a gradient of 0, the last one first, or add 0 to what it has."""
+    torch.stack([(parameter.flatten()[:1] * 0).sum().float() for parameter in parameters]).sum().backward()
+
+
+def union_s(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals.
+
+    >>> union_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,145 @@
+"""How are buckets exchanged by more than one collective each? One after the other, by a thread of their own.
+
+Collectives that start from callbacks start in an order that differs from rank to rank, and then a message meets the
+wrong one. Here every bucket is a job; the jobs run in the order in which DDP's reducer hands buckets over, which is the
+same on all ranks, and each is a straight line: encode, send, receive, decode. Meanwhile backward goes on.
+
+    backward    bucket 0 ─── bucket 1 ──────── bucket 2 ─ finish() ───────────┐
+    lane            └─ encode, swap, add ─ encode, swap, add ─ encode, …, add ┘
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.worker.clock import Clock
+from evener.worker.group import Group
+from evener.worker.sync.buckets import nothing_to_wait_for
+from evener.worker.sync.sparse import Rows
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The part of a bucket that one exchange is for."""
+
+    bucket: int  # its number in the step
+    parameters: tuple[nn.Parameter, ...]
+    views: list[Tensor]  # their gradients, flat, in the bucket's memory
+    is_rehearsal: bool  # nothing of it may be remembered
+
+    @property
+    def num(self) -> int:
+        """Numbers in all."""
+        return sum(len(view) for view in self.views)
+
+    def offsets(self) -> list[tuple[nn.Parameter, int, int]]:
+        """(parameter, begin, end) where all of them lie one behind the other."""
+        found, reached = [], 0
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            found.append((parameter, reached, reached + len(view)))
+            reached += len(view)
+        return found
+
+
+class Exchange(Protocol):
+    """How gradients become their sum over ranks, on the lane's thread, in the same order on all ranks."""
+
+    def run(self, slots: Slots) -> int:
+        """Replace these gradients by their sums; returns the bytes that this rank sent."""
+
+    def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+        """See Reduction."""
+
+    def load_own_state(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+        """See Reduction."""
+
+
+class Lane:
+    """A Reduction whose exchanges run beside backward. `tables` go row by row, all else by `exchange`."""
+
+    def __init__(self, group: Group, clock: Clock, exchange: Exchange, tables: frozenset[nn.Parameter]) -> None:
+        self._group, self._clock, self._exchange, self._tables = group, clock, exchange, tables
+        self._rows = Rows(group)
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        self._going: list[Future[None]] = []
+        self._bytes = 0
+        self._spans: list[tuple[Any, Any]] = []
+        # A daemon: a program that fails while another rank's bucket is on its way does not wait for that to end.
+        threading.Thread(target=self._work, name="evener-lane", daemon=True).start()
+
+    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool) -> torch.futures.Future[Tensor]:
+        parameters: Sequence[Any] = bucket.parameters()
+        views = [gradient.view(-1) for gradient in bucket.gradients()]
+        index = bucket.index()
+        ready = torch.cuda.current_stream().record_event() if self._group.device.type == "cuda" else None
+
+        def job() -> None:
+            if ready is not None:
+                torch.cuda.current_stream().wait_event(ready)
+            begin = self._clock.mark()
+            dense = []
+            for parameter, view in zip(parameters, views, strict=True):
+                if parameter in self._tables:
+                    sent, was_whole = self._rows.run(view.view(parameter.shape))
+                    self._bytes += sent
+                    if was_whole and is_rehearsal:  # a head reads it too, or it is short: no rows to choose from
+                        self._tables -= {parameter}
+                else:
+                    dense.append((parameter, view))
+            if dense:
+                slots = Slots(index, tuple(one for one, _ in dense), [view for _, view in dense], is_rehearsal)
+                self._bytes += self._exchange.run(slots)
+            self._spans.append((begin, self._clock.mark()))
+
+        self._going.append(self._submit(job))
+        return nothing_to_wait_for(bucket)
+
+    def finish(self) -> None:
+        going, self._going = self._going, []
+        for job in going:
+            job.result()
+        if self._group.device.type == "cuda":
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def take_bytes(self) -> int:
+        taken, self._bytes = self._bytes, 0
+        return taken
+
+    def take_spans(self) -> list[tuple[Any, Any]]:
+        taken, self._spans = self._spans, []
+        return taken
+
+    def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+        return self._exchange.own_state(names)
+
+    def load_own_state(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+        self._exchange.load_own_state(states, parameters)
+
+    def _submit(self, job: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        self._jobs.put((job, done))
+        return done
+
+    def _work(self) -> None:
+        if self._group.device.type == "cuda":
+            torch.cuda.set_device(self._group.device)
+            self._stream = torch.cuda.Stream()
+            torch.cuda.set_stream(self._stream)
+        with torch.no_grad():
+            while True:
+                job, done = self._jobs.get()
+                try:
+                    job()
+                except BaseException as error:  # raised again where the step waits for it
+                    done.set_exception(error)
+                else:
+                    done.set_result(None)

@@ -1,0 +1,66 @@
+"""What is sent in fewer bits is near the number, and the rest is kept to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evener.worker.sync.codes import Bf16, Scaled
+
+CODES = {"bf16": Bf16(), "int8": Scaled(8), "int4": Scaled(4)}
+NUM = (1 << 18) + 3 * 256  # a piece and a bit
+
+
+def coded(code, values):
+    payload = torch.zeros(code.num_bytes(len(values)), dtype=torch.uint8)
+    left, told = values.clone(), torch.zeros_like(values)
+    code.encode(left, payload)
+    code.add(payload, told)
+    return told, left
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_what_is_told_and_what_is_left_are_the_number(name):
+    values = torch.randn(NUM, generator=torch.Generator().manual_seed(1)) * 1e-4
+    told, left = coded(CODES[name], values)
+    assert torch.allclose(told + left, values, rtol=0, atol=2e-11)
+    assert told.count_nonzero() > 0.8 * NUM
+
+
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
+def test_the_error_is_at_most_half_a_step_of_the_blocks_scale(name, largest):
+    """A block's scale is its largest number / largest code, at most 1 + 2^-7 + 2^-8 times as much for its rounding."""
+    code = CODES[name]
+    values = torch.randn(NUM, generator=torch.Generator().manual_seed(2))
+    _, left = coded(code, values)
+    for start in range(0, NUM, 1 << 18):
+        rows = values[start : start + (1 << 18)].view(code.block, -1)
+        bound = rows.abs().amax(0) / largest * (1 + 2**-7) * (1 + 2**-8) / 2
+        assert (left[start : start + (1 << 18)].view(code.block, -1).abs() <= bound * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("int8", 8 + 16 / 256), ("int4", 4 + 16 / 64)])
+def test_a_payload_has_the_stated_bytes(name, bits):
+    assert CODES[name].num_bytes(1 << 20) == bits / 8 * (1 << 20)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_whole_multiples_of_a_scale_come_back_as_they_are_and_zeros_stay_zero(name):
+    """Numbers k·s with the largest code among them; s·(1 + 2^-7) is a bf16, so nothing is rounded but the codes."""
+    code, largest = CODES[name], {"int8": 127, "int4": 7}[name]
+    zeros = torch.zeros(NUM)
+    told, left = coded(code, zeros)
+    assert not told.any()
+    assert not left.any()
+    tiny, _ = coded(code, torch.full((NUM,), 1e-38))
+    assert tiny.isfinite().all()
+    codes = torch.arange(NUM).remainder(2 * largest + 1) - largest
+    told, _ = coded(code, codes * 0.5)
+    assert (told - codes * 0.5).abs().max() <= 0.26  # half a step, and the scale's 1 %
+
+
+def test_bf16_is_torchs_own_rounding():
+    values = torch.randn(NUM, generator=torch.Generator().manual_seed(3))
+    told, left = coded(CODES["bf16"], values)
+    assert torch.equal(told, values.bfloat16().float())
+    assert torch.equal(left, values - told)
