@@ -98,7 +98,9 @@ class TestWithoutEvener:
     def test_a_firewall_is_silence(self) -> None:
         with Play(patient("net.firewall")) as play:
             play.break_it()
-            assert {host: gist(told) for host, told in play.without().items()} == {"a": [], "b": []}
+            said = [line for told in play.without().values() for line in gist(told)]
+            # Gloo gives up after half a minute, as late as a busy machine lets the drill listen.
+            assert [line for line in said if "timed out connecting" not in line] == []
             play.mend(play.look())
             assert "rank 1: 1 + 2 = 3" in gist(play.without()["b"])
 
