@@ -35,11 +35,14 @@ def wire(
     fleet: FleetFile = None,
     seconds: Annotated[float, typer.Option(min=0.5, max=60, help="Of each measurement, after slow start.")] = 2.0,
     no_iperf3: Annotated[bool, typer.Option("--no-iperf3", help="Not even where both ends have it.")] = False,
+    no_trials: Annotated[bool, typer.Option("--no-trials", help="Try no other settings of TCP.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Goodput and round trip between all hosts: one TCP stream, four, and both directions at once.
 
-    By our own sender over plain TCP, beside iperf3 where both ends have it. Written to [links] of the fleet file.
+    By our own sender over plain TCP, beside iperf3 where both ends have it. Other congestion controls and buffers are
+    tried in turn with those that the hosts have, for one socket alone: what brings at least 5 % more is named, with the
+    command that sets it. Written to [links] of the fleet file, from which `doctor` repeats it.
     """
     import msgspec
 
@@ -47,6 +50,7 @@ def wire(
     from evener.core.errors import UsageError
     from evener.core.measured import update_fleet
     from evener.core.units import seconds as duration
+    from evener.hosts import gains, tuning
     from evener.hosts import wire as wires
     from evener.hosts.doctor import survey
 
@@ -62,14 +66,22 @@ def wire(
         addresses = {name: way.address for name, way in seen.ways.items()}  # those that a run would use
         pairs = len(addresses) * (len(addresses) - 1) // 2
         estimate_s = wires.estimate_s(len(addresses), seconds=seconds, iperf3=not no_iperf3)
+        estimate_s += 0.0 if no_trials else tuning.estimate_s(len(addresses))
         say(f"{pairs} {'pair' if pairs == 1 else 'pairs'} of hosts, about {duration(estimate_s)}")
         found = wires.measure(sessions, addresses, seconds=seconds, iperf3=not no_iperf3, told=say)
-    if found.wires:
-        update_fleet(path, links=found.links())
+        better: tuning.Gains = {}
+        if not no_trials and found.wires:
+            say("trying other settings")
+            better = tuning.Tuner(sessions, seen.ways, seen.facts, found.wires).tune()
+    links = found.links(better)
+    if links:
+        update_fleet(path, links=links)
     met = {(finding.check, finding.host, finding.peer) for finding in found.findings}
     elsewhere = [finding for finding in seen.errors if finding.check.startswith(("net.", "ssh."))]
     findings = [finding for finding in elsewhere if (finding.check, finding.host, finding.peer) not in met]
     findings += found.findings
+    for source, target, gain in gains.still_there(links, seen.facts):
+        findings.append(gains.finding(gain, source, target, "" if seen.facts[gain.host].is_root else "sudo "))
     if as_json:
         print(json.dumps({"fleet": path, "wires": msgspec.to_builtins(found.wires),
                           "findings": msgspec.to_builtins(findings)}))  # fmt: skip

@@ -55,6 +55,19 @@ class Host(Section, frozen=True, kw_only=True):
         return self.address == "local"
 
 
+class Gain(Section, frozen=True, kw_only=True):
+    """A setting of a host that was tried beside another on the same wire, in turn, and brought more."""
+
+    check: str  # the finding's id: link.congestion, link.window, link.idle
+    host: HostName  # where it is set
+    setting: str  # net.ipv4.tcp_congestion_control
+    was: str  # what the host has
+    better: str  # what brings more
+    was_Bps: Rate  # medians of what was measured with the one and with the other
+    better_Bps: Rate
+    evidence: str  # in a sentence
+
+
 class Link(Section, frozen=True, kw_only=True):
     """What was measured from one host to another."""
 
@@ -65,6 +78,7 @@ class Link(Section, frozen=True, kw_only=True):
     rtt_p95_s: float | None = None
     retransmits: int | None = None  # segments sent again meanwhile; None = the system does not tell
     measured: str = ""  # ISO date and time
+    gains: list[Gain] = []  # settings that would bring more
 
     @property
     def bandwidth_Bps(self) -> float:

@@ -156,6 +156,7 @@ class Facts(Devices, frozen=True, kw_only=True):
     port_range: tuple[int, int] = (32768, 60999)
     congestion_control: str | None = None
     queue_discipline: str | None = None
+    sysctls: dict[str, str] = {}  # what TCP's speed may hang on, by name; without those that the system does not have
     has_infiniband: bool = False
     firewall: Literal["ufw", "firewalld", "nftables", "iptables", "macos"] | None = None
     firewall_chain: str | None = None

@@ -1,7 +1,8 @@
 """How fast and how clean are the ways between the hosts, and which command mends them? Pure, as `checks`.
 
 Goodput is that of one TCP stream for a fifth of a second; what looked doubtful was measured again for longer, and the
-better figure counts. The thresholds are wide all the same: what they name is broken, not merely slow.
+better figure counts. The thresholds are wide all the same: what they name is broken, not merely slow. Settings that
+`probe wire` found to be better are told for as long as their host has the others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 from evener.core.finding import Finding
 from evener.core.units import link_rate, seconds, size
+from evener.hosts import gains
 from evener.hosts.facts import Facts, Interface
 from evener.hosts.pairs import Pair
 from evener.hosts.seen import Seen
@@ -42,6 +44,8 @@ def check_links(seen: Seen) -> list[Finding]:
     slow = list(_slow_links(seen, rest, {(one.host, one.peer) for one in lopsided}))
     told = [{one.host, one.peer} - {None} for one in (*lopsided, *slow)]  # a queue that overflows is what slow means
     losses = [one for one in _losses(seen, rest, LOSSY) if not any(names <= {one.host, one.peer} for names in told)]
+    found += [gains.finding(gain, source, target, seen.sudo(gain.host), seen.fleet.links[source][target].measured)
+              for source, target, gain in gains.still_there(seen.fleet.links, seen.facts)]  # fmt: skip
     return [*found, *causes, *lopsided, *slow, *losses]
 
 

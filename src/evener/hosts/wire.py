@@ -15,15 +15,16 @@ assumes that the switch between them is not what limits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
+from evener.core.decoding import from_tree
 from evener.core.errors import HostError
 from evener.core.finding import Finding
-from evener.core.fleet import Link
+from evener.core.fleet import Gain, Link
 from evener.core.units import link_rate, median, percentile
 from evener.hosts.session import RemoteError, Session
 
@@ -48,6 +49,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     mean_Bps: float
     num_pings: int
     congestion: str | None  # TCP's congestion control on the sender: cubic, bbr
+    window_limited: float | None = None  # share of the time in which the receiver's window was the limit
     iperf3_Bps: float | None = None  # None: not installed on both ends, or not asked for
 
 
@@ -57,11 +59,12 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     wires: list[Wire]
     findings: list[Finding]
 
-    def links(self) -> dict[str, dict[str, Link]]:
-        """As the fleet file wants them."""
+    def links(self, gains: Mapping[tuple[str, str], list[Gain]]) -> dict[str, dict[str, Link]]:
+        """As the fleet file wants them, with what was found to be better."""
         links: dict[str, dict[str, Link]] = {}
         for wire in self.wires:
-            links.setdefault(wire.source, {})[wire.target] = wire.link
+            better = gains.get((wire.source, wire.target), [])
+            links.setdefault(wire.source, {})[wire.target] = msgspec.structs.replace(wire.link, gains=better)
         return links
 
 
@@ -141,10 +144,10 @@ def ring_Bps(
 ) -> float:
     """Goodput of the slowest link while every host sends to the next and receives from the one before: what a ring
     all-reduce can use. HostError with net.firewall where two of them cannot connect."""
-    flows = [_Flow(sessions, addresses, a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
+    flows = [Flow(sessions, addresses, a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
     try:
         with ThreadPoolExecutor(max_workers=len(flows)) as pool:
-            poured: list[_Poured] = list(pool.map(lambda flow: flow.pour(1, seconds), flows))
+            poured: list[Poured] = list(pool.map(lambda flow: flow.pour(1, seconds), flows))
     except UnreachableError as error:
         finding = error.finding
         raise HostError(finding.evidence, check=finding.check, host=finding.host or "", hint=finding.fix) from None
@@ -168,7 +171,7 @@ def _pair(
 ) -> list[Wire]:
     """Both directions, each for itself, then at once."""
     ways = [pair, (pair[1], pair[0])]
-    flows = {way: _Flow(sessions, addresses, *way) for way in ways}
+    flows = {way: Flow(sessions, addresses, *way) for way in ways}
     trips = {way: flows[way].ping() for way in ways}
     single = {way: flows[way].pour(1, seconds) for way in ways}
     several = {way: flows[way].pour(STREAMS, seconds) for way in ways}
@@ -192,21 +195,32 @@ def _pair(
             mean_Bps=single[way].mean_Bps,
             num_pings=len(trips[way]),
             congestion=single[way].congestion,
+            window_limited=single[way].window_limited,
             iperf3_Bps=flows[way].iperf3(seconds) if iperf3 else None,
         )
         for way in ways
     ]
 
 
-class _Poured(msgspec.Struct, frozen=True, kw_only=True):
+class Poured(msgspec.Struct, frozen=True, kw_only=True):
+    """What one measurement saw."""
+
     goodput_Bps: float
     p05_Bps: float
     mean_Bps: float
     retransmits: int | None
     congestion: str | None
+    window_limited: float | None
 
 
-class _Flow:
+class Burst(msgspec.Struct, frozen=True, kw_only=True):
+    """One burst, until its receiver said that it was all there."""
+
+    took_s: float
+    window: int | None  # segments in which it began; None: the system does not tell
+
+
+class Flow:
     """From one host to another."""
 
     def __init__(self, sessions: Mapping[str, Session], addresses: Mapping[str, str], source: str, target: str) -> None:
@@ -220,22 +234,34 @@ class _Flow:
         )[1]
         return trips
 
-    def pour(self, streams: int, seconds: float) -> _Poured:
-        """As fast as TCP lets."""
+    def pour(
+        self, streams: int, seconds: float, *, warm_s: float = WARM_S, congestion: str | None = None,
+        send_bytes: int | None = None, receive_bytes: int | None = None,
+    ) -> Poured:  # fmt: skip
+        """As fast as TCP lets, with the system's settings unless others are given."""
+        sent_with = {"congestion": congestion, "buffer_bytes": send_bytes}
         arrived, sent = self._talk(
             "receive",
-            {"streams": streams, "warm_s": WARM_S, "seconds": seconds},
+            {"streams": streams, "warm_s": warm_s, "seconds": seconds, "buffer_bytes": receive_bytes},
             "send",
-            {"streams": streams, "seconds": 2 * (WARM_S + seconds) + 5},  # the receiver hangs up first
-            WARM_S + seconds,
+            {"streams": streams, "seconds": 2 * (warm_s + seconds) + 5, **sent_with},  # the receiver hangs up first
+            warm_s + seconds,
         )
-        return _Poured(
+        return Poured(
             goodput_Bps=percentile(arrived["tenths_Bps"], 0.5),
             p05_Bps=percentile(arrived["tenths_Bps"], 0.05),
             mean_Bps=arrived["mean_Bps"],
             retransmits=sent["retransmits"],
             congestion=sent["congestion"],
+            window_limited=sent["window_limited"],
         )
+
+    def bursts(self, size: int, pauses_s: Sequence[float], rounds: int) -> list[list[Burst]]:
+        """Bursts after each of these pauses in turn: those of every pause."""
+        took_s = 5.0 * rounds * len(pauses_s)
+        asked = {"size": size, "pauses_s": list(pauses_s), "rounds": rounds, "seconds": took_s}
+        told = self._talk("take", {"seconds": took_s}, "bursts", asked, took_s)[1]
+        return from_tree(told, list[list[Burst]])
 
     def iperf3(self, seconds: float) -> float | None:
         """The same by iperf3; None where it failed."""

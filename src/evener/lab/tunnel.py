@@ -1,8 +1,10 @@
 """How does an overlay (Tailscale, WireGuard) look to its host? A real tun device; run as a program in the host.
 
-Packets for another host of the overlay go out as UDP over the host's interface, so they cross the emulated link.
+Packets for another host of the overlay go out as UDP over the host's interface, so they cross the emulated link. What
+arrives can be held back for a while, as on a long way: the kernel of many a machine has no means for that.
 """
 
+import collections
 import fcntl
 import json
 import os
@@ -10,29 +12,36 @@ import select
 import socket
 import struct
 import sys
+import time
 
 UDP_PORT = 41641
 MTU = 1280  # Tailscale's
+RECEIVE_BYTES = 1 << 22
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFMTU = 0x8914, 0x8916, 0x891C, 0x8922
 IFF_UP, IFF_RUNNING = 0x1, 0x40
 
 
-def main(interface: str, address: str, peers: dict[str, str]) -> None:
+def main(interface: str, address: str, peers: dict[str, str], hold_s: float = 0.0) -> None:
     """Carry packets between the device and the peers ({overlay address: real address}) for ever."""
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
     udp.bind(("0.0.0.0", UDP_PORT))  # noqa: S104  the host's own network
     tun = open_tun(interface, address)
     outer = {socket.inet_aton(inner): (real, UDP_PORT) for inner, real in peers.items()}
+    held: collections.deque[tuple[float, bytes]] = collections.deque()  # until when, what
     while True:
-        for ready in select.select([tun, udp.fileno()], [], [])[0]:
+        wait_s = max(0.0, held[0][0] - time.monotonic()) if held else None
+        for ready in select.select([tun, udp.fileno()], [], [], wait_s)[0]:
             try:
                 if ready != tun:
-                    os.write(tun, udp.recv(65536))
+                    held.append((time.monotonic() + hold_s, udp.recv(65536)))
                 elif (packet := os.read(tun, 65536))[16:20] in outer:
                     udp.sendto(packet, outer[packet[16:20]])
             except OSError as error:  # the link is down: packets are lost, as on any network
                 print(f"{interface}: {error}", file=sys.stderr)
+        while held and held[0][0] <= time.monotonic():
+            os.write(tun, held.popleft()[1])
 
 
 def open_tun(interface: str, address: str) -> int:
@@ -53,4 +62,4 @@ def open_tun(interface: str, address: str) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), *map(float, sys.argv[4:]))

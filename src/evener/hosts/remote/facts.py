@@ -316,6 +316,11 @@ _Ifaddrs._fields_ = [
     ("other", ctypes.POINTER(_Sockaddr)),
     ("data", ctypes.c_void_p),
 ]
+SYSCTLS = (
+    "net.core.rmem_max", "net.core.wmem_max", "net.core.default_qdisc", "net.ipv4.tcp_rmem", "net.ipv4.tcp_wmem",
+    "net.ipv4.tcp_congestion_control", "net.ipv4.tcp_slow_start_after_idle", "net.ipv4.tcp_notsent_lowat",
+    "net.ipv4.tcp_mtu_probing",
+)  # fmt: skip
 UP, LOOPBACK, RUNNING = 0x1, 0x8, 0x40  # the same on Linux and macOS
 
 
@@ -333,8 +338,15 @@ def _network() -> Facts:
         "port_range": [low, high],
         "congestion_control": control.strip() if control else None,
         "queue_discipline": (_read("/proc/sys/net/core/default_qdisc") or "").strip() or None,
+        "sysctls": _sysctls(),
         "has_infiniband": bool(glob.glob("/sys/class/infiniband/*")),
     }
+
+
+def _sysctls() -> dict[str, str]:
+    """What TCP's speed may hang on, as `sysctl` prints it; nothing where it is not Linux."""
+    told = {name: _read("/proc/sys/" + name.replace(".", "/")) for name in SYSCTLS}
+    return {name: " ".join(text.split()) for name, text in told.items() if text is not None}
 
 
 def interfaces() -> list[Facts]:

@@ -1,7 +1,8 @@
 """How fast is the wire to this machine, and back? One end sends, the other counts what arrives, by its own clock.
 
 Python 3.8 or newer, standard library only; Linux or macOS. `receive` and `echo` first yield the port that they listen
-on, then what they saw; `send` and `ping` talk to it.
+on, then what they saw; `send` and `ping` talk to it; `take` and `bursts` are the same pair for bursts. What the system
+allows a single socket (congestion control, buffers) can be tried: nothing of the machine is changed.
 """
 
 import ctypes
@@ -21,13 +22,17 @@ ACCEPT_S = 8.0
 SILENCE_S = 5.0
 BIN_S = 0.1
 MESSAGE = b"evener.."
-TOTAL_RETRANS = 100  # where struct tcp_info of Linux keeps tcpi_total_retrans
+SND_CWND, TOTAL_RETRANS, BUSY_TIME, RWND_LIMITED = 80, 100, 168, 176  # where Linux keeps them in struct tcp_info
+LARGE_BYTES = 1 << 26  # of a buffer: more than any system allows by itself
+BEGINNING = 1 << 14  # bytes of a burst that any window lets through
 END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
-def receive(address, streams, warm_s, seconds):
+def receive(address, streams, warm_s, seconds, buffer_bytes=None):
     """Count what `streams` connections bring in `seconds`, after the `warm_s` in which TCP finds its pace."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as server:
+        if buffer_bytes is not None:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         server.bind((address, 0))
         server.listen(streams)
         server.settimeout(ACCEPT_S)
@@ -46,16 +51,90 @@ def receive(address, streams, warm_s, seconds):
     }
 
 
-def send(address, port, source, streams, seconds):
+def send(address, port, source, streams, seconds, congestion=None, buffer_bytes=None):
     """Send as fast as TCP lets, until the other end has seen enough or `seconds` are over."""
     told = [None] * streams
     until = time.perf_counter() + seconds
-    _all_at_once(lambda i: _pour(address, port, source, until, told, i), streams)
+    _all_at_once(lambda i: _pour(address, port, source, until, told, i, congestion, buffer_bytes), streams)
     failed = [what for what in told if isinstance(what, str)]
     if failed:
         raise OSError(failed[0])
     again = [what[0] for what in told]
-    return {"retransmits": None if None in again else sum(again), "congestion": told[0][1]}
+    return {
+        "retransmits": None if None in again else sum(again),
+        "congestion": told[0][1],
+        "window_limited": told[0][2],  # share of the time in which the receiver's window was the limit
+    }
+
+
+def choices():
+    """What a socket here may choose for itself: congestion controls, and the largest buffers that it gets."""
+    names = []
+    try:
+        with open("/proc/sys/net/ipv4/tcp_available_congestion_control") as file:
+            names = file.read().split()
+    except OSError:
+        pass
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+        return {
+            "congestion": [name for name in names if _set_congestion(one, name)],
+            "receive_bytes": _largest(one, socket.SO_RCVBUF),
+            "send_bytes": _largest(one, socket.SO_SNDBUF),
+        }
+
+
+def take(address, seconds):
+    """Take bursts, each after a line with its size, and say when one is all there."""
+    with socket.socket(_family(address), socket.SOCK_STREAM) as server:
+        server.bind((address, 0))
+        server.listen(1)
+        server.settimeout(ACCEPT_S)
+        yield {"port": server.getsockname()[1]}
+        connection = server.accept()[0]
+    buffer = memoryview(bytearray(CHUNK * CHUNKS))
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(seconds + SILENCE_S)
+        while True:
+            head = connection.recv(8, socket.MSG_WAITALL)
+            if len(head) < 8:
+                break
+            left = struct.unpack("!Q", head)[0]
+            while left:
+                got = connection.recv_into(buffer[: min(left, len(buffer))])
+                if not got:
+                    raise OSError("the sender hung up")
+                left -= got
+            connection.sendall(b"x")
+
+
+def bursts(address, port, source, size, pauses_s, rounds, seconds):
+    """Bursts of `size` bytes after each of these pauses in turn: [{"took_s", "window"}] of every round, for each pause.
+
+    `window` is the congestion window, in segments, in which the kernel began the burst; None where it does not tell.
+    """
+    found = [[] for _ in pauses_s]
+    data = memoryview(bytearray(size))
+    with socket.create_connection((address, port), CONNECT_S, (source, 0)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(seconds + SILENCE_S)
+
+        def one():
+            began = time.perf_counter()
+            connection.sendall(struct.pack("!Q", size) + data[:BEGINNING])
+            window = _told(connection, "I", SND_CWND)
+            connection.sendall(data[BEGINNING:])
+            if connection.recv(1) != b"x":
+                raise OSError("the other end hung up")
+            return {"took_s": time.perf_counter() - began, "window": window}
+
+        for _ in range(3):  # TCP finds its pace
+            one()
+        for _ in range(rounds):
+            for i, pause_s in enumerate(pauses_s):
+                time.sleep(pause_s)
+                found[i].append(one())
+    return found
 
 
 def echo(address, seconds):
@@ -163,30 +242,56 @@ def _count(connection, begins, ends, seen, i, bins):
         seen[i] = str(error) or type(error).__name__
 
 
-def _pour(address, port, source, until, told, i):
-    again, congestion = None, None
+def _pour(address, port, source, until, told, i, congestion, buffer_bytes):
+    again = limited = None
     try:
-        with socket.create_connection((address, port), CONNECT_S, (source, 0)) as connection:
+        with socket.socket(_family(address), socket.SOCK_STREAM) as connection:
+            if congestion is not None and not _set_congestion(connection, congestion):
+                raise OSError("it may not use " + congestion)
+            if buffer_bytes is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+            connection.settimeout(CONNECT_S)
+            connection.bind((source, 0))
+            connection.connect((address, port))
             connection.settimeout(SILENCE_S)
             congestion = _congestion(connection)
             buffers = [memoryview(bytearray(CHUNK))] * CHUNKS
             try:
                 while time.perf_counter() < until:
                     connection.sendmsg(buffers)
-                    again = _retransmits(connection)
+                    again = _told(connection, "I", TOTAL_RETRANS)
+                    busy_us, limited_us = _told(connection, "Q", BUSY_TIME), _told(connection, "Q", RWND_LIMITED)
+                    limited = limited_us / busy_us if busy_us and limited_us is not None else None
             except ConnectionError:
                 pass  # the receiver has seen enough
-        told[i] = (again, congestion)
+        told[i] = (again, congestion, limited)
     except OSError as error:
         told[i] = str(error) or type(error).__name__
 
 
-def _retransmits(connection):
-    """Segments sent again on this connection; None where the system does not tell."""
+def _told(connection, kind, offset):
+    """A field of the kernel's own account of this connection; None where the system does not tell."""
     if not sys.platform.startswith("linux"):
         return None
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return struct.unpack_from("I", info, TOTAL_RETRANS)[0] if len(info) >= TOTAL_RETRANS + 4 else None
+    return struct.unpack_from(kind, info, offset)[0] if len(info) >= offset + struct.calcsize(kind) else None
+
+
+def _set_congestion(connection, name):
+    """Whether this socket may use it; where it may, it does."""
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return False
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError:
+        return False
+    return True
+
+
+def _largest(connection, option):
+    """What the kernel gives a socket that asks for a very large buffer."""
+    connection.setsockopt(socket.SOL_SOCKET, option, LARGE_BYTES)
+    return connection.getsockopt(socket.SOL_SOCKET, option)
 
 
 def _congestion(connection):
