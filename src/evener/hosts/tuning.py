@@ -25,7 +25,7 @@ from evener.hosts.session import Session
 from evener.hosts.ways import Way
 from evener.hosts.wire import OVERHEAD_S, STREAMS, Flow, UnreachableError, Wire
 
-TRIED = ("bbr", "cubic")  # congestion controls; on short ways reno is cubic
+TRIED = ("bbr", "cubic", "reno")  # reno only where cubic may not be had: on short ways they are alike
 TRY_S, TRY_WARM_S = 0.5, 0.3
 FIRST_ROUNDS, MORE_ROUNDS = 2, 3  # more only where something is ahead in the first
 NEAR = 4.0  # a window that allows so many times what is reached is not what limits
@@ -111,8 +111,7 @@ class Tuner:
         ways = [way for way in ways if gains.CONGESTION in self._facts[way[0]].sysctls]
         has = {way: self._facts[way[0]].sysctls[gains.CONGESTION] for way in ways}
         slow = [way for way in ways if gains.has_room(self._wires[way].link.bandwidth_Bps, self._speed_Bps(way))]
-        may = {way: [one for one in TRIED if one in self._choices[way[0]].congestion and one != has[way]]
-               for way in slow}  # fmt: skip
+        may = {way: [one for one in self._controls(way[0]) if one != has[way]] for way in slow}
         options = [one for one in TRIED if any(one in names for names in may.values())]
         if not options:
             return []
@@ -132,6 +131,10 @@ class Tuner:
                 found.append((way, _gain("link.congestion", way[0], gains.CONGESTION, has[way], best,
                                          was, figures[way][best], words)))  # fmt: skip
         return found
+
+    def _controls(self, host: str) -> list[str]:
+        known = [one for one in TRIED if one in self._choices[host].congestion]
+        return [one for one in known if one != "reno" or "cubic" not in known]
 
     def _try(self, way: Pair, may: Mapping[Pair, Sequence[str]], option: str | None) -> float:
         chosen = option if option in may.get(way, ()) else None
@@ -155,15 +158,17 @@ class Tuner:
         host = wire.target if receives else wire.source
         triple = self._facts[host].sysctls.get(setting, "")
         buffer_bytes = gains.greatest(triple)
-        goodput_Bps, rtt_s = wire.link.goodput_Bps, wire.link.rtt_s
-        if buffer_bytes is None or gains.window_Bps(setting, buffer_bytes, rtt_s) > NEAR * goodput_Bps:
+        if buffer_bytes is None:
             return None
-        if receives and wire.window_limited is not None and wire.window_limited < LIMITED:
-            return None  # the kernel has seen no such thing
+        goodput_Bps, rtt_s = wire.link.goodput_Bps, wire.link.rtt_s
+        allowed_Bps = gains.window_Bps(setting, buffer_bytes, rtt_s)
+        limited = wire.window_limited if receives else None
+        if allowed_Bps > NEAR * goodput_Bps if limited is None else limited < LIMITED:
+            return None
+        seen = "" if limited is None else f", and for {limited:.0%} of the time {wire.source} waits for room there"
         allows = (
-            f"{host}'s {setting.rpartition('.')[2]} ends at {size(buffer_bytes)}, which allows "
-            f"{link_rate(gains.window_Bps(setting, buffer_bytes, rtt_s))} in round trips of {seconds(rtt_s)}: "
-            f"{wire.source} sends {wire.target} {{was}}"
+            f"{host}'s {setting.rpartition('.')[2]} ends at {size(buffer_bytes)}, at most {link_rate(allowed_Bps)} in "
+            f"round trips of {seconds(rtt_s)}{seen}: {wire.source} sends {wire.target} {{was}}"
         )
         largest = self._choices[host].receive_bytes if receives else self._choices[host].send_bytes
         if largest >= LARGER * buffer_bytes:
@@ -173,7 +178,7 @@ class Tuner:
         else:  # no socket may have more; several together have several windows
             was, better = [goodput_Bps], [wire.link.parallel_Bps or 0.0]
             words = f"{allows} by one stream, {{better}} by {STREAMS}"
-            is_worth = better[0] >= STREAMS_WORTH * was[0]
+            is_worth = better[0] >= STREAMS_WORTH * was[0] and allowed_Bps < NEAR * was[0]
         if not is_worth:
             return None
         wider = gains.wider(setting, triple, median(better) or goodput_Bps, rtt_s)

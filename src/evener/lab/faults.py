@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 from evener.core.errors import EvenerError
-from evener.lab.drill import Stage, Step, lab_step, on
+from evener.core.fleet import load_fleet
+from evener.lab.drill import FLEET, Stage, Step, lab_step, on
 
 STARTS_WITHIN_S = 20.0
+PROBES = 4
 ENVIRONMENT = "~/.ssh/environment"
 BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -51,6 +53,24 @@ def rate(host: str, up: str, down: str | None = None, *, policed: bool = False) 
         f"the link of {host}: {how}{dropped}",
         lambda stage: stage.host(host).set_rate(None, up=up, down=down or up, policed=policed),
     )
+
+
+def sysctl(host: str, name: str, value: str) -> Step:
+    """A setting of its kernel, of those that each network has for itself."""
+    return on(host, f"sysctl -w {name}='{value}'")
+
+
+def probed(check: str) -> Step:
+    """The wire is measured, and what was found stands in the fleet file; again where a busy machine has hidden it."""
+
+    def do(stage: Stage) -> None:
+        for _ in range(PROBES):
+            stage.evener("probe", "wire", "--fleet", FLEET, "--no-iperf3", "--seconds", "0.5")
+            links = load_fleet(stage.fleet).links
+            if any(gain.check == check for to in links.values() for link in to.values() for gain in link.gains):
+                return
+
+    return lab_step(f"$ evener probe wire --fleet {FLEET}", do)
 
 
 def limit(host: str, **limits: int) -> Step:

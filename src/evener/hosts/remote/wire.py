@@ -7,6 +7,7 @@ allows a single socket (congestion control, buffers) can be tried: nothing of th
 
 import ctypes
 import json
+import os
 import shutil
 import socket
 import struct
@@ -24,6 +25,7 @@ BIN_S = 0.1
 MESSAGE = b"evener.."
 SND_CWND, TOTAL_RETRANS, BUSY_TIME, RWND_LIMITED = 80, 100, 168, 176  # where Linux keeps them in struct tcp_info
 LARGE_BYTES = 1 << 26  # of a buffer: more than any system allows by itself
+OF_THE_MACHINE = "/proc/sys/net/core/default_qdisc"  # stands in no other network than the machine's own
 BEGINNING = 1 << 14  # bytes of a burst that any window lets through
 END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -68,13 +70,17 @@ def send(address, port, source, streams, seconds, congestion=None, buffer_bytes=
 
 
 def choices():
-    """What a socket here may choose for itself: congestion controls, and the largest buffers that it gets."""
-    names = []
+    """What a socket here may choose for itself: congestion controls, and the largest buffers that it gets.
+
+    Of congestion controls those that can become the default, too: where the network is not the machine's own (a
+    container's), only those that the machine allows to everybody.
+    """
+    which = "available" if os.path.exists(OF_THE_MACHINE) else "allowed"
     try:
-        with open("/proc/sys/net/ipv4/tcp_available_congestion_control") as file:
+        with open("/proc/sys/net/ipv4/tcp_" + which + "_congestion_control") as file:
             names = file.read().split()
     except OSError:
-        pass
+        names = []
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         return {
             "congestion": [name for name in names if _set_congestion(one, name)],
