@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from evener.hosts.gains import CONGESTION, RECEIVE
+from evener.hosts.gains import RECEIVE
 from evener.lab.drill import Drill, Raw, doctor, fleet_line, lab_step, on
 from evener.lab.faults import cable, face, firewall, name_is, probed, rate, set_env, start, sysctl, unset_env
 from evener.lab.scripts import ALL_REDUCE
@@ -16,14 +15,6 @@ TEN_MINUTES = "torchrun would wait for 10 minutes"
 HALF_AN_HOUR = "Gloo would wait for 30 minutes"
 QUICK = doctor("--quick")
 IS_ROOT = os.geteuid() == 0  # else doctor may not ask which firewall there is, and can only guess its command
-
-
-def controls() -> set[str]:
-    """TCP's congestion controls that any network on this machine may use."""
-    try:
-        return set(Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split())
-    except OSError:
-        return set()
 
 
 def torchrun(master: str = "a", first: str = "a", script: str = "allreduce.py", before: str = "") -> dict[str, str]:
@@ -189,14 +180,6 @@ DRILLS = [
         why="A ring needs both directions at once: it is as fast as the slower one.",
         fault=[rate("b", "200Mbit", "1Gbit")], mend=[rate("b", "10Gbit")],
         raw=all_reduce(), look=doctor(), hosts=PLAIN,
-    ),
-    Drill(
-        name="link.congestion", check="link.congestion", host="a", peer="b",
-        says="a uses BBR, and a switch between them drops what comes faster than 200 Mbit/s",
-        why="BBR keeps its pace when packets are lost, and they are lost again. On another wire it is the faster one.",
-        fault=[sysctl("a", CONGESTION, "bbr"), rate("b", "10Gbit", "200Mbit", policed=True), probed("link.congestion")],
-        raw=all_reduce(), look=QUICK, hosts=PLAIN, may_also=("net.stack-loss", "net.asymmetric", "net.slow-link"),
-        lacks=lambda: None if "bbr" in controls() else "this machine's kernel does not let every network use BBR",
     ),
     Drill(
         name="link.window", check="link.window", host="b", peer="a",
