@@ -2,7 +2,8 @@
 
 One TCP stream carries at most its window in a round trip, and two buffers hold the window: what the sender keeps until
 it is acknowledged (at most the third value of tcp_wmem), and what the receiver has room for (of tcp_rmem; half of it
-counts, the rest is the kernel's own). After a silence TCP begins with ten segments and doubles with every round trip.
+counts, the rest is the kernel's own). In silence the sender's own window shrinks, at last to ten segments, and doubles
+with every round trip afterwards.
 """
 
 from __future__ import annotations

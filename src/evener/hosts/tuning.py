@@ -33,7 +33,7 @@ LARGER = 1.5  # times the buffer: less would not show
 LIMITED = 0.25  # of the time the kernel must have waited for the receiver's window
 STREAMS_WORTH = 1.2  # times as much by several streams, where a larger buffer cannot be tried
 BURST_S, BURST_MIN, BURST_MAX = 0.1, 1_000_000, 10_000_000
-SHORT_S, SILENT_S, BURSTS = 0.05, 0.5, 5
+SHORT_S, SILENT_S, BURSTS = 0.05, 1.0, 5  # in silence Linux halves the window every 0.2 s or so
 FELL = 0.5  # the share of its window with which TCP begins after silence
 
 Pair = tuple[str, str]
@@ -201,7 +201,7 @@ class Tuner:
     # --- link.idle
 
     def _idle(self, wire: Wire) -> Gain | None:
-        """Does a burst after silence take longer because TCP begins with ten segments again?"""
+        """Does a burst after silence take longer because TCP begins with a small window again?"""
         burst = int(min(BURST_MAX, max(BURST_MIN, BURST_S * wire.link.goodput_Bps)))
         lost_s = gains.slow_start_s(wire.link.goodput_Bps, wire.link.rtt_s, burst)
         worth = lost_s > (gains.WORTH - 1) * burst / wire.link.goodput_Bps

@@ -14,7 +14,7 @@ NOT_HERE: dict[str, str] = {
     "clock.skew": "all hosts of a lab have this machine's clock: Linux has no namespace for the time of day",
     "mem.swap": "swap is the machine's: to make one host swap, all would",
     "link.congestion": "which congestion control is the faster one hangs on the wire and on how busy the cores are",
-    "link.idle": "the ways of a lab are short: TCP is at full speed again after two round trips",
+    "link.idle": "the ways of a lab are short: after silence TCP is at full speed again at once",
     "gpu.p2p": "it needs two GPUs behind an IOMMU that translates between them",
     "run.hang": "a program makes it, not a host",
     "run.collective-mismatch": "a program makes it, not a host",
