@@ -82,7 +82,8 @@ def run(data: Path, key: Key) -> dict[str, object]:
         flags = {
             "data": data, "model": "char", "dropout": 0, "steps": steps, "seed": seed, "batch": 16, "threads": threads,
             "lr": 1e-3, "eval-every": 0, "eval-tokens": load_corpus(data).num_tokens("val"), "checkpoint-every": 0,
-            "verify-every": 200, "device": "cpu", "compile": "off", "shares": ":".join(["1"] * ranks), "out": f"{folder}/run",
+            "verify-every": 200, "device": "cpu", "compile": "off", "shares": ":".join(["1"] * ranks),
+            "out": f"{folder}/run",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()] + SHAPES[shape]
         words += [] if ranks == 1 else ["--sync", sync]

@@ -51,7 +51,8 @@ for total in (*given, *left):
     dist.all_reduce(total)
 worst = max(float((a - b - c).abs().max() / a.abs().max()) for a, b, c in zip(given, got, left))
 if rank == 0:
-    print(json.dumps({"same": same, "worst": worst, "sent": sent, "num": sum(p.numel() for p in parameters)}), flush=True)
+    num = sum(p.numel() for p in parameters)
+    print(json.dumps({"same": same, "worst": worst, "sent": sent, "num": num}), flush=True)
 dist.barrier()
 os._exit(0)  # Gloo's threads may still let go of a tensor
 """
