@@ -115,6 +115,7 @@ def device(found: DeviceRates, roof: Roofline) -> str:
         f"  memory           {memory}copy {copy:.1f} GB/s, triad {triad:.1f} GB/s",
         f"  sum, one thread  {sums}",
         f"  all-reduce       {all_reduce(rates)}",
+        f"  gradients coded  {', '.join(f'{name} {rate / 1e9:.1f} GB/s' for name, rate in rates.coding_Bps.items())}",
         f"  {found.model:15}  {count(sustained.tokens_per_s)} tokens/s forward and backward in {sustained.dtype}, "
         f"{large.micro_batch} × {sequence} tokens a pass, {large.passes} passes, "
         f"p50 {seconds(large.pass_p50_s)}, p95 {seconds(large.pass_p95_s)}",

@@ -106,6 +106,7 @@ class Rates(Section, frozen=True, kw_only=True):
     sum_Bps: dict[str, Rate] = {}  # γ: by dtype, bytes of a buffer to which one thread adds another, in a second
     sync_Bps: Rate | None = None  # bytes that a processor sends, receives and adds in its second
     loopback_Bps: Rate | None = None  # bytes that each of two ranks here sends in an all-reduce
+    coding_Bps: dict[str, Rate] = {}  # by strategy, bytes of gradients that a thread makes small and large again
     memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # of the device, all of it
     models: dict[str, ModelRate] = {}  # by preset
     measured: str = ""

@@ -56,6 +56,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     sync_Bps: float | None = None  # bytes that one processor's time sends, receives and adds in a second
     sum_Bps: float | None = None  # γ: bytes of a buffer to which one thread adds another, in a second
     copy_Bps: float | None = None  # of memory, read and written
+    coding_Bps: dict[str, float] = {}  # by strategy, bytes of gradients that one thread makes small and large again
     local: Wire | None = None  # between two of its ranks
     memory_bytes: int | None = None  # a CPU's: of the host, for all its ranks; a GPU's: of each
     bound_by: str | None = None  # "arithmetic" or "memory"; None: not known

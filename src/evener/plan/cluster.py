@@ -150,6 +150,7 @@ def _host(name: str, seats: Sequence[Seat], rates: Mapping[str, Rates], job: Job
         sync_Bps=rate.sync_Bps,
         sum_Bps=rate.sum_Bps.get("fp32"),
         copy_Bps=rate.copy_Bps,
+        coding_Bps=dict(rate.coding_Bps),
         local=local,
         memory_bytes=min(memories, default=None),
         bound_by=_bound_by(rate, job, dtypes[0]),

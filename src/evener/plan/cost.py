@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.prediction import Cluster, Job, Option, RankCost
-from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster
+from evener.core.prediction import Cluster, HostRates, Job, Option, RankCost
+from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster, SyncSpec
 from evener.core.step import StepCost
 from evener.plan.collectives import backend_s, ring, sent_bytes
 from evener.plan.memory import memory
@@ -24,6 +24,7 @@ from evener.plan.sync import Exchange, Transfer, exchange, loss_penalty
 
 BACKWARD = 2 / 3  # of forward and backward: two matrix products where forward has one   [PaLM, appendix B]
 RECOMPUTED = 3 / 4  # where backward runs forward again
+CODING_PASSES = 10.0  # over the memory, of coding and decoding where nobody measured it: assumption
 ROUNDS = 4  # of the fixed point between stolen processor time and overlap: it converges by the overlap's share
 
 
@@ -52,7 +53,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
                  for size in {(t.collective, t.size_bytes) for t in (*work.transfers, *work.after)}}  # fmt: skip
     stolen_s = [0.0] * num_ranks
     for _ in range(ROUNDS):
-        times = [_times(job, cluster, member, work, stolen_s[member.rank]) for member in members]
+        times = [_times(job, cluster, member, roster.sync, work, stolen_s[member.rank]) for member in members]
         spans = _spans(work, times, lasting_s)
         stolen_s = [_stolen_s(cluster, roster, member, times[member.rank], work, spans) for member in members]
         if not any(stolen_s):
@@ -102,11 +103,32 @@ def again(job: Job) -> float:
     return (1 - BACKWARD) / (1 - RECOMPUTED) if job.spec.model.recompute else 1.0
 
 
-def _times(job: Job, cluster: Cluster, member: Member, work: Exchange, stolen_s: float) -> _Times:
+def coding_s(host: HostRates, sync: SyncSpec) -> float:
+    """Seconds by which a byte of gradients is made small and large again; of PowerSGD on the line over its rank.
+
+    *Assumption* where nobody measured it: ten times over the memory. 0 where nothing of the memory is known.
+
+    >>> host = HostRates(tokens_per_s={}, coding_Bps={"int8": 4e9, "powersgd:4": 2e9, "powersgd:32": 1e9})
+    >>> [round(1e9 * coding_s(host, sync), 3) for sync in (SyncSpec(kind="int8"), SyncSpec(kind="powersgd", rank=18))]
+    [0.25, 0.75]
+    """
+    if sync.kind != "powersgd":
+        known = host.coding_Bps.get(sync.kind)
+        return 1 / known if known else CODING_PASSES / host.copy_Bps if host.copy_Bps else 0.0
+    points = sorted((int(name.partition(":")[2]), 1 / rate) for name, rate in host.coding_Bps.items()
+                    if name.startswith("powersgd:"))  # fmt: skip
+    if len(points) < 2:
+        return CODING_PASSES / host.copy_Bps if host.copy_Bps else 0.0
+    (low, at_low), (high, at_high) = points[0], points[-1]
+    return max(0.0, at_low + (sync.rank - low) / (high - low) * (at_high - at_low))
+
+
+def _times(job: Job, cluster: Cluster, member: Member, sync: SyncSpec, work: Exchange, stolen_s: float) -> _Times:
     """A rank by itself: what its share takes, and what the strategy and its communication add to it."""
     host, token_s = cluster.hosts[member.host], 1 / cluster.tokens_per_s(member)
     passes = [again(job) * (host.pass_s + size * job.shape.block_size * token_s) for size in member.micro_batches]
     packing_s = work.moved_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
+    packing_s += work.coded_bytes * coding_s(host, sync)
     backward = (RECOMPUTED if job.spec.model.recompute else BACKWARD) * (passes[-1] if passes else 0.0)
     return _Times(
         begun_s=host.update_s * work.update_share + host.data_s,

@@ -50,7 +50,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
     transfers: list[Transfer]  # in their order; each starts when it is ready and the one before has ended
     after: list[Transfer] = []  # not before backward and update are over
-    moved_bytes: float = 0.0  # memory traffic of packing and unpacking, per rank
+    coded_bytes: float = 0.0  # gradients that a rank makes small and large again
+    moved_bytes: float = 0.0  # memory traffic of what else it does with them
     every: int = 1  # steps between two exchanges
     hidden: bool = False  # it runs beside the next steps' computing
     update_share: float = 1.0  # of the parameters that a rank updates itself
@@ -199,8 +200,7 @@ def _packed(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exc
         saved = sum(half for at, half in narrow.items() if begin < at <= ready)
         sizes.append((size - saved, float(size), ready))
         begin = ready
-    moved = shape.num_params() * 3.0 * GRADIENT_BYTES
-    return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), moved_bytes=moved)
+    return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
 
 
 def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster, Sequence[Gradient]], Exchange]:
@@ -210,8 +210,7 @@ def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster, Sequence[Gradi
     def narrow(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
         factor = element_bytes / GRADIENT_BYTES
         sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors)]
-        moved = shape.num_params() * 2 * (3 * GRADIENT_BYTES + element_bytes)
-        return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), moved_bytes=moved)
+        return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
 
     return narrow
 
@@ -230,8 +229,11 @@ def _powersgd(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> E
                        ([tensor.rows for tensor in thin], [tensor.columns for tensor in thin]))  # fmt: skip
         ready = bucket[-1].ready
         transfers += _all_reduces([(left + GRADIENT_BYTES * rest, ready), *([(right, ready)] if thin else [])])
-    moved = shape.num_params() * GRADIENT_BYTES * 6.0  # read for each factor, error written and added
-    return Exchange(transfers=transfers, moved_bytes=moved)
+    return Exchange(transfers=transfers, coded_bytes=_bytes_of(tensors))
+
+
+def _bytes_of(tensors: Sequence[Gradient]) -> float:
+    return float(GRADIENT_BYTES * sum(tensor.num_params for tensor in tensors))
 
 
 def _fsdp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:

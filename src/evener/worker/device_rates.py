@@ -26,6 +26,7 @@ from evener.core.roster import Dtype
 from evener.core.shape import PRESETS
 from evener.core.units import count
 from evener.worker.arithmetic import TORCH_DTYPES
+from evener.worker.coding import coding_rates
 from evener.worker.collectives import sum_rate_Bps
 from evener.worker.group import leave
 from evener.worker.loopback import loopback_rates
@@ -52,6 +53,8 @@ def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
         tell(Doing(text=f"{name}: all-reduces between two ranks here"))
         sync_Bps, loopback_Bps = loopback_rates()
     tell(Doing(text=f"{name}: {spec.model}, forward and backward for {spec.seconds:.0f} s"))
+    tell(Doing(text=f"{name}: gradients in fewer bytes"))
+    coding_Bps = coding_rates(device)
     sustained = train(spec, device, lambda text: tell(Doing(text=f"{name}: {text}")))
     rates = Rates(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else this_machine().cpu,
@@ -61,6 +64,7 @@ def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
         sum_Bps=sums,
         sync_Bps=sync_Bps,
         loopback_Bps=loopback_Bps,
+        coding_Bps=coding_Bps,
         memory_bytes=memory_bytes(device),
         models={spec.model: model_rate(sustained)},
         measured=time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -38,8 +38,8 @@ class Packed:
         if self._group.world_size == 2:
             other = 1 - self._group.rank
             payloads, fits, sent = self._trade([slots.views, slots.views])
-            for view, values in zip(slots.views, _values(payloads[other], fits[other], slots.views), strict=True):
-                self._add(values, view)  # a + b is b + a
+            for view, values in zip(slots.views, values_of(payloads[other], fits[other], slots.views), strict=True):
+                self.add(values, view)  # a + b is b + a
             return sent
         return self._by_parts(slots)
 
@@ -61,9 +61,9 @@ class Packed:
         for view in parts[rank]:
             view.zero_()
         for peer in range(group.world_size):
-            told = mine if peer == rank else _values(payloads[peer], fits[peer], parts[rank])
+            told = mine if peer == rank else values_of(payloads[peer], fits[peer], parts[rank])
             for view, values in zip(parts[rank], told, strict=True):
-                self._add(values, view)
+                self.add(values, view)
         sums = [scratch.take(4 * (high - low), mine[0].device if mine else slots.views[0].device).view(torch.float32)
                 for scratch, (low, high) in zip(self._incoming, pairwise(bounds), strict=True)]  # fmt: skip
         if parts[rank]:
@@ -82,7 +82,7 @@ class Packed:
         outgoing, told = [], []
         for peer, (part, scratch) in enumerate(zip(parts, self._outgoing, strict=True)):
             payload = scratch.take(sum(_room(4 * len(view)) for view in part), device)
-            found = self._pack(part, payload) if peer != group.rank else [True] * len(part)
+            found = self.pack(part, payload) if peer != group.rank else [True] * len(part)
             outgoing.append(payload[: _size(found, part)])
             told.append(torch.tensor(found, dtype=torch.uint8, device=device))
         heard = [torch.empty(len(here), dtype=torch.uint8, device=device) for _ in parts]
@@ -92,7 +92,7 @@ class Packed:
                     for peer, (scratch, found) in enumerate(zip(self._incoming, fits, strict=True))]  # fmt: skip
         return incoming, fits, sent + swap(group, outgoing, incoming)
 
-    def _pack(self, views: list[Tensor], payload: Tensor) -> list[bool]:
+    def pack(self, views: list[Tensor], payload: Tensor) -> list[bool]:
         """Write each as bf16 where that is the same number everywhere, else as fp32; which are bf16?"""
         found, reached = [], 0
         for view in views:
@@ -111,13 +111,14 @@ class Packed:
                 return False
         return True
 
-    def _add(self, values: Tensor, view: Tensor) -> None:
+    def add(self, values: Tensor, view: Tensor) -> None:
+        """Add what came, bf16 or fp32, to the gradient."""
         size = PIECE[view.device.type]
         for more, piece in zip(values.split(size), view.split(size), strict=True):
             piece.add_(more if more.dtype == piece.dtype else self._scratch.like(piece).copy_(more))
 
 
-def _values(payload: Tensor, fits: list[bool], views: list[Tensor]) -> list[Tensor]:
+def values_of(payload: Tensor, fits: list[bool], views: list[Tensor]) -> list[Tensor]:
     """What a payload holds for these tensors."""
     found, reached = [], 0
     for fit, view in zip(fits, views, strict=True):

@@ -80,7 +80,7 @@ class PowerSGD:
                 self._factors.setdefault(parameters[name], factor.to(parameters[name].device))
 
     def _sum(self, tensors: list[Tensor]) -> int:
-        if not tensors:
+        if not tensors or self._group.world_size == 1:
             return 0
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.all_reduce(flat, group=self._group.gradients)
