@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from evener.core.fleet import load_fleet
+from evener.core.fleet import ModelRate, Rates, load_fleet
+from evener.core.measured import update_fleet
 from evener.core.plan import read_plan, read_prediction
 from evener.core.rundir import RunDir
 from evener.lab.spec import HostSpec
 from evener.report.summary import summarize
 
 pytestmark = pytest.mark.slow
-FLAGS = ("--model=tiny", "--batch=12", "--dtype=fp32", "--threads=1", "--eval-tokens=256", "--eval-every=0")
+FLAGS = ("--model=tiny", "--batch=12", "--dtype=fp32", "--threads=1", "--eval-tokens=256", "--eval-every=0",
+         "--shares=equal")  # fmt: skip
 
 
 def evener(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
@@ -77,4 +80,16 @@ def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, cor
     )
     assert "predicted: " in few.stderr
     assert [host.name for host in read_plan(RunDir(tmp_path / "few")).hosts] == ["a", "c"]
+
+    slow = Rates(models={"tiny": ModelRate(tokens_per_s=0.5, dtype="fp32")})
+    update_fleet(file, rates={"c": {"cpu": slow}}, links={})
+    auto = evener(
+        tmp_path, "train", "--fleet", file, *data, *FLAGS, "--shares=auto", "--steps", "3", "--out", "auto", "--json"
+    )
+    assert re.search(r"left out: .*\bc: adding .*makes this run slower: .* tokens/s with", auto.stderr), auto.stderr
+    plan, prediction = read_plan(RunDir(tmp_path / "auto")), read_prediction(RunDir(tmp_path / "auto"))
+    assert prediction is not None
+    assert prediction.left_out["c"].startswith("adding ")
+    assert "c" not in [host.name for host in plan.hosts]
+    assert plan.roster == prediction.option(prediction.chosen).roster == RunDir(tmp_path / "auto").manifest().roster
     lab.down()

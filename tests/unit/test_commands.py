@@ -10,8 +10,9 @@ import pytest
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.plan import Plan, read_plan, write_plan
+from evener.core.roster import Roster, first_roster
 from evener.core.rundir import RunDir
-from evener.core.spec import parse_args
+from evener.core.spec import RunSpec, parse_args
 from evener.launch.commands import Place, script_plan, train_plan
 
 
@@ -34,7 +35,12 @@ def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: boo
 
 def train(places: list[Place], *flags: str) -> Plan:
     data = {one.name: f"{one.workdir}/trees/d" for one in places}
-    return train_plan("1d", places, 29500, parse_args([*flags]), 256, data, {}, resume=False)
+    spec = parse_args([*flags])
+    return train_plan("1d", places, 29500, spec, roster_of(places, spec), data, {}, resume=False)
+
+
+def roster_of(places: list[Place], spec: RunSpec) -> Roster:
+    return first_roster(spec, [seat for one in places for seat in one.seats(spec.machine)], 256)
 
 
 def flag(plan: Plan, host: str, name: str) -> str | None:
@@ -72,26 +78,28 @@ GPU, OTHER = ["NVIDIA H200"] * 2, ["NVIDIA GeForce RTX 4070"]
 
 
 @pytest.mark.parametrize(
-    ("places", "flags", "backend", "dtype", "devices"),
+    ("places", "flags", "backend", "dtypes", "devices"),
     [
-        ([place("a", gpus=GPU), place("b", gpus=GPU)], [], "nccl", "bf16", ["cuda:0", "cuda:1"] * 2),
-        ([place("a", gpus=GPU), place("b", gpus=OTHER)], [], "nccl", "bf16", ["cuda:0", "cuda:1", "cuda:0"]),
-        ([place("a", gpus=OTHER, old=True), place("b", gpus=OTHER, old=True)], [], "nccl", "fp16", ["cuda:0"] * 2),
-        ([place("a", gpus=OTHER, old=True), place("b", gpus=OTHER)], [], "nccl", "fp32", ["cuda:0"] * 2),
-        ([place("a", gpus=OTHER), place("b")], [], "gloo", "fp32", ["cuda:0", "cpu"]),
-        ([place("a", gpus=OTHER, devices="cpu"), place("b")], [], "gloo", "bf16", ["cpu", "cpu"]),
-        ([place("a"), place("b", bf16=False)], [], "gloo", "fp32", ["cpu", "cpu"]),
-        ([place("a", gpus=GPU), place("b", gpus=GPU)], ["--device=cpu"], "gloo", "bf16", ["cpu", "cpu"]),
-        ([place("a", gpus=GPU), place("b")], ["--device=cpu", "--dtype=fp32"], "gloo", "fp32", ["cpu", "cpu"]),
+        ([place("a", gpus=GPU), place("b", gpus=GPU)], [], "nccl", ["bf16"] * 4, ["cuda:0", "cuda:1"] * 2),
+        ([place("a", gpus=GPU), place("b", gpus=OTHER)], [], "nccl", ["bf16"] * 3, ["cuda:0", "cuda:1", "cuda:0"]),
+        ([place("a", gpus=OTHER, old=True)] * 2, [], "nccl", ["fp16"] * 2, ["cuda:0"] * 2),
+        ([place("a", gpus=OTHER, old=True), place("b", gpus=OTHER)], [], "nccl", ["fp32", "bf16"], ["cuda:0"] * 2),
+        ([place("a", gpus=OTHER), place("b", bf16=False)], [], "gloo", ["bf16", "fp32"], ["cuda:0", "cpu"]),
+        ([place("a", gpus=OTHER, old=True), place("b")], [], "gloo", ["fp32", "bf16"], ["cuda:0", "cpu"]),
+        ([place("a", gpus=OTHER, devices="cpu"), place("b")], [], "gloo", ["bf16"] * 2, ["cpu", "cpu"]),
+        ([place("a"), place("b", bf16=False)], [], "gloo", ["bf16", "fp32"], ["cpu", "cpu"]),
+        ([place("a", gpus=GPU), place("b", gpus=GPU)], ["--device=cpu"], "gloo", ["bf16"] * 2, ["cpu", "cpu"]),
+        ([place("a", gpus=GPU), place("b")], ["--device=cpu", "--dtype=fp32"], "gloo", ["fp32"] * 2, ["cpu", "cpu"]),
     ],
 )
-def test_backend_and_arithmetic_suit_all(
-    places: Any, flags: list[str], backend: str, dtype: str, devices: list[str]
+def test_the_backend_suits_all_and_the_arithmetic_each(
+    places: Any, flags: list[str], backend: str, dtypes: list[str], devices: list[str]
 ) -> None:
     plan = train(places, *flags)
     assert plan.roster is not None
     assert (plan.roster.backend, plan.world_size) == (backend, len(devices))
-    assert [(member.device, member.dtype) for member in plan.roster.members] == [(one, dtype) for one in devices]
+    assert [member.device for member in plan.roster.members] == devices
+    assert [member.dtype for member in plan.roster.members] == dtypes
     assert [member.host for member in plan.roster.members] == [plan.host_of(rank).name for rank in range(len(devices))]
     told = {flag(plan, host.name, name) for host in plan.hosts for name in ("backend", "dtype")}
     assert told <= {None, *(word.partition("=")[2] for word in flags)}  # the Roster says it, and nobody else
@@ -124,7 +132,8 @@ def here(ranks: int, **more: Any) -> Place:
 def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
     """The run's folder is the run directory, data and corpus are where they were named, and any port will do."""
     flags = parse_args(["--out=runs/x", "--data=data/verbs"])
-    plan = train_plan("1d", [here(2)], 0, flags, 64, {"a": flags.data.data}, {}, resume=False)
+    places = [here(2)]
+    plan = train_plan("1d", places, 0, flags, roster_of(places, flags), {"a": flags.data.data}, {}, resume=False)
     (host,) = plan.hosts
     assert plan.is_here
     assert (host.run, host.cwd, host.is_rank) == (None, "/home/me", False)
@@ -135,7 +144,8 @@ def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
 
 def test_a_rank_that_is_alone_here_needs_no_torchrun() -> None:
     flags = parse_args(["--out=runs/x"])
-    (host,) = train_plan("1d", [here(1)], 0, flags, 64, {"a": "data/verbs"}, {}, resume=False).hosts
+    places = [here(1)]
+    (host,) = train_plan("1d", places, 0, flags, roster_of(places, flags), {"a": "data/verbs"}, {}, resume=False).hosts
     assert host.argv[:3] == ["/python", "-m", "evener.worker"]
     assert host.is_rank
     (elsewhere,) = train([place("a")]).hosts

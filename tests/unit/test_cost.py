@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from evener.core.prediction import Cluster, Wire
-from evener.core.roster import SYNC_EXAMPLES, equal_shares, parse_sync
+from evener.core.roster import SYNC_EXAMPLES, parse_sync
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.step import PARTS
-from evener.plan.balance import fastest_shares
+from evener.plan.balance import Pace, fastest_shares
 from evener.plan.cluster import uniform
 from evener.plan.cost import BACKWARD
 from evener.plan.sync import STRATEGIES, buckets, exchange, gradients, loss_penalty
@@ -145,30 +145,6 @@ def test_every_strategy_has_a_price_and_its_penalty_a_source():
     assert loss_penalty(parse_sync("diloco:30"), 10**8, 3)[0] is None  # nobody published three replicas
 
 
-# --- shares -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num", [1, 7, 16])
-@pytest.mark.parametrize("sequence_s", [(1.0, 2.0), (1.0, 1.0, 1.0), (3.0, 1.0, 0.5)])
-@pytest.mark.parametrize("pass_s", [0.0, 2.5])
-def test_no_other_division_is_faster(num, sequence_s, pass_s):
-    def slowest(shares: list[int]) -> float:
-        return max((pass_s + n * t if n else 0.0) for n, t in zip(shares, sequence_s, strict=True))
-
-    def divisions(left: int, ranks: int) -> list[list[int]]:
-        if ranks == 1:
-            return [[left]]
-        return [[n, *rest] for n in range(left + 1) for rest in divisions(left - n, ranks - 1)]
-
-    found = fastest_shares(num, [pass_s] * len(sequence_s), sequence_s)
-    assert sum(found) == num
-    assert slowest(found) == pytest.approx(min(slowest(shares) for shares in divisions(num, len(sequence_s))))
-
-
-def test_equal_speeds_get_equal_shares():
-    assert fastest_shares(16, [0.0] * 3, [1.0] * 3) == equal_shares(16, 3)
-
-
 # --- the notes --------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +168,7 @@ def test_the_home_lab_that_blamed_its_network():
     assert equal.step_s == pytest.approx(71.5, rel=0.05)  # theirs hid nothing of the 4.3 s: 72.6 s
     assert equal.step_s - equal.ranks[0].cost.exposed_sync_s + equal.ranks[0].sync_s == pytest.approx(71.5, rel=0.02)
     assert equal.ranks[0].cost.wait_s == pytest.approx(34.1, rel=0.01)  # the i9 idles half of every step
-    shares = fastest_shares(8, [0.0, 0.0], [512 / 60, 512 / 30])
+    shares = fastest_shares(8, [Pace(sequence_s=512 / rate) for rate in (60, 30)])
     proportional = priced(changed(job, shares=":".join(map(str, shares))), both)
     assert proportional.roster.shares == shares
     assert proportional.tokens_per_s > 1.3 * equal.tokens_per_s

@@ -90,7 +90,8 @@ def test_a_fleet_file_is_enough(tmp_path):
     done = evener(*flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Train on both hosts with ddp, shares 6 : 2: 100 tokens/s, 1.31 times the fastest")
-    assert "laptop is the straggler" in done.stdout
+    equal = evener(*flags, "--shares", "equal", cwd=tmp_path)
+    assert "laptop is the straggler" in equal.stdout
     told = evener(*flags, "--shares", "6:2", "--json", cwd=tmp_path)
     prediction = json.loads(told.stdout)
     assert prediction["chosen"] == prediction["recommended"] == "ddp, shares 6 : 2"

@@ -17,7 +17,7 @@ from evener.core.roster import (
     Seat,
     backend_of,
     devices_of,
-    dtype_of,
+    dtypes_of,
     first_roster,
     parse_shares,
     parse_sync,
@@ -78,24 +78,26 @@ def test_shares_that_are_not_numbers_of_ranks():
 
 
 @pytest.mark.parametrize(
-    ("seats", "dtype", "backend"),
+    ("seats", "dtypes", "backend"),
     [
-        ([CPU], "bf16", "none"),
-        ([CPU, CPU], "bf16", "gloo"),
-        ([CPU, OLD], "fp32", "gloo"),
-        ([GPU, GPU], "bf16", "nccl"),
-        ([GPU, T4], "fp32", "nccl"),
-        ([T4, T4], "fp16", "nccl"),
-        ([GPU, CPU], "fp32", "gloo"),
-        ([T4, CPU], "fp32", "gloo"),
+        ([CPU], ["bf16"], "none"),
+        ([CPU, CPU], ["bf16", "bf16"], "gloo"),
+        ([CPU, OLD], ["bf16", "fp32"], "gloo"),
+        ([GPU, GPU], ["bf16", "bf16"], "nccl"),
+        ([GPU, T4], ["bf16", "fp32"], "nccl"),
+        ([T4, T4], ["fp16", "fp16"], "nccl"),
+        ([GPU, OLD], ["bf16", "fp32"], "gloo"),
+        ([T4, CPU], ["fp32", "bf16"], "gloo"),
+        ([T4, T4, OLD], ["fp32"] * 3, "gloo"),
     ],
 )
-def test_one_arithmetic_and_one_backend_for_all(seats, dtype, backend):
+def test_each_has_its_own_arithmetic_and_all_one_backend(seats, dtypes, backend):
     roster = first_roster(RunSpec(), seats, 64)
-    assert {member.dtype for member in roster.members} == {dtype}
+    assert [member.dtype for member in roster.members] == dtypes
+    assert roster.dtypes == " and ".join(dict.fromkeys(dtypes))
     assert roster.backend == backend
     assert roster.sync.kind == ("none" if len(seats) == 1 else "ddp")
-    assert dtype_of(seats, "fp32") == "fp32"
+    assert set(dtypes_of(seats, "fp32")) == {"fp32"}
     assert backend_of([seat.device for seat in seats] * 2, "gloo") == "gloo"
 
 

@@ -14,7 +14,10 @@ from evener.core.prediction import Cluster, Job, Wire
 from evener.core.roster import Seat
 from evener.core.shape import PRESETS, preset_shape
 from evener.plan.cluster import NotMeasuredError, cluster_of, scaled, uniform
-from evener.plan.search import flags_of_recommended, larger, predict, what_if
+from evener.plan.cost import price
+from evener.plan.divide import first_roster_by_speed
+from evener.plan.question import of_training
+from evener.plan.search import flags_of_recommended, larger, predict, what_if, why_left_out
 from tests.unit import planner
 from tests.unit.planner import changed, job_of, priced
 
@@ -49,13 +52,18 @@ def test_a_slow_link_is_not_worth_it():
 
 
 def test_a_slow_host_helps_with_the_share_that_it_can_take():
+    equal = predict(changed(JOB, shares="equal"), cluster(60.0, 28.0))
+    assert "b is the straggler" in equal.advice[0]
+    assert any("With equal shares no network would make all hosts together pay" in line for line in equal.advice)
+    assert flags_of_recommended(equal) == "--shares auto"
     found = predict(JOB, cluster(60.0, 28.0))
-    assert found.verdict == (
-        "Train on both hosts with ddp, shares 17 : 7: 84.7 tokens/s, 1.41 times the fastest host alone."
-    )
-    assert "b is the straggler" in found.advice[0]
-    assert any("With equal shares no network would make all hosts together pay" in line for line in found.advice)
-    assert flags_of_recommended(found) == "--shares 17:7"
+    for one in (found, equal):
+        assert one.recommended == "ddp, shares 17 : 7"
+        assert one.verdict == (
+            "Train on both hosts with ddp, shares 17 : 7: 84.7 tokens/s, 1.41 times the fastest host alone."
+        )
+    assert (found.chosen, equal.chosen) == ("ddp, shares 17 : 7", "ddp")
+    assert found.option("ddp").rejected_because == "slower: ddp, shares 17 : 7 trains 1.51 times as fast"
     told = predict(changed(JOB, shares="17:7"), cluster(60.0, 28.0))
     assert (told.chosen, told.recommended) == ("ddp, shares 17 : 7", "ddp, shares 17 : 7")
     assert told.option("ddp").step_s == found.option("ddp").step_s
@@ -64,15 +72,20 @@ def test_a_slow_host_helps_with_the_share_that_it_can_take():
 
 def test_a_host_that_is_too_slow_for_any_share_is_left_out_with_both_figures():
     found = predict(JOB, cluster(60.0, 2.0))
-    assert found.verdict == "Leave b out: with it 4 tokens/s, without 60 tokens/s."
+    assert found.chosen == "ddp, shares 23 : 1"  # the best with it
+    assert found.verdict == "Leave b out: with it 48 tokens/s, without 60 tokens/s."
     assert flags_of_recommended(found) == "--hosts a"
+    assert why_left_out(found) == {"b": "adding b makes this run slower: 48 tokens/s with it, 60 tokens/s without"}
+    told = predict(changed(JOB, shares="equal"), cluster(60.0, 2.0))
+    assert told.verdict == "Leave b out: with it 4 tokens/s, without 60 tokens/s."
 
 
 def test_the_slowest_of_three_is_left_out_and_two_go_on():
     found = predict(JOB, cluster(100.0, 100.0, 4.0))
     assert found.recommended == "ddp without c"
     assert found.option(found.recommended).roster.hosts == ["a", "b"]
-    assert found.verdict.startswith("Leave c out: with it 12 tokens/s, without 200 tokens/s")
+    assert found.verdict.startswith("Leave c out: with it 96 tokens/s, without 200 tokens/s")
+    assert list(why_left_out(found)) == ["c"]
 
 
 def test_a_rank_without_a_share_is_priced_as_one_that_waits():
@@ -122,7 +135,8 @@ def test_at_the_break_even_bandwidth_all_are_clearly_faster_than_one():
     found = predict(JOB, start)
     (line,) = [line for line in found.advice if "t would pay from" in line]
     told = float(line.split("pay from ")[1].split(" Mbit/s")[0]) * 1e6 / 8
-    at = priced(JOB, scaled(start, told / 3e6))
+    roster = found.option(found.chosen).roster
+    at = price(JOB, scaled(start, told / 3e6), roster)
     assert at.tokens_per_s == pytest.approx(1020.0, rel=0.01)
 
 
@@ -130,8 +144,9 @@ def test_at_the_break_even_batch_all_are_clearly_faster_than_one():
     start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
     (line,) = [line for line in predict(JOB, start).advice if line.startswith("Or with --batch")]
     factor = int(line.split("--batch ")[1].split(",")[0]) // JOB.spec.train.batch
-    assert priced(larger(JOB, factor), start).tokens_per_s > 1020.0
-    assert priced(larger(JOB, factor - 1), start).tokens_per_s <= 1020.0
+    jobs = [larger(JOB, factor), larger(JOB, factor - 1)]
+    speeds = [price(job, start, first_roster_by_speed(job, start, start.seats)).tokens_per_s for job in jobs]
+    assert speeds[0] > 1020.0 >= speeds[1]
 
 
 def test_one_host_has_nothing_to_distribute():
@@ -157,8 +172,8 @@ def test_the_ring_avoids_the_slow_link():
     assert planned.option("ddp").roster.hosts == ["a", "c", "b"]
 
 
-def test_shares_are_told_in_the_order_in_which_they_will_be_read():
-    """With --shares no ring is looked for: ranks are counted as the file lists their hosts."""
+def test_shares_that_are_told_are_read_in_the_files_order():
+    """With them no ring is looked for: ranks are counted as the file lists their hosts."""
     found = cluster(1000.0, 500.0, 250.0, wire=Wire(latency_s=0.0, bandwidth_Bps=1e9))
     wires = {a: dict(row) for a, row in found.wires.items()}
     wires["b"]["a"] = Wire(latency_s=0.0, bandwidth_Bps=1e8)
@@ -166,10 +181,12 @@ def test_shares_are_told_in_the_order_in_which_they_will_be_read():
     seats = [slow.seats[i] for i in (0, 2, 1)]
     for prediction in (predict(JOB, slow), predict(JOB, msgspec.structs.replace(slow, seats=seats), keep_order=True)):
         assert prediction.cluster.names == ["a", "c", "b"]
-        assert flags_of_recommended(prediction) == "--shares 14:7:3"
+        assert prediction.chosen == prediction.recommended == "ddp, shares 14 : 3 : 7"
     again = predict(changed(JOB, shares="14:7:3"), slow)
     assert again.cluster.names == ["a", "b", "c"]
     assert again.chosen == again.recommended == "ddp, shares 14 : 7 : 3"
+    other = predict(changed(JOB, shares="1:1:1"), slow)
+    assert flags_of_recommended(other) == "--shares auto"
 
 
 def test_many_shares_are_named_by_who_chose_them():
@@ -235,6 +252,30 @@ def test_thirty_two_hosts_take_a_moment():
     assert time.process_time() - began < 1.0
 
 
+def test_a_share_above_a_micro_batch_is_avoided():
+    """Seventeen in micro-batches of sixteen are two passes, of nine and eight; each costs as much as six sequences."""
+    job = changed(JOB, micro_batch=16)
+    found = predict(job, cluster(60.0, 27.0, pass_s=6 * 256 / 60.0))
+    assert found.chosen == "ddp, shares 16 : 8"
+    assert predict(job, cluster(60.0, 27.0)).chosen == "ddp, shares 17 : 7"
+
+
+@pytest.mark.parametrize(("memory_bytes", "micro_batch"), [(None, 64), (10**12, 64), (2_000_000_000, 8), (1, 1)])
+def test_micro_batches_fit_into_the_memory_that_is_known(memory_bytes, micro_batch):
+    """The largest of 64, 32, 16 … sequences of 256 tokens; what was told holds, whether it fits or not."""
+    asked = job_of(SHAPE, batch=128)
+    found = cluster(1000.0, 1000.0, memory_bytes=memory_bytes)
+    roster = first_roster_by_speed(asked, found, found.seats)
+    assert {member.micro_batch for member in roster.members} == {micro_batch}
+    if memory_bytes == 2_000_000_000:
+        assert all(rank.memory_bytes < 0.9 * memory_bytes for rank in price(asked, found, roster).ranks)
+        twice = [msgspec.structs.replace(member, micro_batch=2 * micro_batch) for member in roster.members]
+        worse = price(asked, found, msgspec.structs.replace(roster, members=twice))
+        assert any(rank.memory_bytes > 0.9 * memory_bytes for rank in worse.ranks)
+    told = changed(asked, micro_batch=64)
+    assert {member.micro_batch for member in first_roster_by_speed(told, found, found.seats).members} == {64}
+
+
 # --- what a fleet file says -------------------------------------------------------------------------------------------
 
 RATE = ModelRate(tokens_per_s=1000.0, pass_s=0.01, update_s=0.02, dtype="bf16", cpus=2.0)
@@ -288,17 +329,19 @@ def dtypes(fleet: Fleet, **flags: object) -> set[str]:
 def test_another_arithmetic_is_derived_and_marked():
     assert dtypes(fleet()) == {"bf16"}
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
-    assert dtypes(mixed) == {"fp32"}
+    assert dtypes(mixed) == {"bf16", "fp32"}  # each its own
     found = cluster_of(mixed, job())
-    assert found.hosts["a"].tokens_per_s == {"fp32": 500.0, "bf16": 1000.0}  # its products are half as fast in fp32
-    assert found.hosts["b"].tokens_per_s == {"fp32": 1000.0}
+    assert (found.hosts["a"].tokens_per_s, found.hosts["b"].tokens_per_s) == ({"bf16": 1000.0}, {"fp32": 1000.0})
+    assert found.assumed == []
+    found = cluster_of(mixed, changed(job(), dtype="fp32"))
+    assert found.hosts["a"].tokens_per_s == {"fp32": 500.0}  # its products are half as fast in fp32
     assert found.assumed == ["a: was measured in bf16; fp32 is taken to run at 50% of that"]
 
 
-def test_hosts_compute_in_the_type_that_suits_those_that_take_part():
+def test_hosts_compute_in_the_type_that_suits_each():
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
     found = predict(job(), cluster_of(mixed, job()))
-    assert found.option("ddp").roster.dtypes == "fp32"
+    assert found.option("ddp").roster.dtypes == "bf16 and fp32"
     assert found.option("a alone").roster.dtypes == "bf16"
     told = changed(job(), dtype="fp32")
     in_fp32 = predict(told, cluster_of(mixed, told)).option("b alone")
@@ -318,11 +361,11 @@ def test_what_was_found_on_the_hosts_counts_before_what_was_measured():
         cluster_of(known, job(), seats=[msgspec.structs.replace(seat, device="cuda:0") for seat in seats])
 
 
-def test_gpus_and_processors_compute_in_fp32_together():
+def test_gpus_and_processors_together():
     """As the launcher has it."""
     gpu = msgspec.structs.replace(PROBED, name="H200")
     both = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cpu": PROBED}, "b": {"cpu": PROBED}})
-    assert dtypes(both) == {"fp32"}
+    assert dtypes(both) == {"bf16"}
     assert dtypes(both, device="cpu") == {"bf16"}
     assert job().roster(cluster_of(both, job()).seats).backend == "gloo"
     gpus = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cuda:1": gpu}, "b": {"cuda:0": gpu}})
@@ -379,6 +422,22 @@ def test_ranks_of_one_processor_divide_it():
     assert (found.hosts["a"].update_s, found.hosts["a"].pass_s) == (0.04, 0.02)
     assert found.hosts["a"].local == Wire(latency_s=20e-6, bandwidth_Bps=1e9)
     assert len(priced(asked, found).ranks) == 4
+
+
+def test_train_leaves_out_what_makes_it_slower_and_says_why():
+    slow = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=20.0)})
+    asked, known = job(), fleet(b=slow)
+    seats = cluster_of(known, asked).seats
+    found = of_training(known, asked.spec, asked.shape, seats)
+    assert found.left_out.keys() == {"b"}
+    assert found.left_out["b"].startswith("adding b makes this run slower: ")
+    assert found.option(found.chosen).roster.hosts == found.cluster.names == ["a"]
+    all_of_them = changed(asked, shares="equal")
+    insisted = of_training(known, all_of_them.spec, asked.shape, seats)
+    assert (insisted.left_out, insisted.option(insisted.chosen).roster.shares) == ({}, [12, 12])
+    half = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=500.0)})
+    found = of_training(fleet(b=half), asked.spec, asked.shape, seats)
+    assert (found.left_out, found.option(found.chosen).roster.shares) == ({}, [16, 8])
 
 
 # --- links by name ----------------------------------------------------------------------------------------------------

@@ -81,8 +81,9 @@ def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer, predict
                 assert spec.out is not None
                 rundir = RunDir(spec.out)
                 prepared = prepare_here(sessions, rundir, ranks=spec.machine.ranks)
-                plan, _ = plan_training(prepared, resolve(spec), resume=False)
-                plan = msgspec.structs.replace(plan, prediction=predict(spec))
+                resolved, prediction = resolve(spec), predict(spec)
+                plan, _ = plan_training(prepared, resolved, prepared.roster(resolved), resume=False)
+                plan = msgspec.structs.replace(plan, prediction=prediction)
                 ended = stay_with(rundir, plan, sessions, observer(spec))
                 if any(state["stopped"] for state in ended.values()):
                     raise KeyboardInterrupt

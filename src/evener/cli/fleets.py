@@ -92,6 +92,9 @@ def predicted(fleet: Any, resolved: Any, seats: Any) -> Any:
     except UsageError as unknown:  # what stands in the run's own way is told by those who start it
         say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         return None
+    for why in dict.fromkeys(prediction.left_out.values()):
+        names = ", ".join(name for name, of_host in prediction.left_out.items() if of_host == why)
+        say(f"left out: {names}: {why}\nhint:  --shares equal has all hosts take part")
     say(f"predicted: {in_a_line(prediction)}")
     if prediction.recommended != prediction.chosen:
         say(f"warning: {prediction.verdict}")
@@ -106,11 +109,12 @@ def predicted_again(fleet: Any, resolved: Any, seats: Any, before: Any) -> Any:
     same_work = (spec.data, spec.model, spec.machine) == (was.data, was.model, was.machine) and (
         (spec.train.batch, spec.train.micro_batch) == (was.train.batch, was.train.micro_batch)
     )
+    places = [(seat.host, seat.device) for seat in seats]
     if (
         before.prediction
         and not fleet.rates
         and same_work
-        and list(fleet.hosts) == [host.name for host in before.hosts]
+        and places == [(seat.host, seat.device) for seat in before.prediction.cluster.seats]
     ):
         return before.prediction
     return predicted(fleet, resolved, seats)

@@ -24,7 +24,8 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     """Train a model on this machine, or on all hosts of a fleet.
 
     On this machine Ctrl-C finishes the step, saves and leaves; once more ends it at once. On a fleet, and with
-    --detach, the run goes on without this terminal; `evener stop` ends it. --resume goes on, bit for bit, where it was.
+    --detach, the run goes on without this terminal; `evener stop` ends it. --resume goes on where it was: bit for bit
+    on one rank, and on several with shares that stay; with --shares auto, which follow their speed, within rounding.
     """
     import json
 
@@ -70,12 +71,14 @@ def _here(before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool
     with here.this_machine_connected() as sessions:
         ranks, run_id = resolved.spec.machine.ranks, before.id if before else None
         prepared = here.prepare_here(sessions, rundir, ranks=ranks, run_id=run_id)
-        plan, _ = launcher.plan_training(prepared, resolved, resume=resumes)
+        roster = prepared.roster(resolved)
+        prediction = fleets.predicted_here(resolved, prepared.seats(resolved.spec.machine))
+        roster = prediction.option(prediction.chosen).roster if prediction else roster
+        plan, _ = launcher.plan_training(prepared, resolved, roster, resume=resumes)
+        plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:
             fleets.print_plan(plan, as_json)
             return 0
-        seats = prepared.seats(resolved.spec.machine)
-        plan = msgspec.structs.replace(plan, prediction=fleets.predicted_here(resolved, seats))
         if detach:
             launcher.start(rundir, plan, sessions)
             fleets.left_alone(rundir)
@@ -98,6 +101,7 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
 
     from evener.cli import fleets, follow
     from evener.core.errors import EvenerError, UsageError
+    from evener.core.fleet import only
     from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.hosts.session import connect
@@ -116,13 +120,19 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
         order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
         hosts = fleets.in_order(fleet, order)
         prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, before.id if before else None)
-        fleets.tell_warnings(prepared)
-        plan, trees = launcher.plan_training(prepared, resolved, resume=resumes)
-        seats = prepared.seats(resolved.spec.machine)
+        roster, seats = prepared.roster(resolved), prepared.seats(resolved.spec.machine)
         if before is None:
             prediction = fleets.predicted(fleet, resolved, seats)
         else:
             prediction = fleets.predicted_again(hosts, resolved, seats, before)
+        if prediction is not None:
+            roster = prediction.option(prediction.chosen).roster
+        if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
+            hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
+            sessions = {name: sessions[name] for name in hosts.hosts}
+            prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, prepared.id)
+        fleets.tell_warnings(prepared)
+        plan, trees = launcher.plan_training(prepared, resolved, roster, resume=resumes)
         plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:
             fleets.print_plan(plan, as_json)

@@ -34,7 +34,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.train.batch * self.shape.block_size
 
     def roster(self, seats: Sequence[Seat]) -> Roster:
-        """The Roster with which a run on these seats begins."""
+        """The Roster with which a run on these seats begins of whose speed nobody knows anything."""
         return first_roster(self.spec, seats, self.shape.block_size)
 
 
@@ -125,6 +125,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     chosen: str  # the option that this run is: what `train` was told may differ from what is recommended
     options: list[Option]
     advice: list[str] = []  # sentences: where it would pay, what to leave out, what to measure
+    left_out: dict[str, str] = {}  # hosts that were there and take no part in this run, and why
 
     def option(self, name: str) -> Option:
         """The option of that name."""

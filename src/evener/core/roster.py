@@ -4,7 +4,7 @@ All that may differ between two ranks or change during a run stands here, and no
 Roster, plan.json holds it, the ranks compare it before their first step and take their work from it alone. Whoever
 changes it writes the next one, which all ranks take up at the same step.
 
-    seats_of(host)… ──▶ first_roster() ──▶ Roster 0 ──with_weights()──▶ Roster 1 ──▶ …
+    seats_of(host)… ──▶ first_roster() ──▶ Roster 0 ──with_shares()──▶ Roster 1 ──▶ …
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     members: list[Member]  # by rank
     sync: SyncSpec
     backend: Backend  # of the collectives; none: one rank
+    why: str = ""  # it follows the one before
+    is_trial: bool = False  # a rank without a share is tried for a step, or that is over
 
     @property
     def world_size(self) -> int:
@@ -162,12 +164,18 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """Where a rank's part of the global batch begins: parts lie one behind the other."""
         return sum(self.shares[:rank])
 
+    def with_shares(self, shares: Sequence[int], from_step: int, micro_batch: int | None = None, *, why: str = "",
+                    is_trial: bool = False) -> Roster:  # fmt: skip
+        """The next Roster: these shares of the same batch, in micro-batches as before or of one size for all."""
+        assert sum(shares) == self.batch, f"shares {shares} of a batch of {self.batch}"
+        members = [msgspec.structs.replace(member, share=share, micro_batch=micro_batch or member.micro_batch)
+                   for member, share in zip(self.members, shares, strict=True)]  # fmt: skip
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, from_step=from_step, members=members, why=why,
+                                       is_trial=is_trial)  # fmt: skip
+
     def with_weights(self, weights: Sequence[float], from_step: int) -> Roster:
         """The next Roster: shares in proportion to the ranks' weights, all else as it is."""
-        shares = weighted_shares(self.batch, weights)
-        members = [msgspec.structs.replace(member, share=share)
-                   for member, share in zip(self.members, shares, strict=True)]  # fmt: skip
-        return msgspec.structs.replace(self, epoch=self.epoch + 1, from_step=from_step, members=members)
+        return self.with_shares(weighted_shares(self.batch, weights), from_step, why="the program weighs its ranks so")
 
 
 def devices_of(name: str, host: Host, num_gpus: int, machine: MachineSpec) -> list[str]:
@@ -197,19 +205,22 @@ def backend_of(devices: Sequence[str], wish: Literal["auto", "gloo", "nccl"]) ->
     return "nccl" if all(device != "cpu" for device in devices) else "gloo"
 
 
-def dtype_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16"]) -> Dtype:
-    """The one arithmetic in which replicas compute: what their devices are fast in where they are alike, else fp32.
+def dtypes_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
+    """The arithmetic of each seat: what its own device is fast in, unless all were told one.
 
-    bf16 without units for it is emulated, and slower than fp32; a GPU without them is fast in fp16. UsageError where
-    fp16, whose losses are scaled, was asked for on a processor.
+    bf16 without units for it is emulated, and slower than fp32. A GPU without them is fast in fp16, whose losses are
+    scaled, alike on all ranks: only where all are such GPUs. UsageError where fp16 was asked for on a processor.
+
+    >>> dtypes_of([Seat(host="attic", device="cuda:0", has_bf16=True), Seat(host="laptop", device="cpu")], "auto")
+    ['bf16', 'fp32']
     """
     if wish == "fp16" and any(seat.device == "cpu" for seat in seats):
         raise UsageError("--dtype fp16: loss scaling needs a GPU", hint="--dtype bf16 or fp32")
     if wish != "auto":
-        return wish
-    if all(seat.has_bf16 for seat in seats) and len({seat.device == "cpu" for seat in seats}) == 1:
-        return "bf16"
-    return "fp16" if all(seat.device != "cpu" and not seat.has_bf16 for seat in seats) else "fp32"
+        return [wish] * len(seats)
+    if all(seat.device != "cpu" and not seat.has_bf16 for seat in seats):
+        return ["fp16"] * len(seats)
+    return ["bf16" if seat.has_bf16 else "fp32" for seat in seats]
 
 
 def largest_micro_batch(spec: RunSpec, block_size: int | None) -> int:
@@ -226,32 +237,32 @@ def check_built(spec: RunSpec) -> None:
 
 
 def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -> Roster:
-    """The Roster with which a run begins: seats by rank, shares equal or as `--shares` says.
+    """The Roster with which a run begins of whose speed nobody knows anything: shares equal, or as `--shares` tells.
 
-    UsageError where a rank would have nothing to do that nobody asked to do nothing.
+    Seats are by rank. UsageError where a rank would have nothing to do that nobody asked to do nothing.
     """
     num_ranks, batch = len(seats), spec.train.batch
-    weights = parse_shares(spec.machine.shares) if spec.machine.shares else None
-    if weights is None and num_ranks > batch:
+    told = parse_shares(spec.machine.shares)
+    if told is None and num_ranks > batch:
         raise UsageError(
             f"{num_ranks} ranks, more than the {batch} sequences of one batch",
             hint=f"--batch {num_ranks} or more gives every rank something to do",
         )
-    if weights is not None and len(weights) != num_ranks:
+    if told is not None and len(told) != num_ranks:
         raise UsageError(
-            f"--shares {spec.machine.shares}: {len(weights)} shares, and the run has {num_ranks} ranks",
-            hint=f"one for each rank: --shares {':'.join(['1'] * num_ranks)}",
+            f"--shares {spec.machine.shares}: {len(told)} shares, and the run has {num_ranks} ranks",
+            hint=f"one for each rank: --shares {':'.join(['1'] * num_ranks)}; or --shares auto",
         )
-    shares = equal_shares(batch, num_ranks) if weights is None else weighted_shares(batch, weights)
+    shares = equal_shares(batch, num_ranks) if told is None else weighted_shares(batch, told)
     sync = parse_sync(spec.train.sync)
     if sync == NO_SYNC and num_ranks > 1:
         raise UsageError("--sync none: replicas that never exchange are not one model", hint="--sync ddp")
-    dtype = dtype_of(seats, spec.model.dtype)
+    dtypes = dtypes_of(seats, spec.model.dtype)
     cut = largest_micro_batch(spec, block_size)
     return Roster(
         members=[
             Member(rank=rank, host=seat.host, device=seat.device, dtype=dtype, share=share, micro_batch=cut)
-            for rank, (seat, share) in enumerate(zip(seats, shares, strict=True))
+            for rank, (seat, dtype, share) in enumerate(zip(seats, dtypes, shares, strict=True))
         ],
         sync=NO_SYNC if num_ranks == 1 else sync,
         backend=backend_of([seat.device for seat in seats], spec.machine.backend),
@@ -287,18 +298,21 @@ def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def parse_shares(text: str) -> list[float]:
-    """Weights of the ranks from "3:1".
+def parse_shares(text: str) -> list[float] | None:
+    """Weights of the ranks from "3:1"; None where they are not told one by one: "auto" and "equal".
 
-    >>> parse_shares("3:1"), parse_shares("2:0:1.5")
-    ([3.0, 1.0], [2.0, 0.0, 1.5])
+    >>> parse_shares("3:1"), parse_shares("2:0:1.5"), parse_shares("auto")
+    ([3.0, 1.0], [2.0, 0.0, 1.5], None)
     """
+    if text in ("auto", "equal"):
+        return None
     try:
         weights = [float(word) for word in text.split(":")]
     except ValueError:
         weights = []
     if not weights or not all(0 <= weight < 1e9 for weight in weights) or not sum(weights):
         raise UsageError(
-            f"--shares {text}: expected a number for each rank, at least one of them above 0", hint="for example 3:1"
+            f"--shares {text}: expected auto, equal, or a number for each rank, at least one of them above 0",
+            hint="for example 3:1",
         )
     return weights

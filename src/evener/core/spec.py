@@ -50,7 +50,8 @@ class ModelSpec(Section, frozen=True, kw_only=True):
     init_from: Annotated[str | None, Meta(description="GPT-2 weights to start from, a safetensors file")] = None
     recompute: Annotated[bool, Meta(description="activation checkpointing: less memory, more time")] = False
     dtype: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], Meta(description="auto: bf16 where the device has it, else fp32")
+        Literal["auto", "fp32", "bf16", "fp16"],
+        Meta(description="auto: on each rank bf16 where its device has it, else fp32"),
     ] = "auto"
     compile: Annotated[
         Literal["auto", "on", "off"], Meta(description="torch.compile; auto: where the run is long enough to repay it")
@@ -102,8 +103,15 @@ class MachineSpec(Section, frozen=True, kw_only=True):
     threads: Annotated[Few | None, Meta(description="processor threads per rank [cores / ranks]")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where every rank has one")] = "auto"
     backend: Annotated[Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl on GPUs, else gloo")] = "auto"
-    shares: Annotated[str | None, Meta(description="parts of a batch by rank, such as 3:1; 0: none [equal]")] = None
+    shares: Annotated[
+        str, Meta(description="parts of a batch by rank: auto: by measured speed; equal; or such as 3:1, 0: none")
+    ] = "auto"
     contention: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
+
+    @property
+    def are_shares_told(self) -> bool:
+        """Was every rank given its own?"""
+        return self.shares not in ("auto", "equal")
 
 
 class RunSpec(Section, frozen=True, kw_only=True):
@@ -126,7 +134,7 @@ class RunSpec(Section, frozen=True, kw_only=True):
                 raise UsageError(f"{flag.name} {value}: expected a finite number")
             if isinstance(value, str) and ("\0" in value or not value.strip()):
                 raise UsageError(f"{flag.name} {value!r}: expected a name")
-        if machine.ranks > train.batch and machine.shares is None:
+        if machine.ranks > train.batch and not machine.are_shares_told:
             raise UsageError(
                 f"--ranks {machine.ranks}: more ranks than the {train.batch} sequences of one batch",
                 hint=f"--batch {machine.ranks} or more gives every rank something to do",

@@ -14,7 +14,7 @@ import msgspec
 
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan
-from evener.core.roster import Seat, devices_of, first_roster
+from evener.core.roster import Roster, Seat, devices_of
 from evener.core.spec import MachineSpec, RunSpec, to_flags
 
 ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
@@ -54,12 +54,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return Seat(host=self.name, device=device, name=name, has_bf16=self.gpus_have_bf16)
 
 
-def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, block_size: int, data: Mapping[str, str],
+def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, roster: Roster, data: Mapping[str, str],
                init_from: Mapping[str, str], *, resume: bool) -> Plan:  # fmt: skip
-    """evener's own worker on every host; `data` and `init_from` say where each host has them."""
+    """evener's own worker on every host of the roster; `data` and `init_from` say where each host has them."""
     seats = [place.seats(spec.machine) for place in places]
     counts = [len(of_host) for of_host in seats]
-    roster = first_roster(spec, [seat for of_host in seats for seat in of_host], block_size)
     hosts = []
     for i, place in enumerate(places):
         device = "cpu" if seats[i][0].device == "cpu" else "cuda"

@@ -26,7 +26,7 @@ from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.plan import HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved
-from evener.core.roster import Seat
+from evener.core.roster import Roster, Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
@@ -64,6 +64,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     def seats(self, machine: MachineSpec) -> list[Seat]:
         """What its ranks take, by rank."""
         return [seat for place in self.places for seat in place.seats(machine)]
+
+    def roster(self, resolved: Resolved) -> Roster:
+        """With which a training on them begins where nobody knows how fast they are; UsageError where none can."""
+        return first_roster(resolved.spec, self.seats(resolved.spec.machine), resolved.shape.block_size)
 
 
 def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], name: str, run_id: str | None = None,
@@ -112,9 +116,9 @@ def _examined(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError],
     return found
 
 
-def plan_training(prepared: Prepared, resolved: Resolved, *, resume: bool) -> tuple[Plan, list[Tree]]:
+def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, resume: bool) -> tuple[Plan, list[Tree]]:
     """evener's own worker on all hosts, and what they must have for it: corpus and weights."""
-    spec, block_size = resolved.spec, resolved.shape.block_size
+    spec = resolved.spec
     weights = None if spec.model.init_from is None or resume else Path(spec.model.init_from)
     trees: list[Tree] = []
     init_from: dict[str, str] = {}
@@ -128,7 +132,7 @@ def plan_training(prepared: Prepared, resolved: Resolved, *, resume: bool) -> tu
         if weights is not None:
             trees.append(pack({weights.name: weights}))
             init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
-    plan = train_plan(prepared.id, prepared.places, prepared.port, spec, block_size, data, init_from, resume=resume)
+    plan = train_plan(prepared.id, prepared.places, prepared.port, spec, roster, data, init_from, resume=resume)
     return plan, trees
 
 

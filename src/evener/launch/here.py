@@ -2,7 +2,7 @@
 
     with this_machine_connected() as sessions:
         prepared = prepare_here(sessions, rundir, ranks=2)
-        plan, _ = plan_training(prepared, resolved, resume=False)
+        plan, _ = plan_training(prepared, resolved, prepared.roster(resolved), resume=False)
         stay_with(rundir, plan, sessions, observe)
 
 What differs is the reach: no ssh, no look at the network, nothing to send or to copy, for the run's folder is the run

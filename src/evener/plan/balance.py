@@ -1,25 +1,65 @@
-"""Which shares of a global batch are fastest?"""
+"""Which shares of a global batch are fastest?
+
+    time_r(n) = fixed_r + passes_r(n) · pass_r + n · t_r          passes_r(n) = ⌈n / micro_batch_r⌉
+
+    min max_r time_r(n_r), Σ n_r fixed
+
+A pass through the model costs something apart from its sequences, so a share just above a micro-batch is a bad one: 17
+sequences in micro-batches of 16 are two passes of 9 and 8.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
 
+import msgspec
 
-def fastest_shares(num_sequences: int, pass_s: Sequence[float], sequence_s: Sequence[float]) -> list[int]:
-    """Whole sequences of every rank that minimize the slowest rank's time: min max_r (pass_r + n_r · t_r), Σ n_r fixed.
 
-    `pass_s` is what a rank pays for taking part, `sequence_s` what each sequence takes it. Exact: every sequence goes
-    to the rank that is then done first, ties to the first rank. A rank whose best share is 0 helps nobody.
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank takes for its share of a step, in any unit of time."""
 
-    >>> fastest_shares(16, [0, 0], [1.0, 2.0]), fastest_shares(4, [0, 0], [1.0, 9.0])
-    ([11, 5], [4, 0])
+    sequence_s: float
+    pass_s: float = 0.0  # of each forward and backward, apart from its sequences
+    fixed_s: float = 0.0  # of every step, with a share or without
+    micro_batch: int = 1 << 31  # sequences of one pass, at most
+
+    def time_s(self, share: int) -> float:
+        """Of so many sequences.
+
+        >>> pace = Pace(sequence_s=1.0, pass_s=5.0, micro_batch=16)
+        >>> [pace.time_s(share) for share in (0, 16, 17)]
+        [0.0, 21.0, 27.0]
+        """
+        return self.fixed_s + -(-share // self.micro_batch) * self.pass_s + share * self.sequence_s
+
+
+def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0, unit: int = 1) -> list[int]:
+    """Sequences of every rank that minimize the slowest rank's time, in whole units of which each has `least`.
+
+    Exact, because no time falls as a share grows: every unit goes to the rank that is then done first, ties to the
+    first rank. `num_sequences` is a multiple of the unit. A rank whose best share is 0 helps nobody.
+
+    >>> fastest_shares(16, [Pace(sequence_s=1.0), Pace(sequence_s=2.0)])
+    [11, 5]
+    >>> slow_to_begin = Pace(sequence_s=1.0, pass_s=5.0, micro_batch=16)
+    >>> fastest_shares(24, [slow_to_begin, Pace(sequence_s=3.2)])
+    [16, 8]
     """
-    shares = [0] * len(sequence_s)
-    queue = [(pass_s[rank] + sequence_s[rank], rank) for rank in range(len(shares))]
+    shares = [least * unit] * len(paces)
+    queue = [(pace.time_s((least + 1) * unit), rank) for rank, pace in enumerate(paces)]
     heapq.heapify(queue)
-    for _ in range(num_sequences):
-        done_s, rank = heapq.heappop(queue)
-        shares[rank] += 1
-        heapq.heappush(queue, (done_s + sequence_s[rank], rank))
+    for _ in range(num_sequences // unit - least * len(paces)):
+        _, rank = queue[0]
+        shares[rank] += unit
+        heapq.heapreplace(queue, (paces[rank].time_s(shares[rank] + unit), rank))
     return shares
+
+
+def slowest_s(shares: Sequence[int], paces: Sequence[Pace]) -> float:
+    """When the last rank is done.
+
+    >>> slowest_s([11, 5], [Pace(sequence_s=1.0), Pace(sequence_s=2.0)])
+    11.0
+    """
+    return max(pace.time_s(share) for pace, share in zip(paces, shares, strict=True))

@@ -6,7 +6,7 @@ What is unknown is asked for; what stands in for it is written down in `Cluster.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -15,7 +15,7 @@ from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, HostRates, Job, Wire
-from evener.core.roster import Dtype, Seat, devices_of, dtype_of, largest_micro_batch
+from evener.core.roster import Dtype, Seat, devices_of, dtypes_of, largest_micro_batch
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.units import link_rate
 from evener.plan.compute import MATMUL_SHARE, roofline
@@ -39,12 +39,12 @@ def cluster_of(fleet: Fleet, job: Job, wire: Wire | None = None, seats: Sequence
     rates = {name: fleet.rates.get(name, {}) for name in fleet.hosts}
     if seats is None:
         seats = [seat for name, host in fleet.hosts.items() for seat in _seats(name, host, rates[name], job)]
-    common = dtype_of(seats, job.spec.model.dtype)
+    together = dict(zip((seat.host for seat in seats), dtypes_of(seats, job.spec.model.dtype), strict=True))
     hosts = {}
     for name in fleet.hosts:
         of_host = [seat for seat in seats if seat.host == name]
-        own = dtype_of(of_host, job.spec.model.dtype)  # of a host that is alone
-        hosts[name] = _host(name, of_host, rates[name], job, list(dict.fromkeys([common, own])), assumed)
+        alone = dtypes_of(of_host, job.spec.model.dtype)[0]
+        hosts[name] = _host(name, of_host, rates[name], job, list(dict.fromkeys([together[name], alone])), assumed)
     names = list(fleet.hosts)
     wires = {a: {b: wire or _wire(fleet, a, b, assumed) for b in names if b != a} for a in names}
     if job.spec.machine.threads is not None or any(host.threads is not None for host in fleet.hosts.values()):
@@ -69,6 +69,17 @@ def with_wire(cluster: Cluster, wire: Wire) -> Cluster:
     """The same hosts, all joined by this wire."""
     wires = {a: dict.fromkeys(row, wire) for a, row in cluster.wires.items()}
     return msgspec.structs.replace(cluster, wires=wires)
+
+
+def only(cluster: Cluster, names: Collection[str]) -> Cluster:
+    """These of its hosts."""
+    return msgspec.structs.replace(
+        cluster,
+        seats=[seat for seat in cluster.seats if seat.host in names],
+        hosts={name: host for name, host in cluster.hosts.items() if name in names},
+        wires={a: {b: wire for b, wire in row.items() if b in names}
+               for a, row in cluster.wires.items() if a in names},
+    )  # fmt: skip
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
@@ -118,7 +129,7 @@ def _not_measured(name: str, what: str, job: Job) -> NotMeasuredError:
 
 def _host(name: str, seats: Sequence[Seat], rates: Mapping[str, Rates], job: Job, dtypes: Sequence[Dtype],
           assumed: list[str]) -> HostRates:  # fmt: skip
-    """`dtypes`: in which its ranks may have to compute, that of all hosts together first."""
+    """`dtypes`: in which its ranks may have to compute, that beside all other hosts first."""
     devices = [seat.device for seat in seats]
     found = [_rates_on(name, device, rates, job) for device in dict.fromkeys(devices)]
     divided = -(-len(devices) // len(found))  # ranks of one device divide it

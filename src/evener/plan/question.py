@@ -22,10 +22,10 @@ from evener.core.shape import PRESETS, GPTShape
 from evener.core.spec import RunSpec, make_spec
 from evener.core.step import StepRecord
 from evener.core.units import plural
-from evener.plan.cluster import cluster_of, uniform, with_wire
+from evener.plan.cluster import cluster_of, only, uniform, with_wire
 from evener.plan.cost import price
 from evener.plan.fit import fit
-from evener.plan.search import in_best_ring, predict, rate
+from evener.plan.search import in_best_ring, predict, rate, why_left_out
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +56,17 @@ def of_fleet(fleet: Fleet, spec: RunSpec, vocab_size: int | None, link: str | No
 
 
 def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, seats: Sequence[Seat]) -> Prediction:
-    """What `train` is about to do on these seats, by rank; NotMeasuredError where too little was measured."""
+    """What `train` is about to do on these seats, by rank; NotMeasuredError where too little was measured.
+
+    With --shares auto the hosts that make it no faster are left out.
+    """
     job = Job(spec=spec, shape=shape)
-    return predict(job, cluster_of(fleet, job, seats=seats), keep_order=True)
+    found = predict(job, cluster_of(fleet, job, seats=seats), keep_order=True)
+    left_out = why_left_out(found) if spec.machine.shares == "auto" else {}
+    if not left_out:
+        return found
+    cluster = only(found.cluster, [name for name in found.cluster.names if name not in left_out])
+    return msgspec.structs.replace(predict(job, cluster, keep_order=True), left_out=left_out)
 
 
 def ring_order(fleet: Fleet, spec: RunSpec, shape: GPTShape) -> list[str]:
@@ -117,12 +125,12 @@ def of_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]]
     if not all(records):
         raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {run}")
     spec = manifest.spec
-    if prediction is None:  # in what else these machines could compute nobody knows
+    dtypes = {member.host: member.dtype for member in manifest.roster.members}
+    if prediction is None and len(set(dtypes.values())) == 1:  # in what else they could compute nobody knows
         dtype = manifest.roster.members[0].dtype
         spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype=dtype))
     job = Job(spec=spec, shape=manifest.shape)
     cluster = fit(job, manifest, records, prediction.cluster if prediction else None)
-    dtypes = {member.host: member.dtype for member in manifest.roster.members}
     changes = [
         f"{name}: {rate(cluster.hosts[name].tokens_per_s[dtype])} a rank, predicted with "
         f"{rate(prediction.cluster.hosts[name].tokens_per_s[dtype])}"
@@ -220,15 +228,15 @@ def _for_shape(cluster: Cluster, old: Job, new: Job) -> Cluster:
 
 def _for_dtype(cluster: Cluster, old: Job, new: Job) -> Cluster:
     """Rates in another arithmetic, where nobody knows them: the same."""
-    before, after = (job.roster(cluster.seats).members[0].dtype for job in (old, new))
-    if all(after in host.tokens_per_s for host in cluster.hosts.values()):
-        return cluster
-    hosts = {
-        name: msgspec.structs.replace(host, tokens_per_s={after: host.tokens_per_s[before]} | host.tokens_per_s)
-        for name, host in cluster.hosts.items()
-    }
-    assumed = f"the run's rates are of {before}; {after} is taken to be as fast"
-    return assuming(msgspec.structs.replace(cluster, hosts=hosts), [assumed])
+    hosts, assumed = dict(cluster.hosts), []
+    members = [job.roster(cluster.seats).members for job in (old, new)]
+    for before, after in zip(*members, strict=True):
+        host = hosts[after.host]
+        if after.dtype not in host.tokens_per_s:
+            rates = host.tokens_per_s | {after.dtype: host.tokens_per_s[before.dtype]}
+            hosts[after.host] = msgspec.structs.replace(host, tokens_per_s=rates)
+            assumed.append(f"the run's rates are of {before.dtype}; {after.dtype} is taken to be as fast")
+    return assuming(msgspec.structs.replace(cluster, hosts=hosts), list(dict.fromkeys(assumed)))
 
 
 def parse_rates(text: str) -> list[float]:

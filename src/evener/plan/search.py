@@ -10,10 +10,10 @@ from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction, Wire
 from evener.core.roster import NO_SYNC, Roster, SyncSpec, equal_shares, parse_sync
 from evener.core.units import count, link_rate, plural, seconds, size
-from evener.plan.balance import fastest_shares
 from evener.plan.cluster import scaled, with_wire
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
+from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
 
 LOSS_BUDGET = 0.01
 CANDIDATES = tuple(map(parse_sync, (
@@ -24,13 +24,12 @@ ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
 MOST_FACTOR = 64  # of batch or bandwidth that is looked at
 BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
-MEMORY_SHARE = 0.9  # of a host that a run may fill
 
 
 def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, keep_order: bool = False) -> Prediction:
     """Price every way, choose the fastest that can run, and say why the others lost.
 
-    The chosen option is what `train` does on all these hosts, recommended or not. Hosts are put in the
+    The chosen option is what `train` does where all these hosts take part, recommended or not. Hosts are put in the
     order of the fastest ring, unless their own has to be kept.
     """
     given = cluster
@@ -44,7 +43,7 @@ def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, kee
         options += _fewer(job, cluster)
         options += _that_fit(job, cluster, alone)
     if len(cluster.seats) > 1:
-        options += _otherwise_divided(job, given)
+        options += _otherwise_divided(job, cluster)
         options += [price(job, cluster, msgspec.structs.replace(chosen.roster, sync=sync))
                     for sync in CANDIDATES if sync != chosen.roster.sync and _makes_sense(sync, job)]  # fmt: skip
     options = list({option.name: option for option in reversed(options)}.values())[::-1]
@@ -88,12 +87,31 @@ def flags_of_recommended(prediction: Prediction) -> str:
     """What to add to `train`'s command line for the option that is recommended and was not chosen."""
     best, chosen = prediction.option(prediction.recommended).roster, prediction.option(prediction.chosen).roster
     if set(best.hosts) != set(chosen.hosts):
-        return f"--hosts {','.join(best.hosts)}"
+        told = prediction.job.spec.machine.are_shares_told
+        return f"--hosts {','.join(best.hosts)}{' --shares auto' if told else ''}"
     if best.sync != chosen.sync:
         return f"--sync {best.sync}"
-    names = list(prediction.cluster.hosts)  # as the fleet's file has them: with --shares their order is the ranks'
-    members = sorted(best.members, key=lambda member: names.index(member.host))
-    return f"--shares {':'.join(str(member.share) for member in members)}"
+    return f"--shares {'equal' if best.shares == equal_shares(best.batch, best.world_size) else 'auto'}"
+
+
+def why_left_out(prediction: Prediction) -> dict[str, str]:
+    """Hosts without which a run that agrees as it was asked to is as fast or faster, and what each of them is told."""
+    cluster, chosen = prediction.cluster, prediction.option(prediction.chosen)
+    able = [option for option in prediction.options
+            if option.roster.sync in (chosen.roster.sync, NO_SYNC) and _fits(option, cluster)]  # fmt: skip
+    most = max(map(_speed, able), default=0.0)
+    near = [option for option in able if most < WORTH * option.tokens_per_s]
+    best = min(near, key=lambda option: (len(option.roster.hosts), option.step_s), default=chosen)
+    names = [name for name in cluster.names if name not in best.roster.hosts]
+    if not names:
+        return {}
+    with_them, without = rate(chosen.tokens_per_s), rate(best.tokens_per_s)
+    slower = "slower" if best.tokens_per_s > WORTH * chosen.tokens_per_s else "no faster"
+    why = f"adding {_listed(names)} makes this run {slower}: {with_them} with "
+    why += f"{'it' if len(names) == 1 else 'them'}, {without} without"
+    if too_large := _too_large(chosen, cluster):
+        why = f"it does not fit: {too_large}"
+    return dict.fromkeys(names, why)
 
 
 def what_if(prediction: Prediction) -> list[Option]:
@@ -106,7 +124,7 @@ def what_if(prediction: Prediction) -> list[Option]:
             wire = parse_link(name).wire
             found.append(price(job, with_wire(cluster, wire), roster, name=f"{name} between all hosts"))
         found += _fewer(job, cluster)[:1] or [_alone(job, cluster, _ranked(job, cluster)[0])]
-        found += _otherwise_divided(job, cluster)
+        found += _otherwise_divided(job, cluster) if job.spec.machine.shares != "auto" else []
     if roster.world_size > 1:
         found.append(_priced(larger(job, 4), cluster, name="batch and accumulation × 4"))
         found += [option for option in prediction.options if option.roster.sync not in (roster.sync, NO_SYNC)]
@@ -120,11 +138,15 @@ def larger(job: Job, factor: int) -> Job:
     return msgspec.structs.replace(job, spec=spec)
 
 
-def divided(job: Job, shares: Sequence[int] | None) -> Job:
-    """The job with these shares; None: equal ones."""
-    told = None if shares is None else ":".join(map(str, shares))
-    spec = msgspec.structs.replace(job.spec, machine=msgspec.structs.replace(job.spec.machine, shares=told))
+def divided(job: Job, shares: str) -> Job:
+    """The job with --shares of this."""
+    spec = msgspec.structs.replace(job.spec, machine=msgspec.structs.replace(job.spec.machine, shares=shares))
     return msgspec.structs.replace(job, spec=spec)
+
+
+def _of_any_hosts(job: Job) -> Job:
+    """The job with shares that hold for any hosts: those that were told are of all."""
+    return divided(job, "auto") if job.spec.machine.are_shares_told else job
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -133,16 +155,16 @@ def divided(job: Job, shares: Sequence[int] | None) -> Job:
 def _priced(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, name: str = "") -> Option:
     """What `train` does on these hosts, on all if None."""
     seats = [seat for seat in cluster.seats if hosts is None or seat.host in hosts]
-    roster = job.roster(seats)
-    return price(job, cluster, roster, name=name or _name_of(roster, many="as asked"))
+    roster = first_roster_by_speed(job, cluster, seats)
+    return price(job, cluster, roster, name=name or _name_of(job, roster))
 
 
-def _name_of(roster: Roster, many: str) -> str:
-    """`many`: how shares are called that are too many to be listed."""
+def _name_of(job: Job, roster: Roster) -> str:
     if roster.world_size == 1:
         return f"{roster.hosts[0]} alone"
     if roster.shares == equal_shares(roster.batch, roster.world_size):
         return str(roster.sync)
+    many = "as asked" if job.spec.machine.are_shares_told else "by speed"
     return f"{roster.sync}, shares {' : '.join(map(str, roster.shares)) if roster.world_size <= 4 else many}"
 
 
@@ -152,7 +174,7 @@ def in_best_ring(job: Job, cluster: Cluster) -> Cluster:
     Shares that were asked for are those of the ranks as the file's hosts are counted: then it stays.
     """
     wires = {wire for row in cluster.wires.values() for wire in row.values()}
-    if job.spec.machine.shares is not None or len(wires) < 2:
+    if job.spec.machine.are_shares_told or len(wires) < 2:
         return cluster
     names, roster = cluster.names, job.roster(cluster.seats)
     links = cluster.wires
@@ -175,7 +197,7 @@ def _slowest_Bps(roster: Roster, cluster: Cluster) -> float:
 
 def _alone(job: Job, cluster: Cluster, name: str) -> Option:
     """One host, in the arithmetic that suits it."""
-    return _priced(divided(job, None), cluster, [name], name=f"{name} alone")
+    return _priced(_of_any_hosts(job), cluster, [name], name=f"{name} alone")
 
 
 def _best_alone(alone: Sequence[Option], cluster: Cluster) -> list[Option]:
@@ -209,7 +231,7 @@ def _fewer(job: Job, cluster: Cluster) -> list[Option]:
             break
         left_out = ranked[num:]
         name = _name_without(job, cluster, left_out) if len(left_out) <= 2 else f"{_sync(job)} on the {num} fastest"
-        found.append(_priced(divided(job, None), cluster, ranked[:num], name=name))
+        found.append(_priced(_of_any_hosts(job), cluster, ranked[:num], name=name))
     return found
 
 
@@ -219,7 +241,7 @@ def _that_fit(job: Job, cluster: Cluster, alone: Sequence[Option]) -> list[Optio
     if not too_small or len(cluster.names) - len(too_small) < 2:
         return []
     left = [name for name in cluster.names if name not in too_small]
-    return [_priced(divided(job, None), cluster, left, name=_name_without(job, cluster, too_small))]
+    return [_priced(_of_any_hosts(job), cluster, left, name=_name_without(job, cluster, too_small))]
 
 
 def _name_without(job: Job, cluster: Cluster, left_out: Sequence[str]) -> str:
@@ -233,21 +255,11 @@ def _sync(job: Job) -> SyncSpec:
 
 
 def _otherwise_divided(job: Job, cluster: Cluster) -> list[Option]:
-    """What the job's own shares are not: equal, and in proportion to speed where that leaves nobody without."""
-    batch, num_ranks = job.spec.train.batch, len(cluster.seats)
-    equal = divided(job, None)
-    if num_ranks > batch:  # the job's own shares leave some without
+    """What the job's own shares are not: equal, and the fastest."""
+    if len(cluster.seats) > job.spec.train.batch:  # the job's own shares leave some without
         return []
-    members = equal.roster(cluster.seats).members
-    hosts = [cluster.hosts[member.host] for member in members]
-    fixed_s = [host.update_s + host.data_s + host.pass_s for host in hosts]
-    sequence_s = [job.shape.block_size / cluster.tokens_per_s(member) for member in members]
-    shares = fastest_shares(batch, fixed_s, sequence_s)
-    found = [_priced(equal, cluster)] if job.spec.machine.shares is not None else []
-    if shares != equal_shares(batch, num_ranks) and all(shares):
-        roster = divided(job, shares).roster(cluster.seats)
-        found.append(price(job, cluster, roster, name=_name_of(roster, many="by speed")))
-    return found
+    others = [divided(job, shares) for shares in ("equal", "auto") if shares != job.spec.machine.shares]
+    return [_priced(other, cluster) for other in others]
 
 
 def _makes_sense(sync: SyncSpec, job: Job) -> bool:
@@ -372,7 +384,7 @@ def _division(option: Option) -> str:
     share = communication_s / option.step_s
     if share > 0.005:
         told += f", of which {seconds(communication_s)} ({share:.0%}) is communication that computing does not hide"
-    if most_wait_s > 0.01 * option.step_s and slow.share > min(shares):
+    if most_wait_s > 0.01 * option.step_s and slow.share == min(shares) + 1:
         divided = f"{sum(shares)} sequences are not divided equally by {len(shares)}"
         return f"{told}. {divided}: others wait for {slow.host}."
     if most_wait_s > 0.05 * option.step_s:
@@ -394,7 +406,9 @@ def _break_even(prediction: Prediction, chosen: Option, alone: Option) -> list[s
         return _priced(more, cluster).tokens_per_s / one.tokens_per_s
 
     pays = chosen.tokens_per_s > WORTH * alone.tokens_per_s
-    equally = "with equal shares " if job.spec.machine.shares is None and _otherwise_divided(job, cluster) else ""
+    by_speed = first_roster_by_speed(divided(job, "auto"), cluster, cluster.seats)
+    is_equal = job.spec.machine.shares == "equal" and by_speed.shares != chosen.roster.shares
+    equally = "with equal shares " if is_equal else ""
     factor = _crossing(gain_with, pays)
     if factor is None and pays:
         return []

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from evener.core.device_rates import DeviceRatesSpec, Passes, Sustained
-from evener.core.roster import MICRO_BATCH_TOKENS, Seat, dtype_of
+from evener.core.roster import MICRO_BATCH_TOKENS, Seat, dtypes_of
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.spec import TrainSpec
 from evener.core.units import median, percentile
@@ -41,7 +41,7 @@ class Trainer:
         changes: dict[str, Any] = {} if spec.dropout is None else {"dropout": spec.dropout}
         self.shape = preset_shape(spec.model, PRESETS[spec.model].vocab_size, **changes)
         seat = Seat(host=spec.host, device=str(device), has_bf16=has_bf16(device))
-        self.dtype = dtype_of([seat], spec.dtype)
+        (self.dtype,) = dtypes_of([seat], spec.dtype)
         self.device = device
         self._spec = TrainSpec()
         self._module = GPT(self.shape).to(device)
