@@ -455,7 +455,8 @@ def losses(rundir: RunDir, rank: int = 0) -> list[float | None]:
     return [record.loss for record in rundir.records(rank)]
 
 
-FLAGS = ["--model", "tiny", "--batch", "6", "--dtype", "fp32", "--threads", "1", "--eval-tokens", "2048", "--steps"]
+FLAGS = ["--model", "tiny", "--batch", "6", "--dtype", "fp32", "--threads", "1", "--eval-tokens", "2048",
+         "--shares", "equal", "--steps"]  # fmt: skip
 
 
 def test_training_is_exact_across_hosts(fleet: Fleet, corpus: Path, train: Callable[..., RunDir]) -> None:

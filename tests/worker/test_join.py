@@ -24,7 +24,8 @@ from ..conftest import ENV
 
 LOOPS = Path(__file__).parent / "loops"
 ROOT = Path(__file__).parents[2]
-FLAGS = ("--batch", "24", "--steps", "30", "--dtype", "fp32", "--eval-every", "0", "--threads", "1")
+FLAGS = ("--batch", "24", "--steps", "30", "--dtype", "fp32", "--eval-every", "0", "--threads", "1",
+         "--shares", "equal")  # fmt: skip
 
 
 @dataclass

@@ -138,7 +138,8 @@ class Numbers:
     def num_tokens(self, samples): return len(samples)
     def load(self, samples, device): return torch.from_numpy(samples).float()
 
-spec = parse_args(["--out", sys.argv[1], "--batch", "5", "--steps", sys.argv[2], "--threads", "1"])
+spec = parse_args(["--out", sys.argv[1], "--batch", "5", "--steps", sys.argv[2], "--threads", "1",
+                   "--shares", "equal"])
 with evener.join(spec, resume=len(sys.argv) > 3) as run:
     model = run.model(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
     optimizer = run.optimizer(torch.optim.Adam(model.parameters(), 1e-2))

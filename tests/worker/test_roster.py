@@ -9,10 +9,15 @@ import sys
 
 import msgspec
 import pytest
+import torch
 
 from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
+from evener.worker.clock import HostClock
+from evener.worker.membership.fixed import Fixed
+from evener.worker.record import BLOCKED, News, OnHost, Recorder
 
 STEPS = ("--steps", "40", "--batch", "16", "--eval-every", "20", "--lr", "0.001", "--dropout", "0")
 
@@ -68,7 +73,7 @@ loop.train(resolve(parse_args(sys.argv[1:])))
 def test_shares_that_change_at_one_step_on_all_ranks(tmp_path, corpus, run_script, one_rank):
     """One rank alone asks; both take it up at step 20, and again at step 30, where rank 1 has nothing left to do."""
     flags = ["--data", str(corpus), "--model", "tiny", "--dtype", "fp32", "--threads", "1", "--eval-tokens", "2048"]
-    done = run_script(RESHARED, *flags, *STEPS, "--out", str(tmp_path / "run"), ranks=2)
+    done = run_script(RESHARED, *flags, *STEPS, "--shares", "equal", "--out", str(tmp_path / "run"), ranks=2)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "run")
     assert losses(run) == pytest.approx(losses(one_rank), rel=1e-5)
@@ -82,6 +87,156 @@ def test_shares_that_change_at_one_step_on_all_ranks(tmp_path, corpus, run_scrip
         (30, 2, [16, 0]),
     ]
     assert run.manifest().result.replicas_agree is True
+
+
+TIMED = """
+import sys
+import msgspec
+from evener.core.resolve import resolve
+from evener.core.spec import parse_args
+from evener.worker import loop, record
+
+row = record.News.row
+
+def as_if_timed(news):
+    "Rank 1 takes as long as rank 0 for a sequence, three times as long in steps 10 to 24, and forty times from 25 on."
+    import torch.distributed as dist
+    share = shares[int(news.step)] if news.step >= 0 else 0
+    slow = 1 if dist.get_rank() == 0 or news.step < 10 else 3 if news.step < 25 else 40
+    return row(msgspec.structs.replace(news, took_s=0.01 * slow * share))
+
+shares = {}
+made = loop.Run.steps
+
+def steps(run, dataset):
+    for step in made(run, dataset):
+        shares[step.index] = step.member.share
+        yield step
+
+record.News.row, loop.Run.steps = as_if_timed, steps
+loop.train(resolve(parse_args(sys.argv[1:])))
+"""
+
+
+def test_shares_follow_the_ranks_speed_and_the_same_is_learned(tmp_path, corpus, run_script, one_rank):
+    """What each rank tells of its time is written here; what follows from it is the run's own: a third of the share,
+    none, and for a trial one sequence.
+    """
+    flags = ["--data", str(corpus), "--model", "tiny", "--dtype", "fp32", "--threads", "1", "--eval-tokens", "2048"]
+    done = run_script(TIMED, *flags, *STEPS, "--out", str(tmp_path / "run"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "run")
+    assert losses(run) == pytest.approx(losses(one_rank), rel=1e-5)
+    changes = [event for event in run.events() if event["event"] == "rebalanced"]
+    assert [(event["epoch"], event["shares"]) for event in changes] == [(1, [12, 4]), (2, [16, 0])]
+    assert all(at < event["step"] <= at + 10 for at, event in zip((10, 25), changes, strict=True))
+    assert changes[0]["why"] == (
+        f"rank 1 on {run.manifest().hosts[0].host} takes 3.0 times as long as before: "
+        "a step's slowest part takes 120 ms instead of 240 ms"
+    )
+    assert f"step {changes[0]['step'] + 1}: shares 12 : 4: {changes[0]['why']}" in done.stdout
+    for rank in range(2):
+        assert [record.tokens / 64 for record in run.records(rank)] == [
+            [8, [12, 4][rank], [16, 0][rank]][sum(event["step"] <= step for event in changes)] for step in range(40)
+        ]
+    assert run.manifest().result.replicas_agree is True
+
+
+OWN = """
+import os, sys
+import msgspec, numpy, torch, evener
+from torch import nn
+from evener.worker import record
+
+row, shares = record.News.row, {}
+
+def as_if_timed(news):
+    "Rank 1 takes twice as long for a sequence as rank 0."
+    share = shares[int(news.step)] if news.step >= 0 else 0
+    return row(msgspec.structs.replace(news, took_s=0.01 * share * (2 if os.environ.get("RANK") == "1" else 1)))
+
+record.News.row = as_if_timed
+spec, normed = evener.parse_args(sys.argv[2:]), sys.argv[1] == "batch-norm"
+
+class Numbers:
+    def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 8))
+    def num_tokens(self, samples): return len(samples)
+    def load(self, samples, device): return torch.from_numpy(samples).float()
+
+with evener.join(spec) as run:
+    model = run.model(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16) if normed else nn.ReLU(), nn.Linear(16, 1)))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 1e-2))
+    for step in run.steps(Numbers()):
+        shares[step.index] = step.member.share
+        for batch in step.micro_batches():
+            step.backward((model(batch) - batch.sum(1, keepdim=True)).square().sum())
+        step.update(optimizer)
+"""
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("plain", [11, 5]), ("batch-norm", [12, 4])])
+def test_a_program_of_ones_own_is_balanced_and_learns_the_same(tmp_path, run_script, kind, expected):
+    """Of a model with BatchNorm whole micro-batches of one size move: other sizes would be another model."""
+    flags = [kind, "--batch", "16", "--steps", "30", "--threads", "1", "--micro-batch", "4", "--eval-every", "0"]
+    runs = {}
+    for ranks in (1, 2):
+        done = run_script(OWN, *flags, "--out", str(tmp_path / f"{ranks}"), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        runs[ranks] = RunDir(tmp_path / f"{ranks}")
+    assert losses(runs[2]) == pytest.approx(losses(runs[1]), rel=1e-5)
+    (change,) = [event for event in runs[2].events() if event["event"] == "rebalanced"]
+    assert change["shares"] == expected
+
+
+def news(*took_s, step=5, **of_rank_0):
+    told = [News(step=float(step), took_s=one) for one in took_s]
+    return [msgspec.structs.replace(told[0], **of_rank_0), *told[1:]]
+
+
+def heard(fixed, steps, *took_s):
+    """The first Roster that follows from news of these steps."""
+    return next((roster for step in steps if (roster := fixed.hear(news(*took_s, step=step), step + 1))), None)
+
+
+def fixed_of(*flags):
+    seats = [Seat(host=host, device="cpu") for host in "ab"]
+    return Fixed(first_roster(parse_args([*flags]), seats, 64))
+
+
+def test_a_program_that_weighs_its_ranks_is_balanced_no_more():
+    fixed = fixed_of("--batch", "16")
+    assert heard(fixed, range(30), 1.0, 2.0) is None  # nobody asked for it
+    fixed.balance(one_size=False)
+    assert heard(fixed, range(30, 60), 1.0, 2.0).shares == [11, 5]
+    assert fixed.hear(news(1.0, 1.0, step=60, weight=5.0), 61).shares == [8, 8]  # 5 and the other's 5
+    assert heard(fixed, range(61, 120), 1.0, 9.0) is None
+
+
+def test_shares_stay_where_a_model_has_several_sizes():
+    """Compiled for 9 and 8 sequences, it would be compiled again for others."""
+    fixed = fixed_of("--batch", "32", "--shares", "17:15", "--micro-batch", "16")
+    fixed.balance(one_size=True)
+    assert heard(fixed, range(60), 1.0, 9.0) is None
+    fixed = fixed_of("--batch", "32", "--micro-batch", "4")
+    fixed.balance(one_size=True)
+    roster = heard(fixed, range(60), 1.0, 4.0)
+    assert [member.micro_batches for member in roster.members] == [[4] * 7, [4]]
+
+
+def test_what_a_rank_tells_of_its_share_is_input_and_computing(tmp_path):
+    roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cpu")], None)
+    recorder = Recorder(RunWriter(tmp_path / "run"), 0, roster, HostClock(), None)
+    recorder.begin()
+    for part in ("data_s", "compute_s", BLOCKED, "data_s", "compute_s", "optimizer_s"):
+        recorder.lap(part)
+    recorder.pause()
+    recorder.end(want_stop=False, sync_s=lambda: 0.0, step=0, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
+                 loss_sum=OnHost(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
+    recorder.hear()
+    cost = recorder.last.cost
+    assert recorder.news[0].took_s == pytest.approx(cost.data_s + cost.compute_s)
+    assert 0 < recorder.news[0].took_s < recorder.last.wall_s
+    recorder.close()
 
 
 def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, start, monkeypatch):
@@ -142,6 +297,7 @@ clock.newest = None
 recorder.flush()
 recorder.close()
 dist.barrier()
+dist.destroy_process_group()
 """
 
 

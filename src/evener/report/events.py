@@ -70,6 +70,9 @@ def _describe(event: dict[str, Any]) -> str:
             return f"step {step} saved"
         case "replicas.agree":
             return f"step {step}: all {event.get('tensors')} tensors are equal on all ranks, to the bit"
+        case "rebalanced":
+            shares = str(event.get("shares")).strip("[]").replace(", ", " : ")
+            return f"step {step}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")
         case "finished" | "stopped":
             return f"step {step}"
         case "run.nonfinite":

@@ -8,7 +8,8 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -84,7 +85,7 @@ class Journal:
         through = "" if roster.backend == "none" else f"{roster.backend}, "
         begins = f"; going on with step {first + 1}" if resumes else ""
         print(
-            f"{roster.world_size} × {facts.device}, {facts.threads} threads a rank, {through}{roster.dtypes}"
+            f"{_kinds(ranks)}, {through}{roster.dtypes}"
             f"{', compiled' if compiled else ''}; run directory {self._dir}{begins}",
             flush=True,
         )
@@ -92,8 +93,11 @@ class Journal:
     def rebalanced(self, roster: Roster) -> None:
         """Another Roster is in force."""
         if self._group.rank == 0:
-            self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.shares)
-            print(f"step {roster.from_step + 1}: shares {' : '.join(map(str, roster.shares))}", flush=True)
+            self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.shares,
+                                why=roster.why)  # fmt: skip
+            if not roster.is_trial:
+                shares = " : ".join(map(str, roster.shares))
+                print(f"step {roster.from_step + 1}: shares {shares}: {roster.why}", flush=True)
 
     def finish(self, verdict: str, step: int, *, last: StepRecord | None, val_loss: float | None, agree: bool | None,
                contention: Contention | None) -> None:  # fmt: skip
@@ -127,3 +131,9 @@ class Journal:
                                 kind=type(error).__name__, hint=hint)  # fmt: skip
             if self._group.rank == 0 and self._manifest is not None:
                 self._dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))
+
+
+def _kinds(ranks: Sequence[Rank]) -> str:
+    """`1 × NVIDIA H200, 8 threads a rank, 2 × cpu, 4 threads a rank`."""
+    kinds = Counter((rank.device, rank.threads) for rank in ranks)
+    return ", ".join(f"{num} × {device}, {threads} threads a rank" for (device, threads), num in kinds.items())

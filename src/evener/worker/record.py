@@ -30,9 +30,10 @@ BLOCKED = "blocked"  # the lap between the last gradient and the end of backward
 class News(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank tells all others once a step; a row of float64."""
 
-    step: float = -1.0  # of which the two figures below are; -1: of none yet
+    step: float = -1.0  # of which the three figures below are; -1: of none yet
     loss_sum: float = 0.0  # over this rank's tokens
     blocked_s: float = 0.0  # in the collective at the end of backward
+    took_s: float = 0.0  # its share of the batch: input, forward, backward
     wants_stop: float = 0.0
     weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
 
@@ -162,10 +163,10 @@ class Recorder:
         news = News(wants_stop=float(want_stop), weight=weight)
         if len(self._drafts) > lag:
             draft = self._drafts[0]
-            blocked_s = draft.laps.parts_s().get(BLOCKED, 0.0)
-            news = msgspec.structs.replace(
-                news, step=float(draft.step), loss_sum=float(draft.loss_sum), blocked_s=blocked_s
-            )
+            parts = draft.laps.parts_s()
+            took_s = parts.get("data_s", 0.0) + parts.get("compute_s", 0.0)
+            news = msgspec.structs.replace(news, step=float(draft.step), loss_sum=float(draft.loss_sum),
+                                           blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s)  # fmt: skip
         self._sent = news.row()  # lives until the work is done
         if self._world_size == 1:
             self._gathered = self._sent

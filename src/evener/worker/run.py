@@ -42,7 +42,7 @@ from evener.worker.record import Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
 from evener.worker.sync.choose import make_sync
-from evener.worker.trained import Thing, Trained, check_batch_norm
+from evener.worker.trained import Thing, Trained, batch_norms, check_batch_norm
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -170,7 +170,7 @@ class Run:
     def weigh(self, weight: float) -> None:
         """This rank's part of the batch relative to the others', which at first weigh what their shares are.
 
-        It holds from the next step that begins after all ranks have heard of it.
+        It holds from the next step that begins after all ranks have heard of it. Shares follow speeds no more.
         """
         if not 0 <= weight < math.inf:
             raise UsageError(f"run.weigh({weight}): expected a number that is not negative")
@@ -214,6 +214,10 @@ class Run:
         trained.check()
         agree(self.group, self.dir, self.spec, self._resolved, roster, first, trained)
         check_batch_norm(trained.module, roster)
+        # A compiled model is compiled again for every size; and it is one on all ranks, or on none.
+        one_size = self.group.sum(float(self._compiled or bool(batch_norms(trained.module))), 0.0)[0] > 0
+        if self.spec.machine.shares == "auto" and self.world_size > 1:
+            self._membership.balance(one_size=one_size)
         sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)

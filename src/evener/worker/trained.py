@@ -133,13 +133,18 @@ class Trained:
             model.zero_grad()
 
 
+def batch_norms(module: nn.Module) -> list[str]:
+    """Their names."""
+    return [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+
+
 def check_batch_norm(module: nn.Module, roster: Roster) -> None:
     """UsageError where batch statistics would depend on how many ranks there are.
 
     BatchNorm normalizes over a micro-batch. Any split of the machines trains the same model as long as all
     micro-batches have one size: on one rank that of the whole batch will do, on several what --micro-batch says.
     """
-    names = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    names = batch_norms(module)
     sizes = {size for member in roster.members for size in member.micro_batches}
     one_size = roster.members[0].micro_batch if roster.world_size > 1 else max(sizes)
     if names and sizes != {one_size}:

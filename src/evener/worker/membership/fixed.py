@@ -1,4 +1,4 @@
-"""Who takes part when nobody comes or goes? The ranks that began; their shares follow the weights that they tell."""
+"""Who takes part when nobody comes or goes? The ranks that began; their shares follow their speed, or their weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from evener.core.errors import RunError
 from evener.core.roster import Roster
+from evener.plan.rebalance import Balancer
 from evener.worker.record import News
 
 
@@ -16,9 +17,39 @@ class Fixed:
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self._weights = [float(share) for share in roster.shares]
+        self._balancer: Balancer | None = None
+        self._whole: int | None = None
+
+    def balance(self, *, one_size: bool) -> None:
+        """From now on shares follow the ranks' speed, until one of them tells a weight.
+
+        With `one_size` only in whole micro-batches of the size that all have; where they have several, not at all.
+        """
+        sizes = {size for member in self.roster.members for size in member.micro_batches}
+        if one_size and len(sizes) > 1:
+            return
+        self._whole = max(sizes) if one_size else None
+        self._balancer = Balancer(self.roster, self._whole)
 
     def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
-        """Shares in proportion to the weights, where a rank told another one than before."""
+        """Other shares, where the ranks' times ask for them or a rank told another weight than before."""
+        if not all(math.isnan(told.weight) for told in news):
+            self._balancer = None
+            return self._weigh(news, next_step)
+        step = int(news[0].step)
+        if self._balancer is None or step < 0:
+            return None
+        change = self._balancer.hear(step, [told.took_s for told in news], next_step)
+        if change is None:
+            return None
+        self._weights = [float(share) for share in change.shares]
+        self.roster = self.roster.with_shares(
+            change.shares, next_step, self._whole, why=change.why, is_trial=change.is_trial
+        )
+        return self.roster
+
+    def _weigh(self, news: Sequence[News], next_step: int) -> Roster | None:
+        """Shares in proportion to the weights."""
         weights = [known if math.isnan(told.weight) else told.weight
                    for known, told in zip(self._weights, news, strict=True)]  # fmt: skip
         if weights == self._weights:

@@ -1,0 +1,271 @@
+"""When do the shares of a run change while it goes on, to what, and why?
+
+    every step, of every rank: seconds that its share took it ─▶ Balancer.hear ─▶ Change, or None
+
+A rank's time is the median of its last 5, 15 or 45 steps with the same share: few answer a large change soon, many see
+a small one through the noise. What one share took tells what another would take (balance.Pace); what a pass costs apart
+from its sequences is learned whenever a change of share changes the number of passes.
+
+Shares change only where the slowest rank would be done clearly sooner: by LEAST_GAIN at least, by SURE standard errors
+of that gain, and by medians of 5 steps four times in a row. Each change of the last RECENT steps but the first doubles
+the gain that the next one needs: machines that are merely restless are soon left alone.
+
+No clock and no torch. All ranks decide for themselves from the same numbers and must come to the same bits, on whatever
+machine: so there is nothing here but + − × ÷, square roots and `fsum`, which are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.core.roster import Roster
+from evener.core.units import median, seconds
+from evener.plan.balance import Pace, fastest_shares, slowest_s
+
+WINDOWS = (5, 15, 45)  # steps
+CONFIRMED = 4  # decisions in a row, of the shortest window: three slow steps are not enough
+ENOUGH = 8  # steps from which a rank's noise is known
+FEW = 4  # medians of 5 steps that say nothing yet of it
+LEAST_GAIN = 0.04  # of a step
+SURE = 4.0  # standard errors
+LEAST_SPREAD = 0.01  # of a rank's times, relative
+RECENT = 500  # steps
+TRIAL_EVERY = 50  # steps; a trial may also cost no more than one step in so many
+CLEARLY = 1.15  # a rank that is slower or faster than before by less is not the reason
+
+NEVER = Pace(sequence_s=1e30)  # whoever began without a share gets none
+MAD = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+OF_MEDIAN = 1.2533  # standard error of a median over that of a mean: √(π/2)
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Other shares from the next step on."""
+
+    shares: list[int]
+    why: str
+    is_trial: bool = False  # a rank without a share is tried for a step, or has not stood the test
+
+
+class Balancer:
+    """Decides on every rank alike. `whole`: shares are multiples of so many sequences, each of them a pass."""
+
+    def __init__(self, roster: Roster, whole: int | None = None) -> None:
+        members = roster.members
+        several = {member.host for member in members if sum(other.host == member.host for other in members) > 1}
+        self._names = [f"rank {m.rank} on {m.host}" if m.host in several else m.host for m in members]
+        self._unit = whole or 1
+        self._micro_batches = [whole or member.micro_batch for member in members]
+        self._shares = roster.shares
+        self._windows = [_window() for _ in members]  # seconds, with the present share
+        self._noise = [_Noise() for _ in members]  # of the shares before
+        self._pass_sequences = [0.0] * len(members)  # what a pass costs, in sequences
+        self._left: dict[int, tuple[int, float]] = {}  # ranks with a new share: the share before, and its seconds
+        self._idle = {rank: NEVER for rank, share in enumerate(self._shares) if not share}  # as they were last known
+        self._tried = dict.fromkeys(self._idle, roster.from_step)  # since when they have no share, or were tried
+        self._on_trial: int | None = None
+        self._changes: list[int] = []  # steps
+        self._confirmed = 0
+        self._from_step: int | None = None
+
+    def hear(self, step: int, took_s: Sequence[float], next_step: int) -> Change | None:
+        """What input, forward and backward of a step took every rank. A change that is returned is in force from
+        `next_step` on; of steps before it nothing more is asked.
+        """
+        if self._from_step is None:  # the first step of a start is slower than others
+            self._from_step = step + 1
+        working = [rank for rank, share in enumerate(self._shares) if share]
+        if step < self._from_step or not all(took_s[rank] > 0 for rank in working):
+            return None
+        if self._on_trial is not None:
+            return self._judge(self._on_trial, took_s[self._on_trial], next_step)
+        for rank in working:
+            self._windows[rank].append(took_s[rank])
+            self._learn(rank)
+        if any(len(self._windows[rank]) < WINDOWS[0] for rank in working):
+            return None
+        return self._better(working, next_step) or self._try_again(next_step)
+
+    def _better(self, working: Sequence[int], next_step: int) -> Change | None:
+        """Shares with which the slowest rank is clearly sooner done."""
+        least_gain = self._least_gain(next_step)
+        for size in WINDOWS:
+            if any(len(self._windows[rank]) < size for rank in working):
+                break
+            paces = self._paces(size)
+            now_s, is_clear = slowest_s(self._shares, paces), False
+            if 1 - _least_s(sum(self._shares), paces) / now_s > least_gain:
+                shares = self._fastest(paces)
+                then_s = slowest_s(shares, paces)
+                error = self._gain_error(working, paces, size)
+                is_clear = error is not None and 1 - then_s / now_s > max(least_gain, SURE * error)
+            if size == WINDOWS[0]:
+                self._confirmed = self._confirmed + 1 if is_clear else 0
+                is_clear = self._confirmed >= CONFIRMED
+            if is_clear:
+                why = f"{self._reason(working, paces, size)}: a step's slowest part {_instead(then_s, now_s)}"
+                return self._take_up(shares, paces, next_step, why, size)
+        return None
+
+    def _least_gain(self, next_step: int) -> float:
+        """More with every change that was made lately."""
+        return LEAST_GAIN * (1 << max(0, sum(step > next_step - RECENT for step in self._changes) - 1))
+
+    def _gain_error(self, working: Sequence[int], paces: Sequence[Pace], size: int) -> float | None:
+        """Standard error of a gain: with errors e of the ranks' times and parts w of the batch, e_slowest − Σ w·e.
+        None where too little is known of a rank's noise.
+        """
+        last = max(working, key=lambda rank: (paces[rank].time_s(self._shares[rank]), -rank))
+        batch, errors = sum(self._shares), []
+        for rank in working:
+            error = self._noise[rank].and_of(self._windows[rank]).error_of_median(size)
+            if error is None:
+                return None
+            errors.append((float(rank == last) - self._shares[rank] / batch) * error)
+        return math.sqrt(math.fsum(error * error for error in errors))
+
+    def _take_up(self, shares: list[int], paces: Sequence[Pace], next_step: int, why: str, size: int = 0) -> Change:
+        """Begin new windows where shares change. The last `size` steps, which asked for it, are not taken for noise."""
+        for rank, (before, now) in enumerate(zip(self._shares, shares, strict=True)):
+            if now == before:
+                continue
+            if before:
+                self._left[rank] = before, paces[rank].time_s(before)
+                window = list(self._windows[rank])
+                self._noise[rank] = self._noise[rank].and_of(window[: len(window) - size] or window)
+            if now:
+                self._idle.pop(rank, None)
+            else:
+                self._idle[rank], self._tried[rank] = paces[rank], next_step
+            self._windows[rank] = _window()
+        self._shares, self._from_step, self._confirmed = shares, next_step, 0
+        self._changes.append(next_step)
+        return Change(shares=shares, why=why)
+
+    # --- ranks without a share --------------------------------------------------------------------------------------
+
+    def _try_again(self, next_step: int) -> Change | None:
+        """One unit for a rank that has none, so that its recovery is seen; of the largest share."""
+        paces = self._paces(WINDOWS[0])
+        now_s = slowest_s(self._shares, paces)
+        giver = max(range(len(paces)), key=lambda rank: (self._shares[rank], -rank))
+        for rank, pace in sorted(self._idle.items()):
+            cost = pace.time_s(self._unit) / now_s - 1  # in steps
+            if next_step - self._tried[rank] < TRIAL_EVERY * max(1.0, cost) or self._shares[giver] <= self._unit:
+                continue
+            self._on_trial, self._from_step, self._tried[rank] = rank, next_step, next_step
+            shares = list(self._shares)
+            shares[giver] -= self._unit
+            shares[rank] += self._unit
+            return Change(shares=shares, why=f"{self._names[rank]} is tried again", is_trial=True)
+        return None
+
+    def _judge(self, rank: int, took_s: float, next_step: int) -> Change | None:
+        """What a trial has shown. All others' windows are as they were before it."""
+        if not took_s > 0:
+            return None
+        self._on_trial, self._from_step = None, next_step
+        self._idle[rank] = self._pace(rank, self._unit, took_s)
+        paces = self._paces(WINDOWS[0])
+        shares = self._fastest(paces)
+        now_s, then_s = slowest_s(self._shares, paces), slowest_s(shares, paces)
+        if shares[rank] and 1 - then_s / now_s > self._least_gain(next_step):
+            why = f"{self._names[rank]} is fast enough again: a step's slowest part {_instead(then_s, now_s)}"
+            return self._take_up(shares, paces, next_step, why)
+        return Change(shares=self._shares, why=f"{self._names[rank]} would still hold the others up", is_trial=True)
+
+    # --- what is known of a rank ------------------------------------------------------------------------------------
+
+    def _fastest(self, paces: Sequence[Pace]) -> list[int]:
+        return fastest_shares(sum(self._shares), paces, unit=self._unit)
+
+    def _paces(self, size: int) -> list[Pace]:
+        """By the medians of the last steps."""
+        return [self._pace(rank, share, _median(list(self._windows[rank])[-size:])) if share else self._idle[rank]
+                for rank, share in enumerate(self._shares)]  # fmt: skip
+
+    def _pace(self, rank: int, share: int, took_s: float) -> Pace:
+        micro_batch, pass_sequences = self._micro_batches[rank], self._pass_sequences[rank]
+        sequence_s = took_s / (-(-share // micro_batch) * pass_sequences + share)
+        return Pace(sequence_s=sequence_s, pass_s=pass_sequences * sequence_s, micro_batch=micro_batch)
+
+    def _learn(self, rank: int) -> None:
+        """What a pass costs: p sequences, where p·passes + n at two shares are in the ratio of their times."""
+        if rank not in self._left or len(self._windows[rank]) < WINDOWS[0]:
+            return
+        share, before_s = self._left.pop(rank)
+        micro_batch, now = self._micro_batches[rank], self._shares[rank]
+        passes, passes_now = -(-share // micro_batch), -(-now // micro_batch)
+        grown, least, most = _median(self._windows[rank]) / before_s, now / share, passes_now / passes
+        if abs(most - least) < 0.1 * least:  # the ratio of times would say nothing
+            return
+        part = (grown - least) / (most - least)  # 0: passes cost nothing; 1: sequences do
+        found = (grown * share - now) / (passes_now - grown * passes) if 0 < part < 1 else micro_batch * (part >= 1)
+        self._pass_sequences[rank] = min(found, float(micro_batch))  # assumption: no more than its sequences
+
+    def _reason(self, working: Sequence[int], paces: Sequence[Pace], size: int) -> str:
+        """Who is slower or faster than before; where nobody is, how different they are."""
+        changed = []
+        for rank in working:
+            before = list(self._windows[rank])[:-size]
+            if len(before) >= WINDOWS[0]:
+                changed.append((paces[rank].time_s(self._shares[rank]) / _median(before), rank))
+        factor, rank = max(changed, key=lambda one: max(one[0], 1 / one[0]), default=(1.0, 0))
+        if factor > CLEARLY:
+            return f"{self._names[rank]} takes {factor:.1f} times as long as before"
+        if 1 / factor > CLEARLY:
+            return f"{self._names[rank]} is {1 / factor:.1f} times as fast as before"
+        by_pace = sorted(working, key=lambda rank: (paces[rank].sequence_s, rank))
+        fast, slow = by_pace[0], by_pace[-1]
+        times = paces[slow].sequence_s / paces[fast].sequence_s
+        return f"{self._names[slow]} takes {times:.1f} times as long for a sequence as {self._names[fast]}"
+
+
+class _Noise:
+    """Deviations of a rank's times from the median of their window, relative: of steps, and of medians of 5 in a row.
+
+    The latter are larger than the former foretell where slow steps come together.
+    """
+
+    def __init__(self, steps: Sequence[float] = (), medians: Sequence[float] = ()) -> None:
+        self._steps, self._medians = steps, medians
+
+    def and_of(self, window: Sequence[float]) -> _Noise:
+        """With those of a window, of the last 45 steps together."""
+        values, size, most = list(window), WINDOWS[0], WINDOWS[-1]
+        middle = _median(values) if values else 1.0
+        steps = [abs(value / middle - 1) for value in values]
+        ends = range(len(values), size - 1, -size)
+        medians = [abs(_median(values[end - size : end]) / middle - 1) for end in ends][::-1]
+        return _Noise([*self._steps, *steps][-most:], [*self._medians, *medians][-(most // size) :])
+
+    def error_of_median(self, size: int) -> float | None:
+        """Standard error of the median of so many steps; None where too few are known."""
+        if len(self._steps) < ENOUGH:
+            return None
+        of_steps = OF_MEDIAN * max(LEAST_SPREAD, MAD * _median(self._steps)) / math.sqrt(size)
+        if len(self._medians) < FEW:
+            return of_steps
+        return max(of_steps, MAD * _median(self._medians) * math.sqrt(WINDOWS[0] / size))
+
+
+def _window() -> deque[float]:
+    return deque(maxlen=WINDOWS[-1])
+
+
+def _median(values: Sequence[float]) -> float:
+    found = median(values)
+    assert found is not None
+    return found
+
+
+def _least_s(num_sequences: int, paces: Sequence[Pace]) -> float:
+    """What no division falls below: all done at once, in passes that cost nothing."""
+    return num_sequences / math.fsum(1 / pace.sequence_s for pace in paces)
+
+
+def _instead(then_s: float, now_s: float) -> str:
+    return f"takes {seconds(then_s)} instead of {seconds(now_s)}"
