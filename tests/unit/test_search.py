@@ -107,8 +107,8 @@ def test_what_is_faster_and_of_unknown_loss_is_not_recommended():
 def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
     monkeypatch.setattr("evener.plan.cost.BUILT", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
-    assert predict(JOB, slow, loss_budget=0.05).recommended == "diloco:30"
-    strict = predict(JOB, slow, loss_budget=0.01)
+    assert predict(changed(JOB, loss_budget=5.0), slow).recommended == "diloco:30"
+    strict = predict(JOB, slow)
     assert strict.recommended == "a alone"
     assert strict.option("diloco:30").rejected_because == "costs 2.0% of loss, more than 1.0%"
     assert strict.option("int8").rejected_because == "nobody measured what it costs in loss"
@@ -214,6 +214,19 @@ def test_an_exact_strategy_that_is_faster_is_recommended_with_its_flag():
     found = predict(bf16, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
     assert found.recommended == "packed"
     assert flags_of_recommended(found) == "--sync packed"
+
+
+def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothing(monkeypatch):
+    slow, fast = (cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=Bps)) for Bps in (2e7, 1e12))
+    auto = changed(JOB, sync="auto", dtype="bf16")
+    assert predict(auto, slow).chosen == predict(auto, slow).recommended == "packed"
+    assert predict(auto, fast).chosen == "ddp"
+    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (0.02 if sync.kind == "int4" else 0.0, "me"))
+    assert predict(auto, slow).chosen == "powersgd:4"
+    assert predict(changed(auto, loss_budget=0.0), slow).chosen == "powersgd:4"
+    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (0.02 if sync.kind != "ddp" else 0.0, "me"))
+    assert predict(auto, slow).chosen == "ddp"
+    assert predict(changed(auto, loss_budget=2.0), slow).chosen == "powersgd:4"
 
 
 def test_a_small_gain_is_none_and_says_so():

@@ -34,14 +34,13 @@ MTBF = typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days
 DRAW = typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it")
 FROM = typer.Option(None, "--from", metavar="RUN",
                     help="what a run measured instead of probes; with --fleet it is written there")  # fmt: skip
-BUDGET = typer.Option(1.0, "--loss-budget", min=0.0, max=100.0, help="percent of loss that speed may cost")
 AS_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
 
 def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int | None, rate: str | None,
          link: str | None, per_node: int | None, node_link: str | None, scale: str | None, strong: bool,
          jitter: float | None, slow: str | None, mtbf_days: float | None, draw: str | None, source_run: str | None,
-         loss_budget: float, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
+         as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Say before a run what a step will cost, which way is best, and whether each machine earns its place.
 
     From what `evener probe` measured, or from a few words (--nodes, --link, --compute-tokens-per-s). Nothing is
@@ -96,7 +95,7 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
                 hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
             )
         asked = planned.of_fleet(path, hosts, spec, "data" in texts, link)
-    found = predict(asked.job, asked.cluster, loss_budget=loss_budget / 100)
+    found = predict(asked.job, asked.cluster)
     if as_json:
         print(json.dumps(planned.as_json(found, asked)))
     else:
@@ -124,7 +123,6 @@ def add_to(app: typer.Typer) -> None:
         ("mtbf_days", MTBF, float | None),
         ("draw", DRAW, str | None),
         ("source_run", FROM, str | None),
-        ("loss_budget", BUDGET, float),
         ("as_json", AS_JSON, bool),
         *spec_options(),
     ]

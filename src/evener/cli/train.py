@@ -174,6 +174,8 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
     from evener.cli.flags import given
     from evener.core.errors import UsageError
     from evener.core.resolve import new_run_path, resolve
+    from evener.core.roster import NO_SYNC
+    from evener.core.rundir import RunDir
     from evener.core.spec import make_spec
 
     texts = given(flags)
@@ -182,6 +184,9 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
         if spec_file is not None or "out" in texts:
             raise UsageError("--resume: a run has its own spec and place", hint="leave out --out and the TOML file")
         base = msgspec.structs.replace(_spec_of(resume), out=resume)
+        had = RunDir(resume).manifest().roster.sync
+        if base.train.sync == "auto" and had != NO_SYNC:  # what its checkpoints hold is of this one
+            base = msgspec.structs.replace(base, train=msgspec.structs.replace(base.train, sync=str(had)))
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
     resolved = resolve(spec, resume=resume is not None)
     return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or new_run_path(spec)))

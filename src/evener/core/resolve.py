@@ -11,7 +11,7 @@ import msgspec
 
 from evener.core.corpus import Corpus, check_block, load_corpus
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.roster import check_built
+from evener.core.roster import NO_SYNC, asked_sync, check_built
 from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
@@ -105,11 +105,11 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
             hint=f"--sampling {flag}" if flag else "this evener has it no more; start the run again with another --out",
         )
 
-    if manifest.spec.train.sync != spec.train.sync:
+    had = manifest.roster.sync
+    if had != NO_SYNC and spec.train.sync != "auto" and asked_sync(spec) != had:
         raise CheckpointError(
-            f"{rundir}: its replicas agree by {manifest.spec.train.sync}, and its checkpoints hold nothing of "
-            f"{spec.train.sync}",
-            hint=f"--sync {manifest.spec.train.sync}, or a new run from its weights",
+            f"{rundir}: its replicas agree by {had}, and its checkpoints hold nothing of {spec.train.sync}",
+            hint=f"--sync {had}, or a new run from its weights",
         )
 
 

@@ -230,9 +230,14 @@ def largest_micro_batch(spec: RunSpec, block_size: int | None) -> int:
     return spec.train.batch if block_size is None else max(1, MICRO_BATCH_TOKENS // block_size)
 
 
+def asked_sync(spec: RunSpec) -> SyncSpec:
+    """The strategy that was asked for; ddp where the planner shall choose and nobody has planned."""
+    return DDP if spec.train.sync == "auto" else parse_sync(spec.train.sync)
+
+
 def check_built(spec: RunSpec) -> None:
     """UsageError where `train` cannot run the strategy that was asked for."""
-    if (sync := parse_sync(spec.train.sync)).kind not in ("none", *BUILT):
+    if (sync := asked_sync(spec)).kind not in ("none", *BUILT):
         raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(BUILT)}")
 
 
@@ -254,7 +259,7 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
             hint=f"one for each rank: --shares {':'.join(['1'] * num_ranks)}; or --shares auto",
         )
     shares = equal_shares(batch, num_ranks) if told is None else weighted_shares(batch, told)
-    sync = parse_sync(spec.train.sync)
+    sync = asked_sync(spec)
     if sync == NO_SYNC and num_ranks > 1:
         raise UsageError("--sync none: replicas that never exchange are not one model", hint="--sync ddp")
     dtypes = dtypes_of(seats, spec.model.dtype)

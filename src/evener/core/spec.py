@@ -68,8 +68,11 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     ] = "epochs"
     micro_batch: Annotated[Count | None, Meta(description="sequences in one backward [16384 tokens at most]")] = None
     sync: Annotated[
-        str, Meta(description="how replicas agree: ddp, packed, bf16, int8, int4, powersgd:4; each also with +sparse")
-    ] = "ddp"
+        str,
+        Meta(description="how replicas agree: ddp, packed, bf16, int8, int4, powersgd:4, each also with +sparse; "
+                         "auto: the fastest within --loss-budget"),
+    ] = "ddp"  # fmt: skip
+    loss_budget: Annotated[float, Meta(ge=0, le=100, description="percent of loss that --sync auto may cost")] = 1.0
     lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NotNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
     warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None

@@ -8,14 +8,13 @@ import msgspec
 
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction, Wire
-from evener.core.roster import NO_SYNC, Roster, SyncSpec, equal_shares, parse_sync
+from evener.core.roster import DDP, NO_SYNC, Roster, SyncSpec, asked_sync, equal_shares, parse_sync
 from evener.core.units import count, link_rate, plural, seconds, size
 from evener.plan.cluster import scaled, with_wire
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
 
-LOSS_BUDGET = 0.01
 CANDIDATES = tuple(map(parse_sync, (
     "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30",
     "diloco:100:int4:streamed",
@@ -26,15 +25,16 @@ MOST_FACTOR = 64  # of batch or bandwidth that is looked at
 BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
 
 
-def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, keep_order: bool = False) -> Prediction:
+def predict(job: Job, cluster: Cluster, *, keep_order: bool = False) -> Prediction:
     """Price every way, choose the fastest that can run, and say why the others lost.
 
     The chosen option is what `train` does where all these hosts take part, recommended or not. Hosts are put in the
     order of the fastest ring, unless their own has to be kept.
     """
-    given = cluster
+    given, loss_budget = cluster, job.spec.train.loss_budget / 100
     if not keep_order:
         cluster = in_best_ring(job, cluster)
+    job = with_sync(job, cluster)
     chosen = _priced(job, cluster)
     options = [chosen]
     alone = [_alone(job, cluster, name) for name in cluster.names] if len(cluster.names) > 1 else []
@@ -72,6 +72,27 @@ def predict(job: Job, cluster: Cluster, *, loss_budget: float = LOSS_BUDGET, kee
         order = " → ".join(cluster.names)
         advice.append(f"The ring goes {order}: its slowest link is {gain:.1f} times that of the file's order.")
     return msgspec.structs.replace(prediction, verdict=_verdict(prediction), advice=advice)
+
+
+def with_sync(job: Job, cluster: Cluster) -> Job:
+    """The job with the fastest strategy that can run and costs no more loss than it may, where it is ours to choose.
+
+    ddp where that is within what a prediction can err.
+    """
+    if job.spec.train.sync != "auto":
+        return job
+    plain = _asking_for(job, DDP)
+    if len(cluster.seats) == 1:
+        return plain
+    priced = [_priced(_asking_for(job, sync), cluster) for sync in (DDP, *CANDIDATES) if _makes_sense(sync, job)]
+    able = [option for option in priced if not _obstacle(option, cluster, job.spec.train.loss_budget / 100)]
+    best = max(able, key=_speed, default=priced[0])
+    return plain if best.tokens_per_s < WORTH * priced[0].tokens_per_s else _asking_for(job, best.roster.sync)
+
+
+def _asking_for(job: Job, sync: SyncSpec) -> Job:
+    train = msgspec.structs.replace(job.spec.train, sync=str(sync))
+    return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train))
 
 
 def in_a_line(prediction: Prediction) -> str:
@@ -251,7 +272,7 @@ def _name_without(job: Job, cluster: Cluster, left_out: Sequence[str]) -> str:
 
 
 def _sync(job: Job) -> SyncSpec:
-    return parse_sync(job.spec.train.sync)
+    return asked_sync(job.spec)
 
 
 def _otherwise_divided(job: Job, cluster: Cluster) -> list[Option]:
