@@ -120,7 +120,7 @@ def tell(found: Prediction, asked: Question) -> None:
     if 1 < len(roster.hosts) <= MOST_HOSTS:
         console.print(_hosts(found))
     if asked.asks_fabrics:
-        console.print("ddp over other links; 16 bit: its all-reduce of bf16, not in train yet", style="dim")
+        console.print("ddp over other links; 16 bit: with --sync bf16", style="dim")
         console.print(_fabric_table(asked, found))
     console.print()
     for line in found.advice:

@@ -61,7 +61,7 @@ def uniform(tokens_per_s: Mapping[str, float], wire: Wire, devices: Sequence[str
         hosts={name: HostRates(tokens_per_s=rate, local=local) for name, rate in rates.items()},
         wires={a: {b: wire for b in rates if b != a} for a in rates},
         assumed=["the update of the weights is taken to be part of the tokens/s",
-                 "communication takes no processor time"],
+                 "communication takes no processor time, nor do gradients in fewer bytes"],
     )  # fmt: skip
 
 
