@@ -91,6 +91,11 @@ def test_a_lossy_run_learns_nearly_the_same_with_equal_replicas(tmp_path, train,
     assert losses[-1] == pytest.approx(plain[-1].loss, rel=0.05)
     assert losses[-1] < 0.9 * losses[0]
     assert run.records(1)[5].bytes < 0.6 * plain[5].bytes
+    compared = [record.fidelity for record in run.records(0) if record.fidelity]
+    assert len(compared) == 1  # of 40 steps every 10th is sampled, of these every 5th
+    assert compared[0].error < {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "powersgd:2": 1.0}[sync]
+    assert compared[0].cosine > (0.3 if sync == "powersgd:2" else 0.95)
+    assert not any(record.fidelity for record in plain)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -31,6 +31,24 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return sum(getattr(self, part) or 0.0 for part in PARTS)
 
 
+class Noise(msgspec.Struct, frozen=True, kw_only=True):
+    """How much the gradients of a batch's parts differ, from one step; both unbiased, so that either may be negative.
+
+    Averaged over steps, trace/norm_sq is the noise scale: the batch, in tokens, up to which a larger one makes steps
+    better nearly in proportion.   [McCandlish, Kaplan, Amodei et al. 2018, appendix A.1]
+    """
+
+    norm_sq: float  # |G|²: of the gradient that all tokens there are would give
+    trace: float  # tr Σ: of the covariance of one token's gradient
+
+
+class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lossy strategy made of some numbers in one step, beside their exact sum."""
+
+    error: float  # |sum − exact| / |exact|
+    cosine: float  # between the two
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank saw of one optimizer step: a line of `steps/rank-R.jsonl`."""
 
@@ -48,7 +66,25 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     members: int  # ranks that took part
     lr: float
     grad_norm: float | None  # global norm before clipping; None = clipping is off
+    noise: Noise | None = None  # of steps in which it was measured
+    fidelity: Fidelity | None = None  # the same
     ended: float  # Unix time
+
+
+def noise_of(parts_sq: Sequence[float], whole_sq: float, tokens: float) -> Noise | None:
+    """The noise of a batch of T tokens, whose gradient is g, divided into n parts of T_r tokens, whose own are g_r.
+
+    `parts_sq` are (T_r/T)·|g_r|² of each part, 0 of a rank that had none, `whole_sq` is |g|². E|g|² = |G|² + trΣ/T and
+    E Σ parts = |G|² + n·trΣ/T, so that any division will do. None of one part.
+
+    >>> noise_of([0.75, 0.75], 1.0, 100.0)
+    Noise(norm_sq=0.5, trace=50.0)
+    """
+    num = sum(part > 0 for part in parts_sq)
+    if num < 2:
+        return None
+    total = sum(parts_sq)
+    return Noise(norm_sq=(num * whole_sq - total) / (num - 1), trace=(total - whole_sq) * tokens / (num - 1))
 
 
 def split_blocked(blocked_s: Sequence[float]) -> list[tuple[float, float]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from evener.core.errors import RunError
 from evener.core.roster import Roster
 from evener.core.runwriter import RunWriter
-from evener.core.step import PARTS, StepCost, StepRecord, split_blocked
+from evener.core.step import PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
 from evener.worker.clock import Clock, Laps
 
 BLOCKED = "blocked"  # the lap between the last gradient and the end of backward: transfer and waiting together
@@ -30,10 +30,11 @@ BLOCKED = "blocked"  # the lap between the last gradient and the end of backward
 class News(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank tells all others once a step; a row of float64."""
 
-    step: float = -1.0  # of which the three figures below are; -1: of none yet
+    step: float = -1.0  # of which the four figures below are; -1: of none yet
     loss_sum: float = 0.0  # over this rank's tokens
     blocked_s: float = 0.0  # in the collective at the end of backward
     took_s: float = 0.0  # its share of the batch: input, forward, backward
+    part_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 of a step that is not sampled
     wants_stop: float = 0.0
     weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
 
@@ -56,7 +57,7 @@ def lag_of(roster: Roster) -> int:
 
 
 class OnHost:
-    """A number that a device is about to compute: copied behind the work that makes it, read when it is there.
+    """Numbers that a device is about to compute: copied behind the work that makes them, read when they are there.
 
     `float(tensor)` would wait for all that was queued on the device meanwhile, the next step among it.
     """
@@ -71,10 +72,19 @@ class OnHost:
         else:
             self._copy = tensor.clone()
 
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> OnHost | None:
+        """None of nothing."""
+        return None if tensor is None else cls(tensor)
+
     def __float__(self) -> float:
+        return float(self.tensor())
+
+    def tensor(self) -> Tensor:
+        """Once it is there."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return float(self._copy)
+        return self._copy
 
 
 class Draft(msgspec.Struct, kw_only=True):
@@ -92,6 +102,9 @@ class Draft(msgspec.Struct, kw_only=True):
     lr: float
     loss_sum: OnHost  # over this rank's tokens
     grad_norm: OnHost | None
+    mine_sq: OnHost | None  # squared norm of what this rank adds to the gradient, in steps that are sampled
+    whole_sq: OnHost | None  # of the gradient
+    fidelity: OnHost | None
 
 
 class Recorder:
@@ -166,7 +179,8 @@ class Recorder:
             parts = draft.laps.parts_s()
             took_s = parts.get("data_s", 0.0) + parts.get("compute_s", 0.0)
             news = msgspec.structs.replace(news, step=float(draft.step), loss_sum=float(draft.loss_sum),
-                                           blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s)  # fmt: skip
+                                           blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s,
+                                           part_sq=_part_sq(draft))  # fmt: skip
         self._sent = news.row()  # lives until the work is done
         if self._world_size == 1:
             self._gathered = self._sent
@@ -178,7 +192,10 @@ class Recorder:
         told = {int(news.step) for news in self.news}
         assert told == {draft.step}, f"news of steps {told} beside rank {self._rank}'s step {draft.step}"
         loss = sum(news.loss_sum for news in self.news) / draft.global_tokens
-        self._write_line(draft, loss, split_blocked([news.blocked_s for news in self.news])[self._rank])
+        noise = None
+        if draft.whole_sq is not None:
+            noise = noise_of([news.part_sq for news in self.news], float(draft.whole_sq), draft.global_tokens)
+        self._write_line(draft, loss, split_blocked([news.blocked_s for news in self.news])[self._rank], noise)
         if not math.isfinite(loss):
             guilty = [rank for rank, news in enumerate(self.news) if not math.isfinite(news.loss_sum)]
             if self._rank == 0:
@@ -189,7 +206,11 @@ class Recorder:
             )
 
     def _write_line(
-        self, draft: Draft, loss: float | None, exposed_and_wait: tuple[float | None, float | None]
+        self,
+        draft: Draft,
+        loss: float | None,
+        exposed_and_wait: tuple[float | None, float | None],
+        noise: Noise | None = None,
     ) -> None:
         parts: dict[str, float | None] = {**dict.fromkeys(PARTS, 0.0), **draft.laps.parts_s()}
         exposed, wait = exposed_and_wait
@@ -210,6 +231,17 @@ class Recorder:
             members=self._world_size,
             lr=draft.lr,
             grad_norm=None if draft.grad_norm is None else float(draft.grad_norm),
+            noise=noise,
+            fidelity=None
+            if draft.fidelity is None
+            else Fidelity(**dict(zip(("error", "cosine"), draft.fidelity.tensor().tolist(), strict=True))),
             ended=time.time(),
         )
         self._file.write(msgspec.json.encode(self.last) + b"\n")
+
+
+def _part_sq(draft: Draft) -> float:
+    """What a rank adds to the gradient is T_r/T of its own tokens' gradient."""
+    if draft.mine_sq is None or not draft.tokens:
+        return 0.0
+    return float(draft.mine_sq) * draft.global_tokens / draft.tokens

@@ -43,6 +43,9 @@ class Engine:
     moved: set[str] = field(default_factory=set)  # buffers that forward changes
 
 
+SAMPLED_EVERY = 10  # steps from one whose gradients are measured to the next: reading them costs half a percent
+
+
 class Held:
     """A backward that waits, and then runs as it would have run at once.
 
@@ -173,6 +176,7 @@ class Step:
                 hint="micro-batches of one step are accumulated already; a larger --batch has more of them",
             )
         num_bytes, sync_s = self._engine.sync.take_cost()
+        samples = self._engine.sync.take_samples()
         if self._engine.trained.scaler.is_enabled():
             self._engine.trained.scaler.update()
         self._engine.recorder.end(
@@ -186,7 +190,10 @@ class Step:
             bytes=num_bytes,
             lr=self._lr,
             loss_sum=OnHost(self._loss_sum),
-            grad_norm=None if self._grad_norm is None else OnHost(self._grad_norm),
+            grad_norm=OnHost.of(self._grad_norm),
+            mine_sq=OnHost.of(samples.mine_sq),
+            whole_sq=OnHost.of(samples.whole_sq),
+            fidelity=OnHost.of(samples.fidelity),
         )
 
     # --- one pass ---------------------------------------------------------------------------------------------------
@@ -215,7 +222,8 @@ class Step:
         engine, held = self._engine, self._held
         self._held, self._is_last = None, False
         engine.recorder.lap("compute_s")
-        engine.sync.backward(held)
+        samples = self._num_passes == 1 and self.index % SAMPLED_EVERY == 0 and not engine.trained.scaler.is_enabled()
+        engine.sync.backward(held, samples=samples)
         engine.recorder.lap("compute_s" if engine.group.world_size == 1 else BLOCKED)
 
     def _release(self) -> None:

@@ -7,6 +7,7 @@ before it on this rank has added to the gradients and is exchanged with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -21,6 +22,15 @@ class Backward(Protocol):
         """Add its gradients."""
 
 
+@dataclass(frozen=True)
+class Samples:
+    """What was measured of a step's gradients beside the exchange; on the device, to be read later."""
+
+    mine_sq: Tensor | None = None  # squared norm of this rank's part of the gradient
+    whole_sq: Tensor | None = None  # of the sum over ranks
+    fidelity: Tensor | None = None  # (error, cosine) of a lossy strategy
+
+
 class Sync(Protocol):
     """One strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count."""
 
@@ -32,8 +42,11 @@ class Sync(Protocol):
         `uses_all`: every pass of a rank that has sequences uses every parameter, so that nobody needs to ask.
         """
 
-    def backward(self, loss: Backward | None) -> None:
-        """The last backward of a pass, and the exchange; None: this rank has nothing to add to it."""
+    def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
+        """The last backward of a pass, and the exchange; None: this rank has nothing to add to it.
+
+        `samples`: measure the gradients meanwhile, on all ranks alike.
+        """
 
     def settle(self) -> None:
         """After the first exchange: the next ones may be arranged in the order in which its gradients came."""
@@ -46,6 +59,9 @@ class Sync(Protocol):
 
         The seconds are asked for later: on a GPU they are known when the step is over.
         """
+
+    def take_samples(self) -> Samples:
+        """What was measured since the last call."""
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of a vector over the ranks that must agree on it, on the processor."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from evener.worker.sync import Backward, Replica
+from evener.worker.sync import Backward, Replica, Samples
 
 
 class Alone:
@@ -18,7 +18,7 @@ class Alone:
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         pass
 
-    def backward(self, loss: Backward | None) -> None:
+    def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
         if loss is not None:
             loss.backward()
 
@@ -30,6 +30,9 @@ class Alone:
 
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         return 0, lambda: None
+
+    def take_samples(self) -> Samples:
+        return Samples()
 
     def total(self, values: Tensor) -> Tensor:
         return values

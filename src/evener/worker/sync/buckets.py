@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.worker.clock import Clock
 from evener.worker.group import Group
-from evener.worker.sync import Backward, Replica
+from evener.worker.sync import Backward, Replica, Samples
 
 Future = torch.futures.Future
 
@@ -33,14 +33,20 @@ Future = torch.futures.Future
 class Reduction(Protocol):
     """What makes of each rank's bucket the sum over ranks, in place."""
 
-    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool) -> "Future[Tensor]":
-        """A bucket is complete on this rank. What a rehearsal sends is forgotten, and nothing may remember it."""
+    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> "Future[Tensor]":
+        """A bucket is complete on this rank. What a rehearsal sends is forgotten, and nothing may remember it.
+
+        `samples`: compare some of the sums with the exact ones.
+        """
 
     def finish(self) -> None:
         """Return when every bucket that was started holds its sum."""
 
     def take_bytes(self) -> int:
         """Bytes that this rank sent since the last call."""
+
+    def take_fidelity(self) -> Tensor | None:
+        """(error, cosine) of what was compared since the last call."""
 
     def take_spans(self) -> list[tuple[Any, Any]]:
         """Clock marks around each bucket's exchange since the last call."""
@@ -63,12 +69,18 @@ class Buckets:
         self._hooks: list[Any] = []
         self._arranges = False
         self._is_rehearsal = True  # until `settle`
+        self._samples = False
+        self._buffers: list[Tensor] = []  # of the step that is measured
+        self._mine_sq: list[Tensor] = []
+        self._whole_sq: Tensor | None = None
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         self._module, self._all, self._uses_all = module, list(module.parameters()), uses_all
         self._make(all_have_rank_0s_weights=False)
 
-    def backward(self, loss: Backward | None) -> None:
+    def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
+        self._samples = samples and not self._is_rehearsal
+        self._buffers.clear()
         if any(a is not b for a, b in zip_longest(self._parameters, self._trained())):
             # The program has frozen parameters or thawed them.
             self._make(all_have_rank_0s_weights=True)
@@ -83,6 +95,9 @@ class Buckets:
             _add_zeros(missing)
         self._done.clear()
         self._reduction.finish()
+        if self._samples:
+            self._whole_sq = _squares(self._buffers)
+            self._buffers.clear()
         if not self._uses_all:
             self._forget_unused(used)
 
@@ -105,6 +120,11 @@ class Buckets:
                             for begin, end in spans])  # fmt: skip
 
         return self._reduction.take_bytes(), in_flight_s
+
+    def take_samples(self) -> Samples:
+        mine, whole, self._mine_sq, self._whole_sq = self._mine_sq, self._whole_sq, [], None
+        fidelity = self._reduction.take_fidelity()
+        return Samples(torch.stack(mine).sum() if whole is not None else None, whole, fidelity)
 
     def total(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self._group.control)
@@ -169,7 +189,10 @@ class Buckets:
             return nothing_to_wait_for(bucket)
         if bucket.is_last():
             self._lap("compute_s")  # the last gradient is there: from here on backward only waits
-        return self._reduction.start(bucket, is_rehearsal=self._is_rehearsal)
+        if self._samples:
+            self._buffers.append(bucket.buffer())
+            self._mine_sq.append(_squares([bucket.buffer()]))
+        return self._reduction.start(bucket, is_rehearsal=self._is_rehearsal, samples=self._samples)
 
 
 def nothing_to_wait_for(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -177,6 +200,11 @@ def nothing_to_wait_for(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def _squares(buffers: list[Tensor]) -> Tensor:
+    """Squared norm of all together, without memory of their size."""
+    return torch.stack([torch.dot(buffer, buffer) for buffer in buffers]).sum()
 
 
 def _add_zeros(parameters: list[nn.Parameter]) -> None:

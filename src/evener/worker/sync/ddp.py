@@ -25,7 +25,7 @@ class AllReduce:
         self._bytes = 0
         self._spans: list[tuple[Any, Any]] = []
 
-    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
         buffer, spans, begin = bucket.buffer(), self._spans, self._clock.mark()
         self._bytes += ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)
 
@@ -42,6 +42,9 @@ class AllReduce:
     def take_bytes(self) -> int:
         taken, self._bytes = self._bytes, 0
         return taken
+
+    def take_fidelity(self) -> Tensor | None:
+        return None
 
     def take_spans(self) -> list[tuple[Any, Any]]:
         taken, self._spans = self._spans, []

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
 from evener.worker.sync.buckets import nothing_to_wait_for
@@ -50,8 +51,14 @@ class Slots:
         return found
 
 
+SAMPLE, COMPARED_EVERY = 1 << 16, 5  # numbers of a bucket; sampled steps from one comparison to the next
+LEAST = 1e-30
+
+
 class Exchange(Protocol):
     """How gradients become their sum over ranks, on the lane's thread, in the same order on all ranks."""
+
+    is_lossy: bool
 
     def run(self, slots: Slots) -> int:
         """Replace these gradients by their sums; returns the bytes that this rank sent."""
@@ -72,14 +79,17 @@ class Lane:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         self._going: list[Future[None]] = []
         self._bytes = 0
+        self._fidelity: Tensor | None = None
+        self._num_buckets = 1
+        self._samples, self._num_sampled = False, 0  # is the present step sampled, and how many were?
         self._spans: list[tuple[Any, Any]] = []
         # A daemon: a program that fails while another rank's bucket is on its way does not wait for that to end.
         threading.Thread(target=self._work, name="evener-lane", daemon=True).start()
 
-    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
         parameters: Sequence[Any] = bucket.parameters()
         views = [gradient.view(-1) for gradient in bucket.gradients()]
-        index = bucket.index()
+        index, self._samples = bucket.index(), samples
         ready = torch.cuda.current_stream().record_event() if self._group.device.type == "cuda" else None
 
         def job() -> None:
@@ -97,21 +107,39 @@ class Lane:
                     dense.append((parameter, view))
             if dense:
                 slots = Slots(index, tuple(one for one, _ in dense), [view for _, view in dense], is_rehearsal)
-                self._bytes += self._exchange.run(slots)
+                self._run(slots, samples)
             self._spans.append((begin, self._clock.mark()))
 
         self._going.append(self._submit(job))
         return nothing_to_wait_for(bucket)
 
+    def _run(self, slots: Slots, samples: bool) -> None:
+        """The exchange; now and then, of one bucket, another each time, a piece beside its exact sum."""
+        turn, is_turn = divmod(self._num_sampled, COMPARED_EVERY)
+        if not (samples and self._exchange.is_lossy and not is_turn and slots.bucket == turn % self._num_buckets):
+            self._bytes += self._exchange.run(slots)
+            return
+        piece = max(slots.views, key=len)[:SAMPLE]
+        exact = piece.clone()
+        dist.all_reduce(exact, group=self._group.gradients)
+        self._bytes += self._exchange.run(slots) + ring_all_reduce_bytes(exact.nbytes, self._group.world_size)
+        norms = torch.stack([(piece - exact).norm(), exact.norm(), piece.norm()]).clamp_min(LEAST)
+        self._fidelity = torch.stack([norms[0] / norms[1], torch.dot(piece, exact) / (norms[1] * norms[2])])
+
     def finish(self) -> None:
         going, self._going = self._going, []
         for job in going:
             job.result()
+        self._num_buckets, self._num_sampled = max(1, len(going)), self._num_sampled + self._samples
         if self._group.device.type == "cuda":
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def take_bytes(self) -> int:
         taken, self._bytes = self._bytes, 0
+        return taken
+
+    def take_fidelity(self) -> Tensor | None:
+        taken, self._fidelity = self._fidelity, None
         return taken
 
     def take_spans(self) -> list[tuple[Any, Any]]:

@@ -36,6 +36,8 @@ class _Left:
 class Narrow:
     """An Exchange by a code, with error feedback."""
 
+    is_lossy = True
+
     def __init__(self, group: Group, code: Code) -> None:
         self._group, self._code = group, code
         self._num_parts = 1 if group.world_size == 2 else group.world_size

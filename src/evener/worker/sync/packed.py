@@ -30,6 +30,8 @@ ALIGN_BYTES = 8
 class Packed:
     """An Exchange that loses and remembers nothing."""
 
+    is_lossy = False
+
     def __init__(self, group: Group) -> None:
         self._group, self._scratch, self._total = group, Scratch(), Scratch()
         self._outgoing, self._incoming = ([Scratch(torch.uint8) for _ in range(group.world_size)] for _ in range(2))

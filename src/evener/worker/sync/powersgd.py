@@ -26,6 +26,8 @@ SEED = 0x5EED
 class PowerSGD:
     """An Exchange of rank `rank`."""
 
+    is_lossy = True
+
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
         self._left: dict[nn.Parameter, Tensor] = {}  # (a, b)

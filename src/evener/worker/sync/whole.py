@@ -18,6 +18,8 @@ from evener.worker.sync.lane import Slots
 class Whole:
     """An Exchange that loses and remembers nothing."""
 
+    is_lossy = False
+
     def __init__(self, group: Group) -> None:
         self._group, self._together = group, Scratch()
 
