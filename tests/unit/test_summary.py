@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from evener.core.files import write_atomic
-from evener.core.step import StepCost, aligned
+from evener.core.step import Fidelity, Noise, StepCost, aligned
 from evener.core.units import median
 from evener.report import figures
-from evener.report.explain import largest_loss_gap, scaling_story
+from evener.report.explain import explain_run, largest_loss_gap, scaling_story
 from evener.report.page import run_page
 from evener.report.summary import records_of, summarize
 
@@ -134,3 +134,24 @@ def test_of_a_step_that_was_taken_twice_the_later_record_counts(run):
     (first, _), (other, _) = (rundir.records(rank) for rank in range(2))
     again = msgspec.structs.replace(first, loss=99.0)
     assert aligned({0: [first, again], 1: [other]}) == [{0: again, 1: other}]
+
+
+def test_the_noise_scale_is_the_ratio_of_means_and_says_what_a_larger_batch_costs(run):
+    """At a scale of as many tokens as a batch has, twice the batch needs 3/4 of the steps and 3/2 of the tokens."""
+    rundir = run(lambda rank: range(STEPS))
+    records = rundir.records(0)
+    scale = summarize(rundir).tokens_per_step
+    sampled = [
+        msgspec.structs.replace(
+            record,
+            noise=Noise(norm_sq=2.0 + 4.0 * (record.step % 4 - 1.5), trace=2.0 * scale),
+            fidelity=Fidelity(error=0.007, cosine=0.9998) if record.step == 20 else None,
+        )
+        for record in records
+    ]
+    write_atomic(rundir.steps_path(0), b"".join(msgspec.json.encode(record) + b"\n" for record in sampled))
+    summary = summarize(rundir)
+    assert summary.noise_tokens == pytest.approx(scale)
+    (told,) = [text for text in explain_run(summary) if "noise scale" in text]
+    assert "would need 0.75 times as many steps for the same loss, and 1.50 times as many tokens" in told
+    assert "0.7% of their length, cosine 0.9998 (medians)" in told

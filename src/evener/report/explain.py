@@ -56,7 +56,30 @@ def explain_measured(summary: Summary) -> list[str]:
         paragraphs += [_waiting(summary), _all_reduce(summary)]
     if on_cpus(summary):
         paragraphs.append(_cores(summary))
+    if summary.noise_tokens or summary.fidelity:
+        paragraphs.append(_gradients(summary))
     return paragraphs
+
+
+def _gradients(summary: Summary) -> str:
+    """What a larger batch would bring, and what a lossy strategy made of the gradients."""
+    told = []
+    if scale := summary.noise_tokens:
+        tokens = summary.tokens_per_step
+        # Steps to a loss grow as 1 + B/T for batches of T tokens.   [McCandlish et al. 2018, equation 2.7]
+        fewer, more = (1 + scale / (2 * tokens)) / (1 + scale / tokens), (tokens * 2 + scale) / (tokens + scale)
+        told.append(
+            f"The gradients' noise scale is about {count(scale)} tokens, in the second half of the run: at this point "
+            f"a batch of {count(2 * tokens)} tokens instead of {count(tokens)} would need {fewer:.2f} times as many "
+            f"steps for the same loss, and {more:.2f} times as many tokens"
+        )
+    if found := summary.fidelity:
+        told.append(
+            f"What {summary.manifest.roster.sync} made of the gradients' sums differs from the exact ones by "
+            f"{found.error:.1%} of their length, cosine {found.cosine:.4f} (medians); what is lost in one step is "
+            "added to the next"
+        )
+    return ". ".join(told) + "."
 
 
 def limit(summary: Summary) -> str:

@@ -10,10 +10,11 @@ from evener.core.finding import Finding
 from evener.core.plan import read_prediction
 from evener.core.prediction import Option, Prediction
 from evener.core.rundir import Manifest, RunDir
-from evener.core.step import PARTS, StepCost, StepRecord, aligned
+from evener.core.step import PARTS, Fidelity, StepCost, StepRecord, aligned
 from evener.core.units import median, percentile
 
 WARMUP_STEPS = 3  # steps that are left out of rates, where the run is long enough
+FEW_SAMPLES = 5  # of noise: fewer say nothing
 THIRD_STEPS = 5  # fewer steps in a third of a run do not tell whether it slowed down
 
 
@@ -32,7 +33,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float | None
     cost: StepCost
     typical: StepCost  # the median step divided: these parts do sum to it, medians of parts need not
-    bytes: int | None  # a step, sent
+    bytes: int | None  # a step, sent: the mean, for a strategy need not send the same in every step
     sync_s: float | None
     cpus: float | None  # cores that the process really ran on: CPU seconds a second
     cpu_s: float | None = None  # processor seconds of the typical step
@@ -55,6 +56,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     losses: dict[int, float | None]  # by step
     prediction: Prediction | None = None  # None: nothing was predicted
     findings: list[Finding] = []  # what was found wrong with hosts, as far as the events tell
+    noise_tokens: float | None = None  # gradient noise scale in the second half of the run; None: too few samples
+    fidelity: Fidelity | None = None  # medians of what a lossy strategy made of gradients
 
     @property
     def predicted(self) -> Option | None:
@@ -121,8 +124,23 @@ def summarize(rundir: RunDir) -> Summary:
         ],
         losses={of_step[0].step: of_step[0].loss for of_step in steps},
         prediction=read_prediction(rundir),
+        noise_tokens=_noise_tokens([of_step[0] for of_step in steps]),
+        fidelity=_fidelity([of_step[0] for of_step in steps]),
         findings=_findings(rundir.events()),
     )
+
+
+def _noise_tokens(records: list[StepRecord]) -> float | None:
+    """Means before the division: of one step either part may be negative."""
+    found = [record.noise for record in records[len(records) // 2 :] if record.noise is not None]
+    norm_sq, trace = (sum(getattr(one, name) for one in found) for name in ("norm_sq", "trace"))
+    return trace / norm_sq if len(found) >= FEW_SAMPLES and norm_sq > 0 < trace else None
+
+
+def _fidelity(records: list[StepRecord]) -> Fidelity | None:
+    found = [record.fidelity for record in records if record.fidelity is not None]
+    error, cosine = (median([getattr(one, name) for one in found]) for name in ("error", "cosine"))
+    return None if error is None or cosine is None else Fidelity(error=error, cosine=cosine)
 
 
 def _findings(events: list[dict[str, Any]]) -> list[Finding]:
@@ -175,7 +193,7 @@ def _rank_summary(
         wall_s=median([record.wall_s for record in records]),
         cost=StepCost(**{part: middle([getattr(record.cost, part) for record in records]) for part in PARTS}),
         typical=_typical(middle_half, step_s),
-        bytes=records[-1].bytes if records else None,
+        bytes=round(sum(record.bytes for record in records) / len(records)) if records else None,
         sync_s=middle([record.sync_s for record in records]),
         cpus=middle([record.cpu_s / record.wall_s if record.cpu_s is not None else None for record in records]),
         cpu_s=_scaled([record.cpu_s for record in middle_half], middle_half, step_s),
@@ -196,6 +214,7 @@ def as_result(summary: Summary) -> dict[str, Any]:
         "replicas_agree": result.replicas_agree if result else None,
         "num_params": summary.manifest.num_params,
         "peak_memory_bytes": result.peak_memory_bytes if result else None,
+        "noise_scale_tokens": summary.noise_tokens,
         "all_reduce_p50_s": summary.sync_p50_s,
         "all_reduce_p95_s": summary.sync_p95_s,
         "ranks": [
