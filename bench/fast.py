@@ -1,0 +1,130 @@
+"""What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
+
+    python bench/fast.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs ddp,packed,int8,auto]
+                         [--pairs 3] [--steps 50] [--out FILE.json]
+
+The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
+own in proportion to its processor. This machine changes its speed from minute to minute, so the limit and every
+strategy are run in turn, and a figure is the median over the turns of tokens/s beside the same turn's limit.
+16 × 256 tokens a step, no dropout, the default arithmetic. Needs Linux and root; nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from evener.core.roster import weighted_shares
+from evener.core.rundir import RunDir
+from evener.lab.lab import Lab
+from evener.lab.spec import HostSpec, LabSpec
+from evener.report.summary import Summary, summarize
+
+BATCH = 16
+COMMON = {"model": "char", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0, "verify-every": 0,
+          "compile": "off"}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rates", default="1Gbit,100Mbit")
+    parser.add_argument("--cpus", default="1,1", help="processor of each host, in cores")
+    parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    cpus = [float(word) for word in options.cpus.split(",")]
+    rows = []
+    for rate in options.rates.split(","):
+        with tempfile.TemporaryDirectory(prefix="evener-fast-") as folder:
+            found = measure(Path(folder), options, rate, cpus)
+        rows += found
+        print_table(rate, cpus, found)
+        if options.out:
+            options.out.write_text(json.dumps(rows, indent=1))
+
+
+def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[float]) -> list[dict]:
+    """The turns of one lab, as one row a strategy."""
+    names = "abcdefgh"[: len(cpus)]
+    hosts = {name: HostSpec(rate=rate, cpus=cpu if cpu < 1 else None, cores=(i % 2,))
+             for i, (name, cpu) in enumerate(zip(names, cpus, strict=True))}  # fmt: skip
+    fleet, syncs = folder / "fleet.toml", options.syncs.split(",")
+    lab = Lab.up(LabSpec(name="fast", hosts=hosts), out=fleet)
+    try:
+        evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3", "--no-trials")
+        evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one")
+        runs: dict[str, list[Summary]] = {sync: [] for sync in syncs}
+        limits: list[float] = []
+        for turn in range(options.pairs):
+            limits.append(limit(folder, fleet, options, dict(zip(names, cpus, strict=True)), f"limit{turn}"))
+            for sync in syncs:
+                out = folder / f"{sync}-{turn}"
+                flags = flags_of(options, batch=BATCH, sync=sync, out=out)
+                evener(folder, "train", "--fleet", str(fleet), *flags)
+                runs[sync].append(summarize(RunDir(out)))
+                print(f"{rate} turn {turn + 1}: {sync} {runs[sync][-1].tokens_per_s:.0f} of {limits[-1]:.0f} tokens/s",
+                      flush=True)  # fmt: skip
+    finally:
+        lab.down()
+    return [row_of(rate, cpus, sync, runs[sync], limits) for sync in syncs]
+
+
+def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str) -> float:
+    """Tokens/s of all hosts together, each by itself."""
+    outs = {}
+    for host, share in zip(cpus, weighted_shares(BATCH, list(cpus.values())), strict=True):
+        outs[host] = folder / f"{name}-{host}"
+        flags = flags_of(options, batch=share, out=outs[host])
+        evener(folder, "train", "--fleet", str(fleet), "--hosts", host, "--detach", *flags)
+    for out in outs.values():
+        evener(folder, "logs", "-f", str(out))
+    return sum(summarize(RunDir(out)).tokens_per_s or 0.0 for out in outs.values())
+
+
+def flags_of(options: argparse.Namespace, **more: object) -> list[str]:
+    flags = COMMON | {"data": options.data.absolute(), "steps": options.steps} | more
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def evener(folder: Path, *args: str) -> None:
+    argv = [sys.executable, "-c", "from evener.cli.main import main; main()", *args]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=3600, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
+
+
+def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], limits: list[float]) -> dict:
+    of_limit = [(run.tokens_per_s or 0.0) / most for run, most in zip(runs, limits, strict=True)]
+    predicted = [run.predicted.step_s / (run.step_p50_s or 1.0) - 1 for run in runs if run.predicted]
+    return {
+        "rate": rate, "cpus": cpus, "asked": sync, "sync": str(runs[-1].manifest.roster.sync), "of_limit": of_limit,
+        "median_of_limit": statistics.median(of_limit), "limits": limits,
+        "tokens_per_s": statistics.median(run.tokens_per_s or 0.0 for run in runs),
+        "sent_bytes": runs[-1].ranks[0].bytes, "loss": runs[-1].last_loss,
+        "predicted_off": statistics.median(predicted) if predicted else None,
+    }  # fmt: skip
+
+
+def print_table(rate: str, cpus: list[float], rows: list[dict]) -> None:
+    cores, most = " : ".join(f"{cpu:g}" for cpu in cpus), statistics.median(rows[0]["limits"])
+    print(f"\n{rate}, hosts of {cores} core; the limit is {most:.0f} tokens/s\n")
+    print("| | of the limit | turns | tokens/s | sends a step | training loss | predicted |")
+    print("|:--|--:|:--|--:|--:|--:|--:|")
+    for row in rows:
+        name = row["sync"] if row["asked"] == row["sync"] else f"{row['asked']} → {row['sync']}"
+        off = "" if row["predicted_off"] is None else f"{row['predicted_off']:+.1%}"
+        turns = " ".join(f"{share:.2f}" for share in row["of_limit"])
+        print(f"| {name} | {row['median_of_limit']:.3f} | {turns} | {row['tokens_per_s']:.0f} | "
+              f"{row['sent_bytes'] / 1e6:.2f} MB | {row['loss']:.3f} | {off} |", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
