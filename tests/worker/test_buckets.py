@@ -7,7 +7,7 @@ import json
 import pytest
 
 from evener.core.shape import preset_shape
-from evener.plan.sync import buckets, gradients
+from evener.plan.sync import CODED_BUCKET_BYTES, buckets, gradients
 
 SCRIPT = """
 import json, sys, time
@@ -17,11 +17,13 @@ from evener.core.shape import preset_shape
 from evener.worker.model import GPT
 
 name, vocab_size, num_layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+most_MiB = int(sys.argv[4]) or None
 torch.set_num_threads(1)
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 shape = preset_shape(name, vocab_size, block_size=64, num_layers=num_layers)
-model = DistributedDataParallel(GPT(shape), gradient_as_bucket_view=True, forward_sync_buffers=False)
+model = DistributedDataParallel(GPT(shape), gradient_as_bucket_view=True, forward_sync_buffers=False,
+                                bucket_cap_mb=most_MiB)
 seen = []
 
 def hook(_, bucket):
@@ -44,12 +46,13 @@ print(json.dumps({"sizes": [size for size, _ in seen], "ready": [sorted(of)[2] f
 """
 
 
+@pytest.mark.parametrize("most_bytes", [None, CODED_BUCKET_BYTES])
 @pytest.mark.parametrize(("name", "vocab_size", "num_layers"), [("char", 512, 6), ("gpt2", 4000, 3), ("d4", 4096, 4)])
-def test_buckets_are_torchs_own_and_ready_when_it_says(run_script, name, vocab_size, num_layers):
-    done = run_script(SCRIPT, name, str(vocab_size), str(num_layers))
+def test_buckets_are_torchs_own_and_ready_when_it_says(run_script, name, vocab_size, num_layers, most_bytes):
+    done = run_script(SCRIPT, name, str(vocab_size), str(num_layers), str((most_bytes or 0) >> 20))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    expected = buckets(gradients(preset_shape(name, vocab_size, 64, num_layers=num_layers)))
+    expected = buckets(gradients(preset_shape(name, vocab_size, 64, num_layers=num_layers)), most_bytes)
     assert found["sizes"] == [size for size, _ in expected]
     assert found["ready"] == pytest.approx([ready for _, ready in expected], abs=0.15)  # of backward's time, by FLOPs
 

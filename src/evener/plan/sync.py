@@ -19,6 +19,8 @@ INDEX_BYTES = 4  # of a table's row
 GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
 BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB, so that something leaves early
 FIRST_BUCKET_BYTES = 1 << 20
+# What is coded before it travels: no bucket hides behind backward but those before the last, so all of them are small.
+CODED_BUCKET_BYTES = 4 << 20
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +108,12 @@ def gradients(shape: GPTShape) -> list[Gradient]:
     return found
 
 
-def buckets(tensors: Sequence[Gradient]) -> list[tuple[int, float]]:
+def bucket_bytes(sync: SyncSpec) -> int | None:
+    """At most so much is in a bucket of a strategy; None: what is DDP's habit, its first one smaller."""
+    return None if sync.kind in ("ddp", "zero1") and not sync.sparse else CODED_BUCKET_BYTES
+
+
+def buckets(tensors: Sequence[Gradient], most_bytes: int | None = None) -> list[tuple[int, float]]:
     """DDP's buckets as (bytes, ready): each closes with the tensor that fills it.   [torch, reducer.cpp]
 
     >>> from evener.core.shape import preset_shape
@@ -114,20 +121,20 @@ def buckets(tensors: Sequence[Gradient]) -> list[tuple[int, float]]:
     [2.4, 28.3, 12.3]
     """
     return [(GRADIENT_BYTES * sum(tensor.num_params for tensor in bucket), bucket[-1].ready)
-            for bucket in bucketed(tensors)]  # fmt: skip
+            for bucket in bucketed(tensors, most_bytes)]  # fmt: skip
 
 
-def bucketed(tensors: Sequence[Gradient]) -> list[list[Gradient]]:
+def bucketed(tensors: Sequence[Gradient], most_bytes: int | None = None) -> list[list[Gradient]]:
     """The tensors of each of DDP's buckets."""
     found: list[list[Gradient]] = []
-    size, limit = 0, FIRST_BUCKET_BYTES
+    size, limit = 0, most_bytes or FIRST_BUCKET_BYTES
     for tensor in tensors:
         if size == 0:
             found.append([])
         found[-1].append(tensor)
         size += GRADIENT_BYTES * tensor.num_params
         if size >= limit:
-            size, limit = 0, BUCKET_BYTES
+            size, limit = 0, most_bytes or BUCKET_BYTES
     return found
 
 
@@ -169,7 +176,7 @@ def _all_reduces(found: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
 
 
 def _ddp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
-    return Exchange(transfers=_all_reduces(buckets(tensors)))
+    return Exchange(transfers=_all_reduces(buckets(tensors, bucket_bytes(roster.sync))))
 
 
 def _rows(shape: GPTShape, roster: Roster, tensor: Gradient) -> Transfer:
@@ -196,7 +203,7 @@ def _packed(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exc
     fits = all(member.dtype == "bf16" and len(member.micro_batches) <= 1 for member in roster.members)
     sizes, narrow = [], {t.ready: 2.0 * t.num_params for t in tensors if fits and t.is_linear}
     begin = -math.inf
-    for size, ready in buckets(tensors):
+    for size, ready in buckets(tensors, CODED_BUCKET_BYTES):
         saved = sum(half for at, half in narrow.items() if begin < at <= ready)
         sizes.append((size - saved, float(size), ready))
         begin = ready
@@ -209,7 +216,7 @@ def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster, Sequence[Gradi
 
     def narrow(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
         factor = element_bytes / GRADIENT_BYTES
-        sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors)]
+        sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors, CODED_BUCKET_BYTES)]
         return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
 
     return narrow
@@ -222,7 +229,7 @@ def _powersgd(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> E
     """
     rank = roster.sync.rank
     transfers = []
-    for bucket in bucketed(tensors):
+    for bucket in bucketed(tensors, CODED_BUCKET_BYTES):
         thin = [tensor for tensor in bucket if min(tensor.rows, tensor.columns) > 2 * rank]
         rest = sum(tensor.num_params for tensor in bucket) - sum(tensor.num_params for tensor in thin)
         left, right = (GRADIENT_BYTES * rank * sum(side) for side in

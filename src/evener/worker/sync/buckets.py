@@ -63,8 +63,16 @@ class Buckets:
 
     replica: Replica = "equal"
 
-    def __init__(self, group: Group, clock: Clock, lap: Callable[[str], None], reduction: Reduction) -> None:
+    def __init__(
+        self,
+        group: Group,
+        clock: Clock,
+        lap: Callable[[str], None],
+        reduction: Reduction,
+        bucket_bytes: int | None = None,
+    ) -> None:
         self._group, self._clock, self._lap, self._reduction = group, clock, lap, reduction
+        self._bucket_MiB = None if bucket_bytes is None else bucket_bytes >> 20
         self._done: set[Tensor] = set()  # parameters whose gradient this rank has added to since the last exchange
         self._hooks: list[Any] = []
         self._arranges = False
@@ -151,6 +159,7 @@ class Buckets:
             self._module,
             device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
             process_group=self._group.gradients,
+            bucket_cap_mb=self._bucket_MiB,
             gradient_as_bucket_view=True,  # the buckets are the gradients: a copy less each way
             forward_sync_buffers=False,  # see worker/buffers.py
             init_sync=not all_have_rank_0s_weights,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from evener.core.roster import Roster, SyncSpec
+from evener.plan.sync import bucket_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
 from evener.worker.sync import Sync
@@ -25,7 +26,7 @@ def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], N
     """The strategy of a run; `lap` charges the time since the last lap to a part of the step."""
     if roster.sync.kind == "none":
         return Alone()
-    return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module))
+    return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module), bucket_bytes(roster.sync))
 
 
 def _reduction(sync: SyncSpec, group: Group, clock: Clock, module: nn.Module) -> Reduction:
