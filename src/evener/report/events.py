@@ -70,6 +70,14 @@ def _describe(event: dict[str, Any]) -> str:
             return f"step {step} saved"
         case "replicas.agree":
             return f"step {step}: all {event.get('tensors')} tensors are equal on all ranks, to the bit"
+        case "replicas.reconciled":
+            return (
+                f"step {step}: unlike devices round differently: replicas differed by {event.get('relative', 0.0):.1e} "
+                "of a tensor's largest number, and all took rank 0's"
+            )
+        case "own.missing":
+            ranks = ", ".join(map(str, event.get("ranks", [])))
+            return f"step {step}: what ranks {ranks} had not sent yet was kept on a machine that is no more here"
         case "rebalanced":
             shares = str(event.get("shares")).strip("[]").replace(", ", " : ")
             return f"step {step}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")

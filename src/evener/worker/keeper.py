@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, RunError
@@ -15,11 +16,14 @@ from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.worker import checkpoint as checkpoints
+from evener.worker.arithmetic import rounding_of
 from evener.worker.group import Group
 from evener.worker.own import load_own, ranks_that_left, save_own
 from evener.worker.sync import Sync
 from evener.worker.trained import Trained
-from evener.worker.verify import differences, gather_hashes, hash_tensors
+from evener.worker.verify import differences, gather_hashes, hash_tensors, take_over
+
+ROUNDING = 0.01  # of a tensor's largest number, in the steps since all were equal: more is another fault
 
 
 class Keeper:
@@ -29,6 +33,7 @@ class Keeper:
         self._dir, self._spec, self._group, self._trained, self._sync = rundir, spec, group, trained, sync
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
         self._best: tuple[float, int] | None = None
+        self._rounds_unlike = len(set(group.gather(rounding_of(group.device).encode()))) > 1
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Become what a checkpoint holds, with this rank's random numbers as they were, or as they begin."""
@@ -107,6 +112,8 @@ class Keeper:
         weights = self._trained.weights()
         hashes = hash_tensors(weights.items())
         found = differences(list(hashes), gather_hashes(hashes, self._group.world_size, self._group.control))
+        if found and self._rounds_unlike:
+            return self._reconcile(step, weights)
         if found:
             folder = self._dir.path / "replicas"
             folder.mkdir(exist_ok=True)
@@ -121,4 +128,25 @@ class Keeper:
             )
         if self._group.rank == 0:
             self._dir.add_event("replicas.agree", step=step, tensors=len(hashes))
+        return True
+
+    def _reconcile(self, step: int, weights: dict[str, Tensor]) -> bool:
+        """Replicas on unlike devices differ by what these round differently: a little, and then all take rank 0's.
+
+        RunError where it is more than that.
+        """
+        at, apart = take_over(weights, self._group.control, is_first=self._group.rank == 0)
+        told = [float(text) for text in self._group.gather(str(apart).encode())]
+        apart, rank = max((one, rank) for rank, one in enumerate(told))
+        if not apart < ROUNDING:
+            where = self._group.gather(at.encode())[rank].decode()
+            if self._group.rank == 0:
+                self._dir.add_event("run.diverged", step=step, rank=rank, tensor=where, relative=apart)
+            raise RunError(
+                f"after step {step}: the replicas differ by more than rounding: rank {rank} by {apart:.1e} of the "
+                f"largest number of {where}",
+                hint="--resume goes back to the last checkpoint",
+            )
+        if self._group.rank == 0:
+            self._dir.add_event("replicas.reconciled", step=step, tensors=len(weights), relative=apart)
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _CHUNK = 1 << 20
+LEAST = 1e-30
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,6 +51,27 @@ def gather_hashes(hashes: dict[str, str], world_size: int, group: Any) -> list[l
     everyone = torch.empty(world_size, len(mine), dtype=torch.int64)
     dist.all_gather_single(everyone, mine[None], group=group)
     return [[f"{value + 2**63:016x}" for value in row] for row in everyone.tolist()]
+
+
+@torch.no_grad()
+def take_over(named: Mapping[str, Tensor], group: Any, is_first: bool) -> tuple[str, float]:
+    """Take rank 0's tensors: (where ours differed most, by how much, relative to the tensor's largest number).
+
+    All ranks call it together.
+    """
+    worst, at = 0.0, ""
+    for name, tensor in named.items():
+        theirs = tensor.detach().cpu().contiguous()
+        theirs = theirs if is_first else torch.empty_like(theirs)
+        dist.broadcast(theirs, src=0, group=group)
+        if not is_first:
+            here = theirs.to(tensor.device)
+            apart = float((tensor - here).abs().max()) if tensor.is_floating_point() else float((tensor != here).any())
+            largest = max(LEAST, float(here.abs().max())) if tensor.is_floating_point() else 1.0
+            if not apart <= worst * largest:  # NaN, too
+                worst, at = apart / largest, name
+            tensor.copy_(here)
+    return at, worst
 
 
 def differences(names: list[str], replica_hashes: list[list[str]]) -> list[Difference]:
