@@ -1,8 +1,7 @@
 """How are buckets exchanged by more than one collective each? One after the other, by a thread of their own.
 
-Collectives that start from callbacks start in an order that differs from rank to rank, and then a message meets the
-wrong one. Here every bucket is a job; the jobs run in the order in which DDP's reducer hands buckets over, which is the
-same on all ranks, and each is a straight line: encode, send, receive, decode. Meanwhile backward goes on.
+Every bucket is a job; the jobs run in the order in which DDP's reducer hands buckets over, which is the same on all
+ranks. Meanwhile backward goes on.
 
     backward    bucket 0 ─── bucket 1 ──────── bucket 2 ─ finish() ───────────┐
     lane            └─ encode, swap, add ─ encode, swap, add ─ encode, …, add ┘
@@ -10,9 +9,7 @@ same on all ranks, and each is a straight line: encode, send, receive, decode. M
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +22,7 @@ from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
 from evener.worker.sync.buckets import nothing_to_wait_for
+from evener.worker.sync.jobs import Jobs
 from evener.worker.sync.sparse import Rows
 
 
@@ -76,25 +74,20 @@ class Lane:
     def __init__(self, group: Group, clock: Clock, exchange: Exchange, tables: frozenset[nn.Parameter]) -> None:
         self._group, self._clock, self._exchange, self._tables = group, clock, exchange, tables
         self._rows = Rows(group)
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        self._jobs = Jobs(group.device)
         self._going: list[Future[None]] = []
         self._bytes = 0
         self._fidelity: Tensor | None = None
         self._num_buckets = 1
         self._samples, self._num_sampled = False, 0  # is the present step sampled, and how many were?
         self._spans: list[tuple[Any, Any]] = []
-        # A daemon: a program that fails while another rank's bucket is on its way does not wait for that to end.
-        threading.Thread(target=self._work, name="evener-lane", daemon=True).start()
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
         parameters: Sequence[Any] = bucket.parameters()
         views = [gradient.view(-1) for gradient in bucket.gradients()]
         index, self._samples = bucket.index(), samples
-        ready = torch.cuda.current_stream().record_event() if self._group.device.type == "cuda" else None
 
         def job() -> None:
-            if ready is not None:
-                torch.cuda.current_stream().wait_event(ready)
             begin = self._clock.mark()
             dense = []
             for parameter, view in zip(parameters, views, strict=True):
@@ -110,7 +103,7 @@ class Lane:
                 self._run(slots, samples)
             self._spans.append((begin, self._clock.mark()))
 
-        self._going.append(self._submit(job))
+        self._going.append(self._jobs.submit(job))
         return nothing_to_wait_for(bucket)
 
     def _run(self, slots: Slots, samples: bool) -> None:
@@ -128,11 +121,8 @@ class Lane:
 
     def finish(self) -> None:
         going, self._going = self._going, []
-        for job in going:
-            job.result()
+        self._jobs.wait(going)
         self._num_buckets, self._num_sampled = max(1, len(going)), self._num_sampled + self._samples
-        if self._group.device.type == "cuda":
-            torch.cuda.current_stream().wait_stream(self._stream)
 
     def take_bytes(self) -> int:
         taken, self._bytes = self._bytes, 0
@@ -151,23 +141,3 @@ class Lane:
 
     def load_own_state(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
         self._exchange.load_own_state(states, parameters)
-
-    def _submit(self, job: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
-        self._jobs.put((job, done))
-        return done
-
-    def _work(self) -> None:
-        if self._group.device.type == "cuda":
-            torch.cuda.set_device(self._group.device)
-            self._stream = torch.cuda.Stream()
-            torch.cuda.set_stream(self._stream)
-        with torch.no_grad():
-            while True:
-                job, done = self._jobs.get()
-                try:
-                    job()
-                except BaseException as error:  # raised again where the step waits for it
-                    done.set_exception(error)
-                else:
-                    done.set_result(None)
