@@ -100,7 +100,7 @@ def test_bytes_are_those_of_the_table():
     coded = [1 / 2, (1 + 2 / 256) / 4, (1 / 2 + 2 / 64) / 4]
     assert [found[sync] / ring for sync in ("bf16", "int8", "int4")] == pytest.approx(coded)
     assert found["diloco:30"] == pytest.approx(ring / 30, abs=1)
-    assert found["diloco:100:int4:streamed"] == pytest.approx(ring / 8 / 100, abs=1)
+    assert found["diloco:100:int4:streamed"] == pytest.approx(ring * coded[2] / 100, abs=1)
     # Gloo's reduce-scatter is an all-reduce: two gathers of (n-1)/n · P, and 2(n-1)/n · P.
     assert found["fsdp"] == pytest.approx(2 * ring)
     # ZeRO-1: all-reduce, and each rank's third of the weights to the two others, whoever passes it on.

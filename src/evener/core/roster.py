@@ -23,7 +23,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["gloo", "nccl", "none"]
 Kind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "zero1", "diloco"]
 
-BUILT: tuple[Kind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")  # what `train` runs
+BUILT: tuple[Kind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")  # what `train` runs
 MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
 
 

@@ -70,7 +70,7 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     sync: Annotated[
         str,
         Meta(description="how replicas agree: ddp, packed, bf16, int8, int4, powersgd:4, each also with +sparse; "
-                         "auto: the fastest within --loss-budget"),
+                         "diloco:30, diloco:30:int4; auto: the fastest within --loss-budget"),
     ] = "ddp"  # fmt: skip
     loss_budget: Annotated[float, Meta(ge=0, le=100, description="percent of loss that --sync auto may cost")] = 1.0
     lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 3e-4

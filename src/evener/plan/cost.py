@@ -113,7 +113,7 @@ def coding_s(host: HostRates, sync: SyncSpec) -> float:
     [0.25, 0.75]
     """
     if sync.kind != "powersgd":
-        known = host.coding_Bps.get(sync.kind)
+        known = host.coding_Bps.get(f"int{sync.bits}" if sync.kind == "diloco" else sync.kind)
         return 1 / known if known else CODING_PASSES / host.copy_Bps if host.copy_Bps else 0.0
     points = sorted((int(name.partition(":")[2]), 1 / rate) for name, rate in host.coding_Bps.items()
                     if name.startswith("powersgd:"))  # fmt: skip
@@ -128,7 +128,7 @@ def _times(job: Job, cluster: Cluster, member: Member, sync: SyncSpec, work: Exc
     host, token_s = cluster.hosts[member.host], 1 / cluster.tokens_per_s(member)
     passes = [again(job) * (host.pass_s + size * job.shape.block_size * token_s) for size in member.micro_batches]
     packing_s = work.moved_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
-    packing_s += work.coded_bytes * coding_s(host, sync)
+    packing_s += work.coded_bytes / work.every * coding_s(host, sync)
     backward = (RECOMPUTED if job.spec.model.recompute else BACKWARD) * (passes[-1] if passes else 0.0)
     return _Times(
         begun_s=host.update_s * work.update_share + host.data_s,

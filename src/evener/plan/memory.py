@@ -94,8 +94,12 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     elif sync.kind == "zero1":
         optimizer //= num_ranks
     elif sync.kind == "diloco":
-        extra = 2 * weights + (weights if sync.bits == 4 else 0)  # anchor, outer momentum; error feedback
-        extra += weights // shape.num_layers if sync.streamed else weights  # the difference being averaged
+        part = max(min(BUCKET_BYTES, weights), *_gradients(shape))  # exchanged at a time
+        extra = 2 * weights  # agreed, outer momentum; the difference is there when gradients and activations are gone
+        if sync.bits < 32:  # what was rounded off; sums and codes, whose memory is kept
+            extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + part + part * sync.bits // 16
+        if sync.streamed:
+            extra += part  # a difference on its way
     elif sync.kind == "fsdp":
         root, block = _root_bytes(shape), max(sum(_block_gradients(shape, layer)) for layer in range(shape.num_layers))
         extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered

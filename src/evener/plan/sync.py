@@ -21,6 +21,7 @@ BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB
 FIRST_BUCKET_BYTES = 1 << 20
 # What is coded before it travels: no bucket hides behind backward but those before the last, so all of them are small.
 CODED_BUCKET_BYTES = 4 << 20
+BLOCKS = {8: 256, 4: 64}  # numbers that share a scale, by their bits
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
     transfers: list[Transfer]  # in their order; each starts when it is ready and the one before has ended
     after: list[Transfer] = []  # not before backward and update are over
-    coded_bytes: float = 0.0  # gradients that a rank makes small and large again
+    coded_bytes: float = 0.0  # gradients that a rank makes small and large again, in an exchange
     moved_bytes: float = 0.0  # memory traffic of what else it does with them
     every: int = 1  # steps between two exchanges
     hidden: bool = False  # it runs beside the next steps' computing
@@ -210,12 +211,20 @@ def _packed(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exc
     return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
 
 
+def element_bytes(bits: int, block: int) -> float:
+    """Of a number in so many bits, with its part of the bf16 scale that a block has.
+
+    >>> element_bytes(16, 1), element_bytes(4, 64)
+    (2.0, 0.53125)
+    """
+    return bits / 8 + (2 / block if bits < 16 else 0.0)
+
+
 def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster, Sequence[Gradient]], Exchange]:
     """Gradients in fewer bits, a bf16 scale for each block, and error feedback."""
-    element_bytes = bits / 8 + (2 / block if bits < 16 else 0.0)
 
     def narrow(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
-        factor = element_bytes / GRADIENT_BYTES
+        factor = element_bytes(bits, block) / GRADIENT_BYTES
         sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors, CODED_BUCKET_BYTES)]
         return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
 
@@ -270,11 +279,20 @@ def _zero1(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exch
 
 
 def _diloco(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
-    """H steps alone, then one all-reduce of what they changed.   [Douillard et al. 2023; streamed: 2025]"""
+    """H steps alone, then an exchange of what they changed: all-reduced, or in fewer bits as gradients are.
+
+    [Douillard et al. 2023; streamed: 2025]
+    """
     sync, num_params = roster.sync, shape.num_params()
+    if sync.bits == 32:
+        transfers = _all_reduces([(GRADIENT_BYTES * num_params, 1.0)])
+    else:
+        size = num_params * element_bytes(sync.bits, BLOCKS[sync.bits])
+        transfers = _to_all_and_back([(size, size, 1.0)], roster.world_size)
     return Exchange(
-        transfers=[Transfer(collective="all_reduce", size_bytes=sync.bits / 8 * num_params, ready=1.0)],
-        moved_bytes=num_params * GRADIENT_BYTES * 6.0,  # difference, momentum, outer update
+        transfers=transfers,
+        coded_bytes=_bytes_of(tensors) if sync.bits < 32 else 0.0,
+        moved_bytes=num_params * GRADIENT_BYTES * 24.0,  # a dozen operations: difference, momentum, update; read, written
         every=sync.every,
         hidden=sync.streamed,
     )
@@ -285,8 +303,8 @@ STRATEGIES: dict[Kind, Strategy] = {
     "ddp": Strategy(exchange=_ddp),
     "packed": Strategy(exchange=_packed),
     "bf16": Strategy(exchange=_narrow(16, 1), is_exact=False),
-    "int8": Strategy(exchange=_narrow(8, 256), is_exact=False),
-    "int4": Strategy(exchange=_narrow(4, 64), is_exact=False),
+    "int8": Strategy(exchange=_narrow(8, BLOCKS[8]), is_exact=False),
+    "int4": Strategy(exchange=_narrow(4, BLOCKS[4]), is_exact=False),
     "powersgd": Strategy(exchange=_powersgd, is_exact=False),
     "fsdp": Strategy(exchange=_fsdp),
     "zero1": Strategy(exchange=_zero1),

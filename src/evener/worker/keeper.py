@@ -1,8 +1,15 @@
 """When is a run saved, and what proves that its replicas are one model? Rank 0 alone writes a checkpoint; hashes that
 it keeps say whether the others hold the same.
+
+Of replicas that drift a checkpoint holds the weights that they agreed on last, and rank 0's optimizers. What each has
+become since then, optimizers and all, it keeps beside (see own.py): the same ranks go on bit for bit, and any others
+from the weights agreed on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +26,7 @@ from evener.worker import checkpoint as checkpoints
 from evener.worker.arithmetic import rounding_of
 from evener.worker.group import Group
 from evener.worker.own import load_own, ranks_that_left, save_own
+from evener.worker.statetree import pack
 from evener.worker.sync import Sync
 from evener.worker.trained import Trained
 from evener.worker.verify import differences, gather_hashes, hash_tensors, take_over
@@ -31,6 +39,7 @@ class Keeper:
 
     def __init__(self, rundir: RunWriter, spec: RunSpec, group: Group, trained: Trained, sync: Sync) -> None:
         self._dir, self._spec, self._group, self._trained, self._sync = rundir, spec, group, trained, sync
+        self._own_step: int | None = None  # of what this rank kept for itself last
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
         self._best: tuple[float, int] | None = None
         self._rounds_unlike = len(set(group.gather(rounding_of(group.device).encode()))) > 1
@@ -55,15 +64,24 @@ class Keeper:
         torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
 
     def restore_own(self, resume: Checkpoint | None) -> None:
-        """Once the Sync is in place: what this rank alone remembered, and what ranks did that are no more."""
+        """Once the Sync is in place: what this rank alone remembered, and what ranks did that are no more.
+
+        Ranks that drifted apart take it up together or not at all.
+        """
         if resume is None:
             return
         group, step = self._group, resume.step
         mine = load_own(self._dir, group.rank, step)
-        gone = [rank for rank in ranks_that_left(self._dir, step) if rank >= group.world_size]
-        theirs = [load_own(self._dir, rank, step) for rank in gone] if group.local_rank == 0 else []
-        self._sync.load_own_state(mine or {}, [state for state in theirs if state is not None])
         told = group.gather(b"1" if mine else b"")
+        if self._sync.replica != "drifting":
+            gone = [rank for rank in ranks_that_left(self._dir, step) if rank >= group.world_size]
+            theirs = [load_own(self._dir, rank, step) for rank in gone] if group.local_rank == 0 else []
+            self._sync.load_own_state((mine or {}).get("sync", {}), [state["sync"] for state in theirs if state])
+        elif mine and all(told) and resume.world_size == group.world_size:
+            self._trained.load_states(mine["states"])
+            self._sync.load_own_state(mine["sync"], [])
+        elif group.rank == 0:
+            self._dir.add_event("own.dropped", step=step)
         if group.rank == 0 and any(told) and not all(told):
             self._dir.add_event("own.missing", step=step, ranks=[rank for rank, one in enumerate(told) if not one])
 
@@ -71,13 +89,12 @@ class Keeper:
         """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be."""
         if step == self._saved_step:
             return
-        weights = self._trained.weights()
+        weights = self._sync.agreed(self._trained.weights())
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
         rng = self._group.gather(safetensors.torch.save(checkpoints.rng_states(self._group.device)))
-        failed = b""
-        try:
-            if own := self._sync.own_state():
-                save_own(self._dir, self._group.rank, step, own)
+
+        def write() -> None:
+            self._save_own(step)
             if self._group.rank == 0:
                 checkpoints.save(
                     self._dir,
@@ -88,12 +105,8 @@ class Keeper:
                     rng_states=[safetensors.torch.load(state) for state in rng],
                     replica_hashes=replica_hashes,
                 )
-        except EvenerError as error:
-            failed = msgspec.json.encode([str(error), error.hint])
-        # What fails on one rank fails on all; this also keeps the others from starting the next step's clock.
-        for text in filter(None, self._group.gather(failed)):
-            message, hint = from_json(text, tuple[str, str])
-            raise RunError(message, hint=hint)
+
+        self._together(write)
         self._saved_step = step
         if self._group.rank == 0:
             if val_loss is not None and (self._best is None or val_loss < self._best[0]):
@@ -101,15 +114,23 @@ class Keeper:
             checkpoints.prune(self._dir, self._spec.checkpoint.keep, self._best[1] if self._best else None)
             self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
 
+    def conclude(self, step: int) -> None:
+        """The run ends here: replicas that drifted become one model, unless it is saved already.
+
+        What each was is kept, so that a run that was stopped goes on as if it had not been.
+        """
+        if self._sync.replica == "drifting" and step != self._saved_step:
+            self._together(lambda: self._save_own(step))
+            self._sync.conclude()
+
     def compare(self, step: int) -> bool | None:
-        """Do the replicas hold the same bits? None of one rank.
+        """Do the replicas hold the same bits, in what they must agree on? None of one rank.
 
         RunError where they do not; each then leaves its weights in RUN/replicas for `evener verify`.
         """
         if self._group.world_size == 1:
             return None
-        assert self._sync.replica == "equal", self._sync.replica
-        weights = self._trained.weights()
+        weights = self._sync.agreed(self._trained.weights()) | pack(self._sync.state_dict(), "sync")[1]
         hashes = hash_tensors(weights.items())
         found = differences(list(hashes), gather_hashes(hashes, self._group.world_size, self._group.control))
         if found and self._rounds_unlike:
@@ -150,3 +171,25 @@ class Keeper:
         if self._group.rank == 0:
             self._dir.add_event("replicas.reconciled", step=step, tensors=len(weights), relative=apart)
         return True
+
+    def _save_own(self, step: int) -> None:
+        """Keep what this rank does not have in common with the others, once a step."""
+        if step == self._own_step:
+            return
+        own: dict[str, Any] = {"sync": self._sync.own_state()}
+        if self._sync.replica == "drifting":
+            own["states"] = {name: state for name, state in self._trained.state_dicts().items() if name != "sync"}
+        if any(own.values()):
+            save_own(self._dir, self._group.rank, step, own)
+        self._own_step = step
+
+    def _together(self, write: Callable[[], None]) -> None:
+        """What fails on one rank fails on all; nor does any begin the next step's clock while another writes."""
+        failed = b""
+        try:
+            write()
+        except EvenerError as error:
+            failed = msgspec.json.encode([str(error), error.hint])
+        for text in filter(None, self._group.gather(failed)):
+            message, hint = from_json(text, tuple[str, str])
+            raise RunError(message, hint=hint)

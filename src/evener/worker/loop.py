@@ -82,7 +82,11 @@ def _difference(theirs: GPTShape, ours: GPTShape) -> str:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
-    """Mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks."""
+    """Mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks.
+
+    Each rank judges its own replica, on its part of them. Where replicas drift, that is their mean; after the last step
+    they are one model.
+    """
     began = time.perf_counter()
     positions = val_set.evenly_spaced(run.spec.eval.eval_tokens)
     mine = np.split(positions, np.cumsum(run.roster.divide(len(positions)))[:-1])[run.rank]

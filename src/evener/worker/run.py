@@ -248,6 +248,7 @@ class Run:
         self._finish(keeper, "stopped", step.index + step.is_updated, step.val_loss)
 
     def _finish(self, keeper: Keeper, verdict: str, step: int, val_loss: float | None) -> None:
+        keeper.conclude(step)
         agreed = keeper.compare(step)
         keeper.save(step, val_loss)
         self._journal.finish(verdict, step, last=self.last_record, val_loss=val_loss, agree=agreed,

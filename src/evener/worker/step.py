@@ -81,12 +81,21 @@ class Step:
         self._global_tokens = engine.dataset.num_tokens(self._samples)
         if not self._global_tokens > 0:
             raise UsageError(f"step {index}: num_tokens of its batch is {self._global_tokens}: expected more than 0")
+        sizes, start = self.member.micro_batches, roster.first_sequence(engine.group.rank)
+        mine = self._samples[start : start + self.member.share]
+        self._parts = np.split(mine, np.cumsum(sizes)[:-1]) if sizes else []
+        self._tokens = float(sum(engine.dataset.num_tokens(part) for part in self._parts))
+        drifts = engine.sync.replica == "drifting"
+        self._divisor = (self._tokens or 1.0) if drifts else self._global_tokens
+        self._learns = self._tokens > 0 or not drifts  # one that drifts has no gradients but its own
+        self._is_last_step = index + 1 == train.steps
+        self._updated: set[int] = set()  # ids of optimizers
+        self._is_over = False  # what is due after it has been done
         self._num_passes = 0
         self._in_micro_batch = self._is_last = False
         self.is_updated = False  # since the last pass
         self._held: Held | None = None
         self._has_backward = False
-        self._tokens = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.group.device)
         self._grad_norm: Tensor | None = None
         self._lr = 0.0
@@ -101,26 +110,21 @@ class Step:
 
         In the first step of a start its loop sees a few micro-batches more: the rehearsal (see rehearsal.py).
         """
-        engine, sizes = self._engine, self.member.micro_batches
         if self._num_passes and not self.is_updated:
             raise UsageError(
                 "step.micro_batches() again, before step.update: the ranks have exchanged the first pass's gradients",
                 hint="both losses in one pass: step.backward may be called several times in a micro-batch",
             )
         self.is_updated = False
-        engine.trained.zero_grad()
-        start = self._roster.first_sequence(engine.group.rank)
+        self._engine.trained.zero_grad()
         if self._is_first:
             yield from self._rehearse()
-        mine = self._samples[start : start + self.member.share]
-        parts = np.split(mine, np.cumsum(sizes)[:-1]) if sizes else []
-        if self._num_passes == 0:
-            self._tokens = float(sum(engine.dataset.num_tokens(part) for part in parts))
         self._num_passes += 1
-        yield from self._run(parts)
+        yield from self._run(self._parts)
 
     def backward(self, loss: Tensor, tokens: float | None = None) -> None:
-        """Backward of a *sum* of losses, divided by what the losses of the global batch are weighed by.
+        """Backward of a *sum* of losses, divided by what the losses of the global batch are weighed by; of a replica
+        that drifts, those of its own share.
 
         Of a mean, `tokens` says over how many it was taken. May be called several times in a micro-batch.
         UsageError outside of one, where nothing would be exchanged.
@@ -141,7 +145,7 @@ class Step:
         self._has_backward = True
         self._release()
         trained = self._engine.trained
-        scaled = trained.scaler.scale(loss_sum / self._global_tokens)
+        scaled = trained.scaler.scale(loss_sum / self._divisor)
         if self._is_last:
             self._held = Held(scaled, trained.parameters)
         else:
@@ -149,21 +153,28 @@ class Step:
             self._engine.recorder.lap("compute_s")
 
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Clip the global norm of these optimizers' gradients, and step with each."""
+        """Clip the global norm of these optimizers' gradients, and step with each.
+
+        A replica that drifts and has no share steps with none: zeros are no gradients.
+        """
         engine, clip = self._engine, self._engine.spec.train.clip
         self._check_update(optimizers)
-        for optimizer in optimizers:
+        for optimizer in optimizers if self._learns else ():
             engine.trained.scaler.unscale_(optimizer)
-        if clip:
+        if clip and self._learns:
             groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
             norm = nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group], clip)
             self._grad_norm = norm if self._grad_norm is None else torch.hypot(norm, self._grad_norm)
         self._lr = optimizers[0].param_groups[0]["lr"]
         for optimizer in optimizers:
-            engine.trained.scaler.step(optimizer)
+            if self._learns:
+                engine.trained.scaler.step(optimizer)
             optimizer.zero_grad()
-        engine.sync.after_update()
+        engine.sync.after_update(self._tokens, self._global_tokens)
         self.is_updated = True
+        self._updated |= {id(optimizer) for optimizer in optimizers}
+        if not self._is_over and len(self._updated) == len(engine.trained.optimizers):
+            self._finish()
         engine.recorder.lap("optimizer_s")
         engine.recorder.pause()
 
@@ -175,9 +186,13 @@ class Step:
                 f"step {self.index}: {what}: nothing was learned from its batch",
                 hint="micro-batches of one step are accumulated already; a larger --batch has more of them",
             )
+        if not self._is_over:
+            self._finish()
+            if self._engine.sync.replica == "drifting":
+                self._engine.recorder.pause()
         num_bytes, sync_s = self._engine.sync.take_cost()
         samples = self._engine.sync.take_samples()
-        if self._engine.trained.scaler.is_enabled():
+        if self._engine.trained.scaler.is_enabled() and self._learns:
             self._engine.trained.scaler.update()
         self._engine.recorder.end(
             want_stop=want_stop,
@@ -195,6 +210,12 @@ class Step:
             whole_sq=OnHost.of(samples.whole_sq),
             fidelity=OnHost.of(samples.fidelity),
         )
+
+    def _finish(self) -> None:
+        """Once all optimizers have stepped, or at the latest when the step ends: what is due after it."""
+        self._is_over = True
+        sync = self._engine.sync
+        sync.conclude() if self._is_last_step else sync.after_step(self.index)
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 

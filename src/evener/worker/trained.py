@@ -116,6 +116,12 @@ class Trained:
         """What is saved beside the weights."""
         return {name: thing.state_dict() for name, thing in self.states.items()}
 
+    def load_states(self, states: dict[str, Any]) -> None:
+        """Become what some of `state_dicts` say."""
+        for name, state in states.items():
+            if state:  # a scaler that scales nothing has nothing to say
+                self.states[name].load_state_dict(state)
+
     def load(self, folder: Path) -> None:
         """Become what a checkpoint holds; CheckpointError where it is of another program."""
         saved = checkpoint.load(folder)
@@ -123,9 +129,7 @@ class Trained:
             has, lacks = ("it", "this program") if name in saved.states else ("this program", "it")
             raise CheckpointError(f"{folder}: {has} has a state {name!r}, and {lacks} has none")
         checkpoint.put_weights(saved.weights, self.weights(), folder)
-        for name, thing in self.states.items():
-            if saved.states[name]:  # a scaler that scales nothing has nothing to say
-                thing.load_state_dict(saved.states[name])
+        self.load_states(saved.states)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

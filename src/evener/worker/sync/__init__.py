@@ -1,6 +1,10 @@
-"""How do replicas agree? After the last backward of a pass every rank holds the same gradient: a Sync sees to it.
+"""How do replicas agree? A Sync sees to it, in one of two ways.
 
-The training program runs forward on the bare module. `backward` of the Sync is the one that exchanges; whatever came
+*Equal* replicas hold the same gradient after the last backward of a pass, the sum of all ranks', and so the same
+weights. *Drifting* ones learn alone, each from its own gradient, and agree on weights every so many steps: the agreed
+weights are what is compared and saved, and what the run ends with.
+
+The training program runs forward on the bare module. `backward` of the Sync is the one that may exchange; whatever came
 before it on this rank has added to the gradients and is exchanged with it.
 """
 
@@ -32,9 +36,12 @@ class Samples:
 
 
 class Sync(Protocol):
-    """One strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count."""
+    """One strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count.
 
-    replica: Replica  # equal: compare hashes every N steps; drifting: after an outer step; sharded: gather to save
+    Where replicas drift, each divides by its own.
+    """
+
+    replica: Replica
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         """Synchronize this module's gradients from now on; every rank then has rank 0's weights.
@@ -51,8 +58,14 @@ class Sync(Protocol):
     def settle(self) -> None:
         """After the first exchange: the next ones may be arranged in the order in which its gradients came."""
 
-    def after_update(self) -> None:
-        """The optimizers have stepped: what is due now, such as an outer step or the gathering of shards."""
+    def after_update(self, tokens: float, of_all: float) -> None:
+        """Optimizers have stepped, by what was learned from so many tokens: this rank's, and those of the batch."""
+
+    def after_step(self, index: int) -> None:
+        """Step `index` has had its updates: what is due after it, such as an outer step."""
+
+    def conclude(self) -> None:
+        """There is no next step: replicas that drift become one model."""
 
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         """(bytes that this rank sent since the last call, by the strategy's formula; seconds in flight, hidden or not).
@@ -65,6 +78,9 @@ class Sync(Protocol):
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of a vector over the ranks that must agree on it, on the processor."""
+
+    def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights that replicas have in common, where this one holds `weights`: what is compared and saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks remember alike from step to step; empty where that is nothing."""

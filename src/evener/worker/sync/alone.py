@@ -25,7 +25,13 @@ class Alone:
     def settle(self) -> None:
         pass
 
-    def after_update(self) -> None:
+    def after_update(self, tokens: float, of_all: float) -> None:
+        pass
+
+    def after_step(self, index: int) -> None:
+        pass
+
+    def conclude(self) -> None:
         pass
 
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
@@ -36,6 +42,9 @@ class Alone:
 
     def total(self, values: Tensor) -> Tensor:
         return values
+
+    def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -114,7 +114,13 @@ class Buckets:
             self._ddp.reducer._rebuild_buckets()
         self._is_rehearsal = False
 
-    def after_update(self) -> None:
+    def after_update(self, tokens: float, of_all: float) -> None:
+        pass
+
+    def after_step(self, index: int) -> None:
+        pass
+
+    def conclude(self) -> None:
         pass
 
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
@@ -137,6 +143,9 @@ class Buckets:
     def total(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self._group.control)
         return values
+
+    def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -15,6 +15,7 @@ from evener.worker.sync.alone import Alone
 from evener.worker.sync.buckets import Buckets, Reduction
 from evener.worker.sync.codes import Bf16, Scaled
 from evener.worker.sync.ddp import AllReduce
+from evener.worker.sync.diloco import DiLoCo
 from evener.worker.sync.lane import Exchange, Lane
 from evener.worker.sync.narrow import Narrow
 from evener.worker.sync.packed import Packed
@@ -26,6 +27,8 @@ def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], N
     """The strategy of a run; `lap` charges the time since the last lap to a part of the step."""
     if roster.sync.kind == "none":
         return Alone()
+    if roster.sync.kind == "diloco":
+        return DiLoCo(group, clock, lap, roster.sync)
     return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module), bucket_bytes(roster.sync))
 
 
