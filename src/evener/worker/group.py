@@ -53,8 +53,12 @@ class Group:
             self.backend = "gloo"
             self.control = self.gradients = dist.group.WORLD
 
-    def move_gradients_by(self, backend: Backend) -> None:
-        """Gloo does already; NCCL has a group of its own. All ranks call it together."""
+    def move_gradients_by(self, backend: Backend, *, apart: bool = False) -> None:
+        """Gloo does already; NCCL has a group of its own, and so has Gloo where they move `apart` from the news.
+
+        Then another thread moves them: on one group its collectives would meet the wrong ones. All ranks call this
+        together.
+        """
         if backend == "nccl":
             if self.device.type != "cuda":
                 raise UsageError(
@@ -62,6 +66,8 @@ class Group:
                 )
             self.backend = backend
             self.gradients = dist.new_group(backend="nccl", timeout=TIMEOUT, device_id=self.device)
+        elif backend == "gloo" and apart:
+            self.gradients = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Everyone's bytes by rank, on every rank."""

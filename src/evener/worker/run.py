@@ -74,7 +74,7 @@ class Run:
         elif resolved is None:
             check_free(spec)
         self._membership = Fixed(seated(self.group, machine, spec, resolved))
-        self.group.move_gradients_by(self.roster.backend)
+        self.group.move_gradients_by(self.roster.backend, apart=self.roster.sync.streamed)
         self._compiled = compiles(spec, resolved, self.roster, self.dir if self._resume else None)
         self._trained = Trained(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
         self._clock = CudaClock() if self.device.type == "cuda" else HostClock()

@@ -20,6 +20,7 @@ from evener.worker.sync.lane import Exchange, Lane
 from evener.worker.sync.narrow import Narrow
 from evener.worker.sync.packed import Packed
 from evener.worker.sync.powersgd import PowerSGD
+from evener.worker.sync.streamed import Streamed
 from evener.worker.sync.whole import Whole
 
 
@@ -28,7 +29,7 @@ def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], N
     if roster.sync.kind == "none":
         return Alone()
     if roster.sync.kind == "diloco":
-        return DiLoCo(group, clock, lap, roster.sync)
+        return (Streamed if roster.sync.streamed else DiLoCo)(group, clock, lap, roster.sync)
     return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module), bucket_bytes(roster.sync))
 
 
