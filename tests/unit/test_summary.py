@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from evener.core.files import write_atomic
+from evener.core.roster import parse_sync
 from evener.core.step import Fidelity, Noise, StepCost, aligned
 from evener.core.units import median
 from evener.report import figures
@@ -155,3 +156,24 @@ def test_the_noise_scale_is_the_ratio_of_means_and_says_what_a_larger_batch_cost
     (told,) = [text for text in explain_run(summary) if "noise scale" in text]
     assert "would need 0.75 times as many steps for the same loss, and 1.50 times as many tokens" in told
     assert "0.7% of their length, cosine 0.9998 (medians)" in told
+
+
+def test_where_replicas_agree_every_so_many_steps_a_step_is_the_mean_of_a_round(tmp_path, write_run):
+    """Every fourth step sends, for 0.3 s: a median step would have none of it."""
+    rundir = write_run(tmp_path / "run", [{}, {}], steps=22, sync_s=0.0, cpus=[0.99, 0.99])
+    manifest = rundir.manifest()
+    sync = parse_sync("diloco:4")
+    rundir.write_manifest(msgspec.structs.replace(manifest, roster=msgspec.structs.replace(manifest.roster, sync=sync)))
+    for rank in range(2):
+        lines = []
+        for record in rundir.records(rank):
+            sends_s = 0.3 if record.step % 4 == 3 else 0.0
+            cost = StepCost(data_s=0.0, compute_s=0.1, exposed_sync_s=sends_s, wait_s=0.0, optimizer_s=0.0)
+            new = {"cost": cost, "wall_s": cost.total_s, "sync_s": sends_s, "bytes": 1000 if sends_s else 0}
+            lines.append(msgspec.json.encode(msgspec.structs.replace(record, **new)) + b"\n")
+        write_atomic(rundir.steps_path(rank), b"".join(lines))
+    summary = summarize(rundir)
+    assert summary.step_p50_s == pytest.approx(0.175)
+    assert summary.tokens_per_s == pytest.approx(summary.tokens_per_step / 0.175)
+    assert summary.ranks[1].typical.exposed_sync_s == pytest.approx(0.075)
+    assert (summary.ranks[0].bytes, summary.ranks[0].sync_s) == (250, pytest.approx(0.075))

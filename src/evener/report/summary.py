@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -41,7 +42,10 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. Rates are medians over steps of the manifest's ranks after the warm-up; None = not measured."""
+    """A run. Rates are medians over steps of the manifest's ranks after the warm-up; None = not measured.
+
+    Where replicas agree every so many steps, a step is the mean of such a round.
+    """
 
     run_dir: str
     manifest: Manifest
@@ -100,7 +104,7 @@ def summarize(rundir: RunDir) -> Summary:
     steps = aligned(records_of(rundir))
     ranks = list(range(manifest.world_size))
     ours = [of_step for of_step in steps if list(of_step) == ranks]  # earlier starts may have had other ranks
-    warm = ours[min(WARMUP_STEPS, len(ours) // 4) :]
+    warm = in_rounds(ours[min(WARMUP_STEPS, len(ours) // 4) :], manifest.roster.sync.every)
     walls = [of_step[0].wall_s for of_step in warm]
     of_steps = ([record.sync_s for record in step.values() if record.sync_s is not None] for step in warm)
     syncs = [max(of_step) for of_step in of_steps if of_step]
@@ -141,6 +145,36 @@ def _fidelity(records: list[StepRecord]) -> Fidelity | None:
     found = [record.fidelity for record in records if record.fidelity is not None]
     error, cosine = (median([getattr(one, name) for one in found]) for name in ("error", "cosine"))
     return None if error is None or cosine is None else Fidelity(error=error, cosine=cosine)
+
+
+def in_rounds(steps: Sequence[dict[int, StepRecord]], every: int) -> list[dict[int, StepRecord]]:
+    """Steps as they repeat: the mean of every complete round, one of whose steps costs what the others do not.
+
+    Where no round is complete, the mean of what there is.
+    """
+    if every == 1 or not steps:
+        return list(steps)
+    rounds: dict[int, list[dict[int, StepRecord]]] = {}
+    for of_step in steps:
+        rounds.setdefault(of_step[0].step // every, []).append(of_step)
+    complete = [one for one in rounds.values() if len(one) == every] or [list(steps)]
+    return [{rank: _mean_record([of_step[rank] for of_step in one]) for rank in one[0]} for one in complete]
+
+
+def _mean_record(records: Sequence[StepRecord]) -> StepRecord:
+    def mean(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return msgspec.structs.replace(
+        records[-1],
+        tokens=sum(record.tokens for record in records) / len(records),
+        wall_s=sum(record.wall_s for record in records) / len(records),
+        cost=StepCost(**{part: mean([getattr(record.cost, part) for record in records]) for part in PARTS}),
+        sync_s=mean([record.sync_s for record in records]),
+        cpu_s=mean([record.cpu_s for record in records]),
+        bytes=round(sum(record.bytes for record in records) / len(records)),
+    )
 
 
 def _findings(events: list[dict[str, Any]]) -> list[Finding]:
