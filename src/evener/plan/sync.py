@@ -292,7 +292,9 @@ def _diloco(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exc
     return Exchange(
         transfers=transfers,
         coded_bytes=_bytes_of(tensors) if sync.bits < 32 else 0.0,
-        moved_bytes=num_params * GRADIENT_BYTES * 24.0,  # a dozen operations: difference, momentum, update; read, written
+        moved_bytes=num_params
+        * GRADIENT_BYTES
+        * 24.0,  # a dozen operations, each read and written
         every=sync.every,
         hidden=sync.streamed,
     )
