@@ -107,11 +107,14 @@ def test_what_is_faster_and_of_unknown_loss_is_not_recommended():
 def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
     monkeypatch.setattr("evener.plan.cost.BUILT", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
-    assert predict(changed(JOB, loss_budget=5.0), slow).recommended == "diloco:30"
-    strict = predict(JOB, slow)
+    long = changed(JOB, steps=2000)
+    assert predict(changed(long, loss_budget=5.0), slow).recommended == "diloco:30"
+    strict = predict(long, slow)
     assert strict.recommended == "a alone"
     assert strict.option("diloco:30").rejected_because == "costs 2.0% of loss, more than 1.0%"
     assert strict.option("int8").rejected_because == "nobody measured what it costs in loss"
+    short = predict(changed(JOB, loss_budget=5.0), slow)  # 200 steps are 6 outer ones
+    assert short.option("diloco:30").rejected_because == "nobody measured what it costs in loss"
 
 
 def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
@@ -221,10 +224,12 @@ def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothi
     auto = changed(JOB, sync="auto", dtype="bf16")
     assert predict(auto, slow).chosen == predict(auto, slow).recommended == "packed"
     assert predict(auto, fast).chosen == "ddp"
-    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (0.02 if sync.kind == "int4" else 0.0, "me"))
+    costs = {"int4": 0.02, "diloco": 1.0}
+    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (costs.get(sync.kind, 0.0), "me"))
     assert predict(auto, slow).chosen == "powersgd:4"
     assert predict(changed(auto, loss_budget=0.0), slow).chosen == "powersgd:4"
-    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (0.02 if sync.kind != "ddp" else 0.0, "me"))
+    costs = {"ddp": 0.0, "diloco": 1.0}
+    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (costs.get(sync.kind, 0.02), "me"))
     assert predict(auto, slow).chosen == "ddp"
     assert predict(changed(auto, loss_budget=2.0), slow).chosen == "powersgd:4"
 

@@ -270,3 +270,25 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path, run_script):
 
 def contents(run: RunDir) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+DRIFTING = [("Gan", 2), ("TwoOptimizers", 3), ("Scheduler", 2), ("Unfreeze", 2), ("SharedBuffers", 2)]
+
+
+@pytest.mark.parametrize("case", DRIFTING, ids=name_of)
+def test_replicas_that_drift_end_as_one_model_and_go_on_bit_for_bit(own, case):
+    """30 steps are four outer ones and a last one. Stopped after its first step, a run goes on where each replica was."""
+    name, ranks = case
+    flags = ("--sync", "diloco:7", "--shares", ":".join("321"[:ranks]), "--verify-every", "5")
+    whole = own(name, "join", ranks, *flags)
+    tensors = [whole.result(rank)["tensors"] for rank in range(ranks)]
+    assert all(torch.equal(value, tensors[0][key]) for other in tensors for key, value in other.items())
+    assert whole.dir.manifest().result.replicas_agree is True
+    assert whole.losses[-1] < whole.losses[0] or name == "Gan"
+    half = own(name, "join", ranks, *flags, "--max-s", "0", out=f"{name}-drifting")
+    assert half.dir.manifest().verdict == "stopped", half.logs
+    parts = own(name, "resume", ranks, *flags, out=f"{name}-drifting")
+    assert parts.losses == whole.losses
+    ours, theirs = (run.dir.checkpoint_path(30) for run in (parts, whole))
+    for file in ("weights.safetensors", "state.safetensors"):
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file

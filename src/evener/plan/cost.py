@@ -83,7 +83,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         for member, own in zip(members, times, strict=True)
     ]
     step_s = last_s + exposed_s + after_s
-    penalty, source = loss_penalty(roster.sync, job.shape.num_params(), num_ranks)
+    penalty, source = loss_penalty(roster.sync, job.shape.num_params(), num_ranks, job.spec.train.steps)
     return Option(
         name=name or str(roster.sync),
         roster=roster,

@@ -117,7 +117,8 @@ class Keeper:
     def conclude(self, step: int) -> None:
         """The run ends here: replicas that drifted become one model, unless it is saved already.
 
-        What each was is kept, so that a run that was stopped goes on as if it had not been.
+        What each was is kept, so that a run that was stopped goes on as if it had not been. One that has taken all its
+        steps, and shall take more, goes on from that model.
         """
         if self._sync.replica == "drifting" and step != self._saved_step:
             self._together(lambda: self._save_own(step))
