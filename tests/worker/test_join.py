@@ -277,7 +277,7 @@ DRIFTING = [("Gan", 2), ("TwoOptimizers", 3), ("Scheduler", 2), ("Unfreeze", 2),
 
 @pytest.mark.parametrize("case", DRIFTING, ids=name_of)
 def test_replicas_that_drift_end_as_one_model_and_go_on_bit_for_bit(own, case):
-    """30 steps are four outer ones and a last one. Stopped after its first step, a run goes on where each replica was."""
+    """30 steps are four outer ones and a last one. Stopped after its first, a run goes on where each replica was."""
     name, ranks = case
     flags = ("--sync", "diloco:7", "--shares", ":".join("321"[:ranks]), "--verify-every", "5")
     whole = own(name, "join", ranks, *flags)

@@ -89,6 +89,8 @@ TABLES = "--model d4 --width 256 --num-heads 4 --num-layers 2 --block-size 64"  
         ("int4", 2, WIDE),
         ("powersgd:24", 2, WIDE),
         ("bf16+sparse", 2, TABLES),
+        ("diloco:5:int8", 3, WIDE),
+        ("diloco:10:streamed", 2, WIDE),
     ],
 )
 def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, sync, ranks, flags):
@@ -111,8 +113,11 @@ echo $((c - b - (b - a)))
         pytest.skip(f"no network namespace of one's own here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr + (tmp_path / "short.log").read_text()
     counted = int(done.stdout)  # of 30 steps; what starting and ending costs is in both
-    records = [RunDir(tmp_path / "long").records(rank) for rank in range(ranks)]
-    stated = sum(record.bytes for own in records for record in own[5:])
+    long_bytes, short_bytes = (
+        sum(record.bytes for rank in range(ranks) for record in RunDir(tmp_path / name).records(rank))
+        for name in ("long", "short")
+    )
+    stated = long_bytes - short_bytes
     assert stated == pytest.approx(counted, rel=0.03)
 
 
