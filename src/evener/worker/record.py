@@ -102,9 +102,9 @@ class Draft(msgspec.Struct, kw_only=True):
     lr: float
     loss_sum: OnHost  # over this rank's tokens
     grad_norm: OnHost | None
-    mine_sq: OnHost | None  # squared norm of what this rank adds to the gradient, in steps that are sampled
-    whole_sq: OnHost | None  # of the gradient
-    fidelity: OnHost | None
+    mine_sq: OnHost | None = None  # squared norm of what this rank adds to the gradient, in steps that are sampled
+    whole_sq: OnHost | None = None  # of the gradient
+    fidelity: OnHost | None = None
 
 
 class Recorder:
