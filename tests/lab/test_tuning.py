@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 HOLD_S = 0.02  # in each direction
 FAR = {"a": "100.64.9.1", "b": "100.64.9.2"}
 SMALL = 32768
-GOES = 4  # a busy machine may hide a gain, not make one
+GOES = 6  # a busy machine may hide a gain, not make one
 WINDOW, IDLE = ("link.window", "b"), ("link.idle", "a")
 
 
@@ -37,6 +38,16 @@ class Far:
 
     def set(self, host: str, name: str, value: str) -> None:
         self.lab.host(host).exec(["sysctl", "-w", f"{name}={value}"])
+
+    @contextlib.contextmanager
+    def having(self, host: str, name: str, value: str) -> Iterator[None]:
+        """A setting, and what it was again, however the test ends."""
+        before = self.lab.host(host).exec(["sysctl", "-n", name]).stdout.strip()
+        self.set(host, name, value)
+        try:
+            yield
+        finally:
+            self.set(host, name, before)
 
     def measured(self) -> tuple[list[wire.Wire], list[Gain]]:
         """Of the way from a to b."""
@@ -65,7 +76,9 @@ def far(make_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far
     programs = []
     for name in FAR:
         peers = {inner: lab.host(other).address for other, inner in FAR.items() if other != name}
-        argv = [sys.executable, str(Path(tunnel.__file__)), "far0", FAR[name], json.dumps(peers), str(HOLD_S)]
+        # It is a wire, and goes before what keeps the cores busy, where the system allows it.
+        argv = ["nice", "-n", "-20", sys.executable, str(Path(tunnel.__file__)), "far0", FAR[name], json.dumps(peers),
+                str(HOLD_S)]  # fmt: skip
         programs.append(lab.host(name).popen(argv, stdin=subprocess.DEVNULL))
     for name, address in FAR.items():
         lab.host(name).exec(["sh", "-c", f"until ip address show dev far0 | grep -q {address}; do sleep 0.05; done"])
@@ -77,35 +90,30 @@ def far(make_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far
 
 
 def test_a_window_that_is_too_small_for_a_long_way(far: Far) -> None:
-    before = far.lab.host("b").exec(["sysctl", "-n", gains.RECEIVE]).stdout.strip()
-    far.set("b", gains.RECEIVE, f"4096 16384 {SMALL}")
-    wires, found = far.found(WINDOW)
-    there = wires[0]
-    assert there.link.rtt_s >= 2 * HOLD_S
-    assert there.link.goodput_Bps <= SMALL / (2 * HOLD_S)  # the closed form: window / round trip
-    assert there.window_limited is not None  # the kernel's own account
-    assert there.window_limited > 0.5
-    gain = found[WINDOW]
-    assert (gain.setting, gain.was) == (gains.RECEIVE, f"4096 16384 {SMALL}")
-    assert gain.better_Bps > 1.2 * gain.was_Bps
-    assert "waits for room" in gain.evidence
+    with far.having("b", gains.RECEIVE, f"4096 16384 {SMALL}"):
+        wires, found = far.found(WINDOW)
+        there = wires[0]
+        assert there.link.rtt_s >= 2 * HOLD_S
+        assert there.link.goodput_Bps <= SMALL / (2 * HOLD_S)  # the closed form: window / round trip
+        assert there.window_limited is not None  # the kernel's own account
+        assert there.window_limited > tuning.LIMITED
+        gain = found[WINDOW]
+        assert (gain.setting, gain.was) == (gains.RECEIVE, f"4096 16384 {SMALL}")
+        assert gain.better_Bps > 1.2 * gain.was_Bps
+        assert "waits for room" in gain.evidence
 
-    far.set("b", gains.RECEIVE, gain.better)  # as the fix says
-    wires, tried = far.measured()
-    far.set("b", gains.RECEIVE, before)
-    assert wires[0].window_limited is not None
-    assert wires[0].window_limited < there.window_limited
-    assert WINDOW not in {(one.check, one.host) for one in tried}
+        far.set("b", gains.RECEIVE, gain.better)  # as the fix says
+        wires, tried = far.measured()
+        assert wires[0].window_limited is not None
+        assert wires[0].window_limited < there.window_limited
+        assert WINDOW not in {(one.check, one.host) for one in tried}
 
 
 def test_bursts_after_silence_on_a_long_way(far: Far) -> None:
-    control = far.lab.host("a").exec(["sysctl", "-n", gains.CONGESTION]).stdout.strip()
-    far.set("a", gains.CONGESTION, "reno")
-    _, found = far.found(IDLE)
-    far.set("a", gains.IDLE, "0")
-    _, tried = far.measured()
-    far.set("a", gains.IDLE, "1")
-    far.set("a", gains.CONGESTION, control)
+    with far.having("a", gains.CONGESTION, "reno"):
+        _, found = far.found(IDLE)
+        with far.having("a", gains.IDLE, "0"):
+            _, tried = far.measured()
     assert (found[IDLE].setting, found[IDLE].was, found[IDLE].better) == (gains.IDLE, "1", "0")
     assert "link.idle" not in {one.check for one in tried}
 
