@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from evener.core.roster import parse_sync
 from evener.report.explain import explain_run, explain_scaling, limit
 from evener.report.summary import summarize
 
@@ -325,3 +327,15 @@ def test_waiting_threads_on_busy_cores_are_told_how_to_let_go(tmp_path, write_ru
     assert "OMP_WAIT_POLICY=PASSIVE before the command" in text
     alone = write_run(tmp_path / "one", [{}], threads=1, cpus=[0.5])
     assert "OMP_WAIT_POLICY" not in " ".join(explain_run(summarize(alone)))
+
+
+def test_replicas_that_drift_are_not_told_to_add_gradients(tmp_path, write_run):
+    rundir = write_run(tmp_path / "run", [{}, {}], sync_s=0.02)
+    manifest = rundir.manifest()
+    roster = msgspec.structs.replace(manifest.roster, sync=parse_sync("diloco:10:int8"))
+    rundir.write_manifest(msgspec.structs.replace(manifest, roster=roster))
+    told = " ".join(explain_run(summarize(rundir)))
+    assert "trains it by itself for 10 steps on its own part of each batch" in told
+    assert "the mean over 10 steps, of which one exchanges" in told
+    assert "backward" not in told.split("agree on what came of it")[1].split("All-reduces")[1].split(".")[0]
+    assert "add their gradients up" not in told

@@ -108,6 +108,13 @@ def _pace(summary: Summary) -> str:
     )
     if num == 1:
         return text
+    sync = summary.manifest.roster.sync
+    if sync.kind == "diloco":
+        return (
+            f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and trains it "
+            f"by itself for {plural(sync.every, 'step')} on its own part of each batch. Then they agree on what came "
+            "of it (DiLoCo), and the replicas are one model again."
+        )
     return (
         f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and computes "
         "gradients on its own part of the batch. Before the update the ranks add their gradients up, which is called "
@@ -169,6 +176,9 @@ def _all_reduce(summary: Summary) -> str:
         text += f"; each rank sends {size(rank.bytes)} in them, {size(rank.bytes / rank.sync_s)}/s"
     if exposed_s is None:
         return text + ". How much of that backward hid was not measured."
+    if (sync := summary.manifest.roster.sync).kind == "diloco":
+        of = f"the mean over {plural(sync.every, 'step')}, of which one exchanges"
+        return f"{text}: {of}. Of it the rank stood still for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of a step."
     hidden = max(0.0, 1 - exposed_s / rank.sync_s)
     stood = f"the rank stood still for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of the step"
     if hidden < NAMED:
