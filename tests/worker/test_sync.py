@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch import nn
+
+from evener.core.errors import UsageError
+from evener.core.roster import Member, Roster, parse_sync
+from evener.worker.sync.choose import make_sync
 
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
@@ -158,3 +163,14 @@ def test_a_strategy_that_cannot_be_is_one_line(tmp_path, start, sync, told):
     assert told in refused.text()
     assert "Traceback" not in refused.text()
     assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("sync", "dtype", "told"),
+    [("powersgd:500", "fp32", "no matrix of this model"), ("int8", "fp16", "of another loss scale")],
+)
+def test_a_strategy_that_would_do_nothing_or_harm_is_refused(sync, dtype, told):
+    member = Member(rank=0, host="a", device="cuda:0", dtype=dtype, share=1, micro_batch=1)
+    roster = Roster(members=[member, member], sync=parse_sync(sync), backend="gloo")
+    with pytest.raises(UsageError, match=told):
+        make_sync(roster, None, None, lambda part: None, nn.Linear(100, 100))

@@ -75,6 +75,8 @@ def _describe(event: dict[str, Any]) -> str:
                 f"step {step}: unlike devices round differently: replicas differed by {event.get('relative', 0.0):.1e} "
                 "of a tensor's largest number, and all took rank 0's"
             )
+        case "own.dropped":
+            return f"step {step}: other ranks than before: they go on from the weights that were agreed on last"
         case "own.missing":
             ranks = ", ".join(map(str, event.get("ranks", [])))
             return f"step {step}: what ranks {ranks} had not sent yet was kept on a machine that is no more here"

@@ -89,18 +89,23 @@ def choices():
         }
 
 
-def take(address, seconds):
-    """Take bursts, each after a line with its size, and say when one is all there."""
+def _called(address, seconds):
+    """Tell the port, and return the one connection that comes."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as server:
         server.bind((address, 0))
         server.listen(1)
         server.settimeout(ACCEPT_S)
         yield {"port": server.getsockname()[1]}
         connection = server.accept()[0]
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(seconds + SILENCE_S)
+    return connection
+
+
+def take(address, seconds):
+    """Take bursts, each after a line with its size, and say when one is all there."""
     buffer = memoryview(bytearray(CHUNK * CHUNKS))
-    with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(seconds + SILENCE_S)
+    with (yield from _called(address, seconds)) as connection:
         while True:
             head = connection.recv(8, socket.MSG_WAITALL)
             if len(head) < 8:
@@ -145,15 +150,7 @@ def bursts(address, port, source, size, pauses_s, rounds, seconds):
 
 def echo(address, seconds):
     """Give back every message of one connection."""
-    with socket.socket(_family(address), socket.SOCK_STREAM) as server:
-        server.bind((address, 0))
-        server.listen(1)
-        server.settimeout(ACCEPT_S)
-        yield {"port": server.getsockname()[1]}
-        connection = server.accept()[0]
-    with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(seconds + SILENCE_S)
+    with (yield from _called(address, seconds)) as connection:
         while True:
             message = connection.recv(len(MESSAGE))
             if not message:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from evener.core.errors import UsageError
 from evener.core.roster import Roster, SyncSpec
 from evener.plan.sync import bucket_bytes
 from evener.worker.clock import Clock
@@ -19,7 +20,7 @@ from evener.worker.sync.diloco import DiLoCo
 from evener.worker.sync.lane import Exchange, Lane
 from evener.worker.sync.narrow import Narrow
 from evener.worker.sync.packed import Packed
-from evener.worker.sync.powersgd import PowerSGD
+from evener.worker.sync.powersgd import PowerSGD, is_thin
 from evener.worker.sync.streamed import Streamed
 from evener.worker.sync.whole import Whole
 
@@ -30,7 +31,23 @@ def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], N
         return Alone()
     if roster.sync.kind == "diloco":
         return (Streamed if roster.sync.streamed else DiLoCo)(group, clock, lap, roster.sync)
+    _check(roster, module)
     return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module), bucket_bytes(roster.sync))
+
+
+def _check(roster: Roster, module: nn.Module) -> None:
+    """UsageError where a strategy would do nothing, or harm."""
+    sync = roster.sync
+    if sync.kind == "powersgd" and not any(is_thin(parameter, sync.rank) for parameter in module.parameters()):
+        raise UsageError(
+            f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: nothing is smaller",
+            hint="a smaller rank, such as powersgd:4",
+        )
+    if sync.kind in ("bf16", "int8", "int4", "powersgd") and any(one.dtype == "fp16" for one in roster.members):
+        raise UsageError(
+            f"--sync {sync} with fp16: what is left to send would be of another loss scale than the next step's",
+            hint="--dtype fp32 or bf16, or --sync ddp",
+        )
 
 
 def _reduction(sync: SyncSpec, group: Group, clock: Clock, module: nn.Module) -> Reduction:
