@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from evener.core.rundir import RunDir
 from evener.core.step import PARTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -32,3 +33,24 @@ def test_gloo_moves_gpu_tensors_when_it_is_told_to(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "5", "--device", "cuda", "--backend", "gloo", ranks=2)
     assert run.manifest().roster.backend == "gloo"
     assert run.manifest().result.replicas_agree is True
+
+
+MIXED = """
+import os, runpy, sys
+sys.argv += ["--device", "cuda" if os.environ["RANK"] == "0" else "cpu"]
+sys.argv[0] = "evener.worker"
+runpy.run_module("evener.worker", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("sync", ["ddp", "packed", "int8", "powersgd:4", "diloco:5"])
+def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, run_script, sync):
+    """Over Gloo; what test_unlike.py plays with two processors."""
+    flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,
+             "--shares", "3:1", "--steps", "30", "--verify-every", "10", "--out", str(tmp_path / "run")]  # fmt: skip
+    done = run_script(MIXED, *flags, ranks=2)
+    assert done.returncode == 0, done.stderr
+    manifest = RunDir(tmp_path / "run").manifest()
+    assert [member.device for member in manifest.roster.members] == ["cuda:0", "cpu"]
+    assert manifest.roster.backend == "gloo"
+    assert manifest.result.replicas_agree is True

@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evener.core.rundir import RunDir
-
 STEPS = ("--steps", "50", "--batch", "16", "--eval-every", "25", "--lr", "0.001")  # 16 cannot be divided by 3
 
 
@@ -78,41 +76,3 @@ def test_a_run_starts_from_gpt2_weights(tmp_path, train, start):
     assert refused.wait() == 2
     assert "its shape is not that of --model gpt2" in refused.text()
     assert "Traceback" not in refused.text()
-
-
-UNLIKE = """
-import os, runpy, sys
-if os.environ["RANK"] == "1":
-    os.environ["ATEN_CPU_CAPABILITY"] = "default"  # as a processor without AVX2 computes
-if spoil := sys.argv.pop(1):
-    import torch
-    from evener.worker.step import Step
-    update = Step.update
-    def spoiled(self, optimizer):
-        update(self, optimizer)
-        if self.index == 3 and os.environ["RANK"] == "1":
-            with torch.no_grad():
-                optimizer.param_groups[0]["params"][0].mul_(float(spoil))
-    Step.update = spoiled
-sys.argv[0] = "evener.worker"
-runpy.run_module("evener.worker", run_name="__main__")
-"""
-
-
-def test_replicas_on_unlike_processors_are_kept_one_model(tmp_path, corpus, run_script):
-    """They round differently: after some steps all take rank 0's weights. What is more than rounding is an error."""
-    flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
-             "--shares", "equal", "--steps", "30", "--verify-every", "10"]  # fmt: skip
-    done = run_script(UNLIKE, "", *flags, "--out", str(tmp_path / "run"), ranks=2)
-    assert done.returncode == 0, done.stderr
-    run = RunDir(tmp_path / "run")
-    assert run.manifest().result.replicas_agree is True
-    apart = [event["relative"] for event in run.events() if event["event"] == "replicas.reconciled"]
-    if not apart:
-        pytest.skip("this processor rounds as one without AVX2")
-    assert len(apart) == 3
-    assert 0 < max(apart) < 1e-4
-
-    spoiled = run_script(UNLIKE, "1.2", *flags, "--out", str(tmp_path / "spoiled"), ranks=2)
-    assert spoiled.returncode != 0
-    assert "after step 10: the replicas differ by more than rounding: rank 1 by" in spoiled.stderr

@@ -52,10 +52,7 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
 
     RunError on all ranks where the launcher's is not of these ranks.
     """
-    device = group.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu
-    mine = Seat(host=machine.host, device=str(device), name=name, has_bf16=has_bf16(device))
-    seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(mine))]
+    seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(seat_of(group, machine)))]
     check_built(spec)
     path = os.environ.get("EVENER_ROSTER")
     if path is None:
@@ -69,6 +66,13 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
         told = [f"{' on '.join(places[rank][::-1])}" if rank < len(places) else "nobody" for places in (planned, there)]
         raise RunError(f"roster.mismatch: rank {rank} was to be {told[0]}, and is {told[1]}", hint="start it again")
     return roster
+
+
+def seat_of(group: Group, machine: Machine) -> Seat:
+    """Where this rank is."""
+    device = group.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu
+    return Seat(host=machine.host, device=str(device), name=name, has_bf16=has_bf16(device))
 
 
 def agree(group: Group, rundir: RunWriter, spec: RunSpec, resolved: Resolved | None, roster: Roster, first: int,

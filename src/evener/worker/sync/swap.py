@@ -22,20 +22,25 @@ def swap(group: Group, outgoing: Sequence[Tensor | None], incoming: Sequence[Ten
     All ranks call it together; tensors are contiguous, None and what is empty does not travel. Gloo moves what lies in
     the host's memory: a GPU's tensors are copied there and back.
     """
-    staged = group.backend == "gloo" and group.device.type == "cuda"
-    theirs = [None if tensor is None else torch.empty_like(tensor, device="cpu") if staged else tensor
-              for tensor in incoming]  # fmt: skip
-    mine = [None if tensor is None else tensor.cpu() if staged else tensor for tensor in outgoing]
-    operations = [
-        dist.P2POp(operation, tensor, peer, group=group.gradients)
-        for operation, tensors in ((dist.irecv, theirs), (dist.isend, mine))
-        for peer, tensor in enumerate(tensors)
-        if peer != group.rank and tensor is not None and tensor.numel()
-    ]
+    staged, operations, arrived = is_staged(group), [], []
+    for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing)):
+        for peer, tensor in enumerate(tensors):
+            if peer == group.rank or tensor is None or not tensor.numel():
+                continue
+            travels = tensor
+            if staged and operation is dist.irecv:
+                travels = torch.empty_like(tensor, device="cpu")
+                arrived.append((tensor, travels))
+            elif staged:
+                travels = tensor.cpu()
+            operations.append(dist.P2POp(operation, travels, peer, group=group.gradients))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    if staged:
-        for tensor, arrived in zip(incoming, theirs, strict=True):
-            if tensor is not None and arrived is not None:
-                tensor.copy_(arrived)
+    for tensor, travelled in arrived:
+        tensor.copy_(travelled)
     return sum(tensor.nbytes for peer, tensor in enumerate(outgoing) if tensor is not None and peer != group.rank)
+
+
+def is_staged(group: Group) -> bool:
+    """Must a rank's tensors go through the host's memory?"""
+    return group.backend == "gloo" and group.device.type == "cuda"
