@@ -102,6 +102,7 @@ def run(data: Path, key: Key) -> dict[str, object]:
             "val_loss": manifest.result.val_loss,
             "train_loss": statistics.mean(record.loss for record in records[-LAST:] if record.loss is not None),
             "bytes_per_step": statistics.mean(record.bytes for record in records),
+            "errors": [round(record.fidelity.error, 4) for record in records if record.fidelity],
             "took_s": round(time.monotonic() - began), "date": time.strftime("%Y-%m-%d"),
         }  # fmt: skip
 

@@ -6,29 +6,56 @@ import typer
 
 
 def bench(
-    preset: str = typer.Option("scaling", help="scaling: 1, 2, … processes on this machine; lab01: the first lab"),
+    preset: str | None = typer.Option(
+        None,
+        help="scaling: 1, 2, … processes on this machine; fleet: hosts alone and together; strategies: ways to agree; "
+        "lab01: the first lab [scaling; with --fleet fleet]",
+    ),
+    fleet: str | None = typer.Option(None, metavar="FILE", help="Hosts to measure [strategies: fleet.toml]"),
+    hosts: str | None = typer.Option(None, metavar="NAME,…", help="Of the fleet, these hosts alone [all]"),
     data: list[str] | None = typer.Option(None, help="corpus, may be given twice [data/verbs and data/python]"),
-    out: str | None = typer.Option(None, help="folder of the results [runs/bench, experiments/35-ddp-cpu]"),
+    out: str | None = typer.Option(
+        None, help="folder of the results [runs/bench, runs/fleet, runs/strategies, experiments/35-ddp-cpu]"
+    ),
     seconds: float = typer.Option(45.0, min=1.0, max=3600.0, help="training time of each set-up"),
-    ranks: list[int] | None = typer.Option(None, min=1, max=1024, help="numbers of processes [1, 2, … cores]"),
+    steps: int = typer.Option(500, min=1, help="strategies: steps of each way to agree"),
+    syncs: str | None = typer.Option(None, metavar="NAME,…", help="strategies: these [those that suit the model]"),
+    ranks: list[int] | None = typer.Option(None, min=1, max=1024, help="scaling: numbers of processes [1, 2, … cores]"),
     model: str = typer.Option("char", help="model preset"),
-    batch: int = typer.Option(8, min=1, help="sequences in the global batch"),
-    force: bool = typer.Option(False, "--force", help="replace an existing folder"),
+    batch: int | None = typer.Option(None, min=1, help="sequences in the global batch [8; strategies: 16]"),
+    force: bool = typer.Option(False, "--force", help="scaling, lab01: replace an existing folder"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Measure what more processes bring on this machine, and say why.
+    """Measure what more processes, more hosts or another way to agree bring, and say why.
 
-    Trains the same global batches with 1, 2, … processes, some minutes in all, on the verb corpus and on Python's own
-    source (prepared first where they are missing). Ends with a table, a picture, a page and a paragraph that explains
-    this machine's result.
+    On this machine: the same global batches with 1, 2, … processes, on the verb corpus and on Python's own source
+    (prepared first where they are missing). With --fleet: each host alone, in one process, one a core, on its GPU, and
+    all together: tokens/s and all-reduce time. With --preset strategies: all hosts by each way to agree, for the same
+    steps: tokens/s against loss. Ends with a table, a picture, a page and what it means. On a fleet a bench that was
+    stopped goes on where it was.
 
-    Example: `evener bench --seconds 20`. The lab: `evener bench --preset lab01`.
+    Example: `evener bench --seconds 20`. Two hosts: `evener bench --fleet fleet.toml`. The lab:
+    `evener bench --preset lab01`.
     """
-    from evener.cli import benchmarks
+    from evener.cli import benchmarks, fleets
     from evener.core.errors import UsageError, did_you_mean
 
+    preset = preset or ("scaling" if fleet is None else "fleet")
     if preset == "scaling":
-        return benchmarks.scaling(data, out, seconds, ranks, model, batch, force, as_json)
+        return benchmarks.scaling(data, out, seconds, ranks, model, batch or 8, force, as_json)
     if preset == "lab01":
         return benchmarks.lab01(data, out, force, as_json)
-    raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, ["scaling", "lab01"]))
+    if preset not in ("fleet", "strategies"):
+        presets = ["scaling", "fleet", "strategies", "lab01"]
+        raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
+    from evener.cli import fleet_benches
+
+    path = fleets.fleet_path(fleet)
+    if path is None:
+        raise UsageError(f"--preset {preset} needs a fleet", hint="--fleet FILE; evener lab up makes one")
+    if data and len(data) > 1:
+        raise UsageError(f"--preset {preset} takes one corpus")
+    corpus = data[0] if data else benchmarks.prepared(benchmarks.CORPORA[0])
+    if preset == "fleet":
+        return fleet_benches.fleet(path, hosts, corpus, out, seconds, model, batch or 8, as_json)
+    return fleet_benches.strategies(path, hosts, corpus, out, steps, syncs, model, batch or 16, as_json)

@@ -62,7 +62,7 @@ def scaling(
         eval=EvalSpec(eval_every=0),
         machine=MachineSpec(contention=True),
     )
-    corpora = data or [_prepared(corpus, console) for corpus in CORPORA]
+    corpora = data or [prepared(corpus, console) for corpus in CORPORA]
     series = bench.specs(base, folder, corpora, counts)
     # A mistake is found before anything is replaced.
     resolved = {spec.out: resolve(msgspec.structs.replace(spec, out=None)) for runs in series.values() for spec in runs}
@@ -115,7 +115,7 @@ def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -
     console = Console(stderr=True, highlight=False, quiet=as_json)
     if data and len(data) > 1:
         raise UsageError("--preset lab01 takes one corpus")
-    corpus = data[0] if data else _prepared("data/verbs", console)
+    corpus = data[0] if data else prepared("data/verbs", console)
     folder = Path(out or "experiments/35-ddp-cpu")
     encode = load_tokenizer(Path(corpus)).encode
     found = lab.run(Path(corpus), folder, encode, force=force, tell=lambda text: console.print(text, markup=False))
@@ -159,13 +159,13 @@ def _rates_here(spec: RunSpec, console: Console) -> dict[str, Rates]:
     return {item.device: item.rates for item in told if isinstance(item, DeviceRates)}
 
 
-def _prepared(corpus: str, console: Console) -> str:
+def prepared(corpus: str, console: Console | None = None) -> str:
     """The folder of a corpus that evener makes itself, made if it is missing."""
     if not (Path(corpus) / "meta.json").exists():
         from evener.cli import data
 
         makers: dict[str, Callable[..., object]] = {"data/verbs": data.verbs, "data/python": data.python}
-        console.print(f"preparing {corpus}")
+        (console or Console(stderr=True)).print(f"preparing {corpus}")
         makers[corpus](out=Path(corpus))
     return corpus
 

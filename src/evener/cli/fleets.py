@@ -81,14 +81,17 @@ def tell_warnings(prepared: Any) -> None:
         say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
 
 
-def predicted(fleet: Any, resolved: Any, seats: Any) -> Any:
-    """What the planner says of a run on these seats, told in a line; None where it knows too little to say anything."""
+def predicted(fleet: Any, resolved: Any, seats: Any, *, as_asked: bool = False) -> Any:
+    """What the planner says of a run on these seats, told in a line, whom it leaves out, and what would be better.
+
+    None where it knows too little to say anything. `as_asked`: it leaves out none, and is not asked what is better.
+    """
     from evener.core.errors import UsageError
     from evener.plan.question import of_training
     from evener.plan.search import flags_of_recommended, in_a_line
 
     try:
-        prediction = of_training(fleet, resolved.spec, resolved.shape, seats)
+        prediction = of_training(fleet, resolved.spec, resolved.shape, seats, leaves_out=not as_asked)
     except UsageError as unknown:  # what stands in the run's own way is told by those who start it
         say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         return None
@@ -96,7 +99,7 @@ def predicted(fleet: Any, resolved: Any, seats: Any) -> Any:
         names = ", ".join(name for name, of_host in prediction.left_out.items() if of_host == why)
         say(f"left out: {names}: {why}\nhint:  --shares equal has all hosts take part")
     say(f"predicted: {in_a_line(prediction)}")
-    if prediction.recommended != prediction.chosen:
+    if not as_asked and prediction.recommended != prediction.chosen:
         say(f"warning: {prediction.verdict}")
         if prediction.recommended:
             say(f"hint:  {flags_of_recommended(prediction)}")

@@ -20,14 +20,11 @@ PLAIN_EVERY_S = 5.0
 
 @contextlib.contextmanager
 def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = None) -> Iterator[Callable[[Any], None]]:
-    """What a run that is followed tells of every record and event: a bar on a terminal, plain lines elsewhere."""
+    """What a run that is followed tells of every record and event, below what is trained."""
     from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn
-    from rich.progress import Progress as Bar
 
     spec = resolved.spec
     console = Console(stderr=True, highlight=False, quiet=quiet)
-    progress = Progress(spec.train.steps, spec.train.batch * resolved.shape.block_size)
     groups = [f"{group} {count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
     console.print(f"{count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
     num_ranks = num_ranks or spec.machine.ranks
@@ -36,21 +33,33 @@ def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = N
         f"{spec.train.batch} × {resolved.shape.block_size} tokens a step from {resolved.corpus.path}"
     )
     console.print(f"run directory {spec.out}")
+    with bar(resolved, console) as observe:
+        yield observe
+
+
+@contextlib.contextmanager
+def bar(resolved: Resolved, console: Any) -> Iterator[Callable[[Any], None]]:
+    """A bar on a terminal, plain lines elsewhere."""
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    spec = resolved.spec
+    progress = Progress(spec.train.steps, spec.train.batch * resolved.shape.block_size, spec.train.max_s)
     with contextlib.ExitStack() as stack:
-        bar = None
-        if console.is_terminal and not quiet:
-            bar = stack.enter_context(
+        shown = None
+        if console.is_terminal and not console.quiet:
+            shown = stack.enter_context(
                 Bar(SpinnerColumn(), BarColumn(20), TextColumn("{task.description}"), console=console, transient=True)
             )
-            task = bar.add_task("starting", total=spec.train.steps)
+            task = shown.add_task("starting", total=1.0)
         told = time.monotonic()
 
         def observe(news: StepRecord | dict[str, Any]) -> None:
             nonlocal told
             if isinstance(news, StepRecord):
                 progress.add(news)
-                if bar is not None:
-                    bar.update(task, completed=progress.done, description=progress.line())
+                if shown is not None:
+                    shown.update(task, completed=progress.share, description=progress.line())
                 elif time.monotonic() - told > PLAIN_EVERY_S or progress.done == spec.train.steps:
                     told = time.monotonic()
                     console.print(progress.line())

@@ -23,7 +23,7 @@ def report(
     from typing import Any
 
     from evener.core.rundir import RunDir
-    from evener.report import benchpage
+    from evener.report import benchpage, compare
     from evener.report.explain import explain_run, explain_scaling
     from evener.report.page import write_page
     from evener.report.summary import as_result, summarize
@@ -34,6 +34,11 @@ def report(
         series = benchpage.summaries(rundir.path)
         explanation = [f"{corpus}: {explain_scaling(runs)}" for corpus, runs in series.items()]
         found = {"series": {corpus: [as_result(summary) for summary in runs] for corpus, runs in series.items()}}
+    elif compare.is_comparison(rundir.path):
+        compared = compare.read(rundir.path)
+        runs = compare.summaries(rundir.path, compared)
+        explanation = compare.explain(compared.kind, runs, compared.base)
+        found = {"runs": {label: as_result(one) for label, one in runs.items()}, "failed": compared.failed}
     else:
         summary = summarize(rundir)
         explanation = explain_run(summary)

@@ -95,73 +95,35 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
     """Train on a fleet; the exit status where there is nothing to tell of an end. `before` is the plan of a run that is
     resumed.
     """
-    import contextlib
-
-    import msgspec
-
-    from evener.cli import fleets, follow
-    from evener.core.errors import EvenerError, UsageError
-    from evener.core.fleet import only
+    from evener.cli import fleet_run, fleets, follow
+    from evener.core.errors import UsageError
     from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.hosts.session import connect
-    from evener.launch import carry
-    from evener.launch import fleet as launcher
-    from evener.plan.question import ring_order
 
-    rundir, resumes = RunDir(resolved.spec.out), resolved.resume is not None
-    there = find_plan(rundir)
-    if there is not None and not there.is_here and not resumes:  # its hosts may know more of it than its directory
+    rundir, there = RunDir(resolved.spec.out), find_plan(RunDir(resolved.spec.out))
+    if there is not None and not there.is_here and resolved.resume is None:
+        # Its hosts may know more of it than its directory.
         raise UsageError(
             f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
         )
     with connect(fleet) as (sessions, errors):
-        # Of a run that is resumed the ranks stay where they were.
-        order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
-        hosts = fleets.in_order(fleet, order)
-        prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, before.id if before else None)
-        roster, seats = prepared.roster(resolved), prepared.seats(resolved.spec.machine)
-        if before is None:
-            prediction = fleets.predicted(fleet, resolved, seats)
-        else:
-            prediction = fleets.predicted_again(hosts, resolved, seats, before)
-        if prediction is not None:
-            roster = prediction.option(prediction.chosen).roster
-        if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
-            hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
-            sessions = {name: sessions[name] for name in hosts.hosts}
-            prepared = launcher.prepare(hosts, sessions, errors, rundir.path.name, prepared.id)
-        fleets.tell_warnings(prepared)
-        plan, trees = launcher.plan_training(prepared, resolved, roster, resume=resumes)
-        plan = msgspec.structs.replace(plan, prediction=prediction)
+        plan, trees, prepared = fleet_run.planned(fleet, sessions, errors, resolved, before)
         if dry_run:
             fleets.print_plan(plan, as_json)
             return 0
-        launcher.deliver(trees, plan, sessions, fleets.say)
-        if resumes:
-            carry.restore(rundir, plan, sessions, resolved.resume.step)
-        launcher.start(rundir, plan, sessions)
-        launcher.note_findings(rundir, plan, prepared)
+        fleet_run.begin(plan, trees, prepared, sessions, resolved)
     if not as_json:
         fleets.tell_plan(plan)
     if detach:
         fleets.left_alone(rundir)
         return 0
-
-    def bring_checkpoint() -> None:
-        with contextlib.suppress(EvenerError):  # it stays on the first host, and --resume asks again
-            carry.bring_checkpoint(rundir, plan)
-
     try:
         with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
-            launcher.follow(rundir, plan, observe, fleets.on_lost)
+            fleet_run.follow_to_end(plan, resolved, observe)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130
-    except EvenerError:
-        bring_checkpoint()
-        raise
-    bring_checkpoint()
     return None
 
 

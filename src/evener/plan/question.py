@@ -55,14 +55,15 @@ def of_fleet(fleet: Fleet, spec: RunSpec, vocab_size: int | None, link: str | No
     return Question(job=job, cluster=assuming(cluster, [known.assumed] if known else []), source=source)
 
 
-def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, seats: Sequence[Seat]) -> Prediction:
+def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, seats: Sequence[Seat], *,
+                leaves_out: bool = True) -> Prediction:  # fmt: skip
     """What `train` is about to do on these seats, by rank; NotMeasuredError where too little was measured.
 
-    With --shares auto the hosts that make it no faster are left out.
+    With --shares auto the hosts that make it no faster are left out, unless all are to take part.
     """
     job = Job(spec=spec, shape=shape)
     found = predict(job, cluster_of(fleet, job, seats=seats), keep_order=True)
-    left_out = why_left_out(found) if spec.machine.shares == "auto" else {}
+    left_out = why_left_out(found) if leaves_out and spec.machine.shares == "auto" else {}
     if not left_out:
         return found
     cluster = only(found.cluster, [name for name in found.cluster.names if name not in left_out])

@@ -252,6 +252,57 @@ def scaling(series: Mapping[str, Sequence[Summary]]) -> Figure:
     return {"data": traces, "layout": layout}
 
 
+def speeds(runs: Mapping[str, Summary]) -> Figure:
+    """Tokens/s of every run, a bar each."""
+    labels = [label for label, run in runs.items() if run.tokens_per_s]
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "name": "tokens/s",
+        "y": labels,
+        "x": [_short(runs[label].tokens_per_s or 0.0) for label in labels],
+        "marker": {"color": SERIES_COLOURS[0]},
+        "hovertemplate": "%{x:.4~s} tokens/s<extra>%{y}</extra>",
+    }
+    layout = {
+        "height": 80 + 36 * len(labels),
+        "bargap": 0.35,
+        "xaxis": {"title": "tokens/s", "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False, "type": "category"},
+    }
+    return {"data": [bar], "layout": layout}
+
+
+def tradeoff(runs: Mapping[str, Summary]) -> Figure:
+    """Tokens/s against validation loss, a dot a run: further right is faster, lower has learned more."""
+    points = sorted(tradeoff_points(runs), key=lambda point: point[2])
+    around = ("bottom center", "middle right", "top center", "middle left")  # names of dots that lie close together
+    dots = {
+        "type": "scatter",
+        "mode": "markers+text",
+        "name": "runs",
+        "x": [_short(rate) for _, rate, _ in points],
+        "y": [_short(loss) for _, _, loss in points],
+        "text": [label for label, _, _ in points],
+        "textposition": [around[i % len(around)] for i in range(len(points))],
+        "cliponaxis": False,
+        "marker": {"color": SERIES_COLOURS[0], "size": 11},
+        "hovertemplate": "%{text}: %{x:.4~s} tokens/s, loss %{y:.4f}<extra></extra>",
+    }
+    layout = {
+        "height": 420,
+        "xaxis": {"title": "tokens/s", "rangemode": "tozero"},
+        "yaxis": {"title": "validation loss"},
+    }
+    return {"data": [dots], "layout": layout}
+
+
+def tradeoff_points(runs: Mapping[str, Summary]) -> list[tuple[str, float, float]]:
+    """(label, tokens/s, validation loss) of the runs that have both."""
+    return [(label, run.tokens_per_s, result.val_loss) for label, run in runs.items()
+            if run.tokens_per_s and (result := run.manifest.result) and result.val_loss is not None]  # fmt: skip
+
+
 def measured_points(runs: Sequence[Summary]) -> list[tuple[int, float]]:
     """(processes, tokens/s) of the runs that have both, ascending."""
     return sorted((run.manifest.world_size, run.tokens_per_s) for run in runs if run.tokens_per_s)

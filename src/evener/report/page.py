@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from evener.core.rundir import Manifest, RunDir
 from evener.core.step import StepRecord, aligned
 from evener.core.units import count, plural, seconds, size
 from evener.plan.search import what_if
-from evener.report import benchpage, figures
+from evener.report import benchpage, compare, figures
 from evener.report.events import evaluations, first_failure, tell
 from evener.report.explain import explain_measured, limit
 from evener.report.gap import NO_PREDICTION, explain_prediction
@@ -37,16 +37,23 @@ MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "ba
 def write_page(rundir: RunDir) -> Path:
     """Write `report.html` into a run directory, or into the folder of a bench, and return its path."""
     if benchpage.is_bench(rundir.path):
-        for names in benchpage.read(rundir.path).values():
-            for name in names:
-                if not (rundir.path / name / "report.html").exists():  # the page of the bench points there
-                    write_page(RunDir(rundir.path / name))
+        _write_pages_of(rundir, [name for names in benchpage.read(rundir.path).values() for name in names])
         text = benchpage.page(rundir.path)
+    elif compare.is_comparison(rundir.path):
+        _write_pages_of(rundir, compare.read(rundir.path).runs.values())
+        text = compare.page(rundir.path)
     else:
         text = run_page(rundir, now=time.time())
     path = rundir.path / "report.html"
     write_atomic(path, text.encode())
     return path
+
+
+def _write_pages_of(folder: RunDir, names: Iterable[str]) -> None:
+    """Those of the runs to which the page of a bench points, where they are missing."""
+    for name in names:
+        if not (folder.path / name / "report.html").exists():
+            write_page(RunDir(folder.path / name))
 
 
 def run_page(rundir: RunDir, now: float) -> str:

@@ -1,13 +1,20 @@
-"""How does the scaling picture for a README or a manifest look? A PNG: tokens/s over processes."""
+"""How do the pictures of benches look that a README or a blog shows? PNGs: tokens/s over processes, of set-ups, and
+against loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evener.core.units import count, plural
-from evener.report.figures import SERIES_COLOURS, ideal_points, measured_points
+from evener.report.figures import SERIES_COLOURS, ideal_points, measured_points, tradeoff_points
 from evener.report.summary import Summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 INK, SOFT, LINE = "#1c1d1f", "#62656b", "#e4e4e1"
@@ -68,3 +75,62 @@ def scaling_png(series: Mapping[str, Sequence[Summary]], path: str | Path) -> No
     axes.plot([], [], color=SOFT, linestyle=(0, (4, 3)), linewidth=1.5, label="if nothing were lost")
     axes.legend(frameon=False, fontsize=12, labelcolor=INK, loc="upper left")
     figure.savefig(path)
+
+
+def speeds_png(runs: Mapping[str, Summary], path: str | Path) -> None:
+    """Tokens/s of every run, a bar each; a line where the planner had predicted it."""
+    figure, axes = _empty(0.8 + 0.5 * max(1, len(runs)))
+    measured = {label: run for label, run in runs.items() if run.tokens_per_s}
+    for y, run in enumerate(measured.values()):
+        rate = run.tokens_per_s or 0.0
+        axes.barh(y, rate, height=0.62, color=SERIES_COLOURS[0])
+        axes.annotate(count(rate), (rate, y), xytext=(6, 0), textcoords="offset points", va="center", color=INK,
+                      fontsize=11, fontweight="bold")  # fmt: skip
+        if run.predicted is not None:
+            axes.plot([run.predicted.tokens_per_s] * 2, [y - 0.38, y + 0.38], color=SERIES_COLOURS[1], linewidth=2.5)
+    if any(run.predicted for run in measured.values()):
+        axes.plot([], [], color=SERIES_COLOURS[1], linewidth=2.5, label="predicted")
+        axes.legend(frameon=False, fontsize=11, labelcolor=INK, loc="lower right")
+    axes.set_yticks(range(len(measured)), list(measured))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max((run.tokens_per_s or 0.0 for run in measured.values()), default=1.0))
+    axes.set_title("tokens/s", loc="left", fontsize=14, color=INK, pad=14)
+    axes.grid(axis="x", color=LINE)
+    figure.savefig(path)
+
+
+def tradeoff_png(runs: Mapping[str, Summary], path: str | Path) -> None:
+    """Tokens/s against validation loss, a dot a run: further right is faster, lower has learned more."""
+    figure, axes = _empty(5.5)
+    points = tradeoff_points(runs)
+    rates, losses = [rate for _, rate, _ in points], [loss for *_, loss in points]
+    axes.plot(rates, losses, "o", markersize=9, color=SERIES_COLOURS[0])
+    # Names in a column beside the picture, by loss: dots of ways that are alike lie close together.
+    for place, (label, rate, loss) in enumerate(sorted(points, key=lambda point: -point[2])):
+        axes.annotate(label, (rate, loss), xytext=(1.04, 1 - (place + 0.5) / len(points)), textcoords="axes fraction",
+                      va="center", color=INK, fontsize=11,
+                      arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.7, "shrinkB": 5})  # fmt: skip
+    axes.set_xlim(0, 1.12 * max(rates, default=1.0))
+    axes.margins(y=0.15)
+    axes.set_title("validation loss over tokens/s: right is faster, low has learned more", loc="left", fontsize=13,
+                   color=INK, pad=14)  # fmt: skip
+    axes.set_xlabel("tokens/s", fontsize=12, color=SOFT)
+    axes.grid(color=LINE)
+    figure.savefig(path)
+
+
+def _empty(height: float) -> tuple[Figure, Axes]:
+    """A picture without anything in it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.tick_params(labelsize=11, length=0, labelcolor=SOFT)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(SOFT)
+    return figure, axes

@@ -1,0 +1,80 @@
+"""Which trainings tell what the machines of a fleet bring, and each way to agree? All train the same, one by one.
+
+fleet        each host alone: one process, one a core, its GPUs; then together, the fastest first
+strategies   the fastest host alone, then all hosts by each way to agree, for the same steps
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.core.roster import parse_sync
+from evener.core.shape import GPTShape
+from evener.core.spec import RunSpec
+from evener.plan.sync import gradients
+
+MOST_PROCESSES = 8  # on one host's processor
+SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:30", "diloco:30:int8",
+         "diloco:30:int4:streamed")  # fmt: skip
+OF_TABLES = ("packed+sparse", "int8+sparse")  # where a model has tables that are only looked up
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """One training of a bench."""
+
+    label: str  # for a person, unlike all others of its bench
+    hosts: list[str]
+    spec: RunSpec
+    ranks: int | None = None  # on each host; None: as the fleet's file says
+
+    @property
+    def name(self) -> str:
+        """Of its run directory."""
+        return re.sub(r"[^\w.+]+", "-", self.label).strip("-")
+
+
+def alone(base: RunSpec, host: str, cores: int, num_gpus: int) -> list[Setup]:
+    """What a host can do by itself.
+
+    >>> from evener.core.spec import RunSpec
+    >>> [setup.name for setup in alone(RunSpec(), "attic", 4, 1)]
+    ['attic-1-process', 'attic-4-processes', 'attic-GPU']
+    """
+    counts = sorted({1, min(cores, base.train.batch, MOST_PROCESSES)})
+    setups = [Setup(label=f"{host}, 1 process" if ranks == 1 else f"{host}, {ranks} processes", hosts=[host],
+                    spec=_on(base, "cpu"), ranks=ranks) for ranks in counts]  # fmt: skip
+    if num_gpus:
+        label = f"{host}, GPU" if num_gpus == 1 else f"{host}, {num_gpus} GPUs"
+        setups.append(Setup(label=label, hosts=[host], spec=_on(base, "cuda")))
+    return setups
+
+
+def together(base: RunSpec, hosts: Sequence[str], with_gpus: Sequence[str]) -> list[Setup]:
+    """The first two hosts, the first three, … all of them; with their GPUs, and all on their processors too."""
+    setups = [Setup(label=" + ".join(hosts[:num]), hosts=list(hosts[:num]), spec=base)
+              for num in range(2, len(hosts) + 1)]  # fmt: skip
+    if len(hosts) > 1 and with_gpus:
+        setups.append(Setup(label=" + ".join(hosts) + ", processors", hosts=list(hosts), spec=_on(base, "cpu")))
+    return setups
+
+
+def by_strategy(base: RunSpec, shape: GPTShape, fastest: str, hosts: Sequence[str],
+                syncs: Sequence[str] | None) -> list[Setup]:  # fmt: skip
+    """The fastest host alone, and all of them by each of these strategies, or by those that suit the model.
+
+    UsageError where one has no such name.
+    """
+    has_tables = any(one.is_lookup for one in gradients(shape))
+    chosen = [str(parse_sync(name)) for name in syncs or [*SYNCS, *(OF_TABLES if has_tables else ())]]
+    setups = [Setup(label=f"{fastest} alone", hosts=[fastest], spec=base)]
+    for sync in dict.fromkeys(chosen):
+        train = msgspec.structs.replace(base.train, sync=sync)
+        setups.append(Setup(label=sync, hosts=list(hosts), spec=msgspec.structs.replace(base, train=train)))
+    return setups
+
+
+def _on(base: RunSpec, device: str) -> RunSpec:
+    return msgspec.structs.replace(base, machine=msgspec.structs.replace(base.machine, device=device))

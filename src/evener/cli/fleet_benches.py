@@ -1,0 +1,228 @@
+"""How does a bench of a fleet's hosts run, and look in a terminal?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from evener.bench import setups
+from evener.bench.setups import Setup
+from evener.cli import fleet_run, fleets, follow
+from evener.core.errors import EvenerError, UsageError
+from evener.core.fleet import Fleet, load_fleet, only
+from evener.core.prediction import Job
+from evener.core.resolve import resolve
+from evener.core.rundir import RunDir
+from evener.core.spec import EvalSpec, ModelSpec, RunSpec, TrainSpec
+from evener.hosts.session import connect
+from evener.launch import fleet as launcher
+from evener.plan.cluster import NotMeasuredError, cluster_of
+from evener.plan.search import predict
+from evener.report import compare
+from evener.report.compare import Compared, Kind
+from evener.report.page import write_page
+from evener.report.picture import speeds_png, tradeoff_png
+from evener.report.summary import Summary, as_result, summarize
+
+STEPS = 10_000  # more than any budget of seconds allows: the clock ends a run
+
+
+def fleet(path: str, hosts: str | None, data: str, out: str | None, seconds: float, model: str, batch: int,
+          as_json: bool) -> int:  # fmt: skip
+    """Each host alone and all together: tokens/s and all-reduce time."""
+    base = _base(data, model, TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=20), EvalSpec(eval_every=0))
+    bench = _Bench("fleet", Path(out or "runs/fleet"), path, hosts, base, as_json)
+    bench.measure_what_is_missing()
+    with connect(bench.fleet) as (sessions, errors):
+        places = launcher.prepare(bench.fleet, sessions, errors, "bench").places
+    for place in places:
+        for setup in setups.alone(base, place.name, place.cores, len(place.gpus)):
+            bench.train(setup)
+    if not bench.runs:
+        raise UsageError(
+            "no host could train", hint="evener doctor --fleet " + path, output="\n".join(bench.failed.values())
+        )
+    bench.base = bench.fastest()
+    by_speed = sorted(bench.fleet.hosts, key=lambda name: -bench.best_of(name))
+    for setup in setups.together(base, by_speed, [place.name for place in places if place.gpus]):
+        bench.train(setup)
+    return bench.tell()
+
+
+def strategies(path: str, hosts: str | None, data: str, out: str | None, steps: int, syncs: str | None, model: str,
+               batch: int, as_json: bool) -> int:  # fmt: skip
+    """All hosts by each way to agree, and the fastest alone, for the same steps: tokens/s against loss."""
+    base = _base(data, model, TrainSpec(steps=steps, batch=batch), EvalSpec(eval_every=0))
+    bench = _Bench("strategies", Path(out or "runs/strategies"), path, hosts, base, as_json)
+    if len(bench.fleet.hosts) < 2:
+        raise UsageError(f"{path}: ways to agree need two hosts", hint="a second [hosts.NAME]")
+    shape = resolve(base).shape
+    names = None if syncs is None else [name.strip() for name in syncs.split(",")]
+    setups.by_strategy(base, shape, "", list(bench.fleet.hosts), names)  # a mistake is told before anything is measured
+    bench.measure_what_is_missing()
+    for setup in setups.by_strategy(base, shape, bench.foreseen(), list(bench.fleet.hosts), names):
+        bench.base = bench.base or setup.label
+        bench.train(setup)
+    return bench.tell()
+
+
+def _base(data: str, model: str, train: TrainSpec, evaluation: EvalSpec) -> RunSpec:
+    """What all runs have in common; without dropout, so that their losses can be compared."""
+    spec = RunSpec(model=ModelSpec(model=model, dropout=0.0, compile="off"), train=train, eval=evaluation)
+    return msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))
+
+
+class _Bench:
+    """Runs of one bench as they come. What is finished in its folder is not run again: it may be started anew."""
+
+    def __init__(self, kind: Kind, out: Path, path: str, hosts: str | None, base: RunSpec, as_json: bool) -> None:
+        self.kind, self.out, self.path, self.spec, self.as_json = kind, out, path, base, as_json
+        self.fleet: Fleet = only(load_fleet(path), hosts)
+        self.console = Console(stderr=True, highlight=False, quiet=as_json)
+        self.runs: dict[str, Summary] = {}
+        self.failed: dict[str, str] = {}
+        self.base: str | None = None  # what the others are compared with
+        self._names: dict[str, str] = {}
+        resolve(base)  # a mistake is told before anything is measured
+        if out.exists() and any(out.iterdir()) and not compare.is_comparison(out):
+            raise UsageError(f"{out}: exists and is not a bench", hint="another --out")
+        if compare.is_comparison(out) and compare.read(out).kind != kind:
+            raise UsageError(f"{out}: holds another bench", hint="another --out")
+
+    def measure_what_is_missing(self) -> None:
+        """Hosts and links, so that each run can be predicted; they stay in the fleet's file."""
+        from evener.cli import probe
+
+        job = Job(spec=self.spec, shape=resolve(self.spec).shape)
+        try:
+            cluster_of(self.fleet, job)
+        except NotMeasuredError as missing:
+            self.say(f"{missing}: measuring hosts and links first")
+            with contextlib.redirect_stdout(sys.stderr):
+                if len(self.fleet.hosts) > 1:
+                    probe.wire(fleet=self.path, seconds=1.0, no_iperf3=True, no_trials=True)
+                probe.host(fleet=self.path, model=self.spec.model.model)
+            self.fleet = only(load_fleet(self.path), ",".join(self.fleet.hosts))
+
+    def train(self, setup: Setup) -> None:
+        """Run it to its end, or take it from the folder; what fails is told at the end, and the others go on."""
+        rundir = RunDir(self.out / setup.name)
+        spec = msgspec.structs.replace(setup.spec, out=str(rundir))
+        self._names[setup.label] = setup.name
+        self.say(f"\n{setup.label}")
+        try:
+            if self._is_there(rundir, spec):
+                self.say("is there")
+            else:
+                self._train(setup, spec, rundir)
+            summary = summarize(rundir)
+            if not summary.tokens_per_s:
+                raise UsageError("no step was recorded")
+            self.runs[setup.label] = summary
+        except EvenerError as error:
+            self.failed[setup.label] = str(error)
+            self.say(f"failed: {error}")
+        self._write()
+
+    def best_of(self, host: str) -> float:
+        """Tokens/s of the best that a host can do alone."""
+        return max((run.tokens_per_s or 0.0 for run in self.runs.values()
+                    if run.manifest.roster.hosts == [host]), default=0.0)  # fmt: skip
+
+    def fastest(self) -> str:
+        """Of the runs that there are."""
+        return max(self.runs, key=lambda label: self.runs[label].tokens_per_s or 0.0)
+
+    def foreseen(self) -> str:
+        """The host that the planner finds fastest alone; the file's first where it knows too little."""
+        with contextlib.suppress(UsageError):
+            job = Job(spec=self.spec, shape=resolve(self.spec).shape)
+            options = predict(job, cluster_of(self.fleet, job)).options
+            alone = [option for option in options if len(option.roster.hosts) == 1]
+            return max(alone, key=lambda option: option.tokens_per_s).roster.hosts[0]
+        return next(iter(self.fleet.hosts))
+
+    def say(self, text: str) -> None:
+        """One line for a person."""
+        self.console.print(text, markup=False)
+
+    def tell(self) -> int:
+        """The table, the sentences, the picture and the page."""
+        draw = speeds_png if self.kind == "fleet" else tradeoff_png
+        draw(self.runs, self.out / f"{self.kind}.png")
+        for run in self.runs.values():
+            write_page(RunDir(run.run_dir))
+        page = write_page(RunDir(self.out))
+        base = self.runs.get(self.base) if self.base else None
+        sentences = compare.explain(self.kind, self.runs, self.base)
+        if self.as_json:
+            told = {
+                "out": str(self.out),
+                "report": str(page),
+                "base": self.base,
+                "runs": {label: as_result(run) for label, run in self.runs.items()},
+                "failed": self.failed,
+                "explanation": sentences,
+            }
+            json.dump(told, sys.stdout)
+            print()
+            return int(bool(self.failed))
+        table = Table(compare.TITLES[self.kind], box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for column in compare.COLUMNS[self.kind]:
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in compare.rows(self.kind, self.runs, base):
+            table.add_row(*row)
+        self.console.print()
+        self.console.print(table)
+        for label, why in self.failed.items():
+            self.say(f"{label}: {why}")
+        for sentence in sentences:
+            self.say(sentence)
+        self.console.print(f"\npicture: {self.out / self.kind}.png\nreport:  ", end="")
+        print(page)
+        return int(bool(self.failed))
+
+    def _is_there(self, rundir: RunDir, spec: RunSpec) -> bool:
+        """Has this very training been run to its end, or to that of its seconds?"""
+        if not rundir.is_run():
+            return False
+        manifest = rundir.manifest()
+        ended = "finished" if spec.train.max_s is None else "stopped"
+        return manifest.verdict == ended and (manifest.spec.train, manifest.spec.model) == (spec.train, spec.model)
+
+    def _train(self, setup: Setup, spec: RunSpec, rundir: RunDir) -> None:
+        self._write()  # this folder is a bench's
+        shutil.rmtree(rundir.path, ignore_errors=True)  # what was not finished
+        resolved = resolve(spec)
+        hosts = fleets.with_ranks(only(self.fleet, ",".join(setup.hosts)), setup.ranks)
+        with connect(hosts) as (sessions, errors):
+            plan, trees, prepared = fleet_run.planned(hosts, sessions, errors, resolved, as_asked=True)
+            fleet_run.begin(plan, trees, prepared, sessions, resolved)
+        with self._ending_it_on_ctrl_c(rundir, plan), follow.bar(resolved, self.console) as observe:
+            fleet_run.follow_to_end(plan, resolved, observe)
+
+    @contextlib.contextmanager
+    def _ending_it_on_ctrl_c(self, rundir: RunDir, plan: Any) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.say(f"stopping; what has finished stays in {self.out}, and the same command goes on")
+            launcher.stop(rundir, plan)
+            shutil.rmtree(rundir.path)
+            raise
+
+    def _write(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        names = {label: self._names[label] for label in self.runs}
+        base = self.base if self.base in self.runs else None
+        compare.write(self.out, Compared(kind=self.kind, base=base, runs=names, failed=self.failed))

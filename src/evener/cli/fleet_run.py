@@ -1,0 +1,79 @@
+"""How is a training started on a fleet, followed to its end, and its checkpoint brought home?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def planned(fleet: Any, sessions: Any, errors: Any, resolved: Any, before: Any = None, *,
+            as_asked: bool = False) -> tuple[Any, list[Any], Any]:  # fmt: skip
+    """(plan, what the hosts must have for it, what was found of them) of a training, with what is said of it before.
+
+    `before` is the plan of a run that is resumed. `as_asked`: all hosts take part, and nobody is told of a better way.
+    """
+    import msgspec
+
+    from evener.cli import fleets
+    from evener.core.fleet import only
+    from evener.core.rundir import RunDir
+    from evener.launch import fleet as launcher
+    from evener.plan.question import ring_order
+
+    name = RunDir(resolved.spec.out).path.name
+    # Of a run that is resumed the ranks stay where they were.
+    order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
+    hosts = fleets.in_order(fleet, order)
+    prepared = launcher.prepare(hosts, sessions, errors, name, before.id if before else None)
+    roster, seats = prepared.roster(resolved), prepared.seats(resolved.spec.machine)
+    if before is None:
+        prediction = fleets.predicted(fleet, resolved, seats, as_asked=as_asked)
+    else:
+        prediction = fleets.predicted_again(hosts, resolved, seats, before)
+    if prediction is not None:
+        roster = prediction.option(prediction.chosen).roster
+    if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
+        hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
+        prepared = launcher.prepare(hosts, {host: sessions[host] for host in hosts.hosts}, errors, name, prepared.id)
+    fleets.tell_warnings(prepared)
+    plan, trees = launcher.plan_training(prepared, resolved, roster, resume=resolved.resume is not None)
+    return msgspec.structs.replace(plan, prediction=prediction), trees, prepared
+
+
+def begin(plan: Any, trees: list[Any], prepared: Any, sessions: Any, resolved: Any) -> None:
+    """Send what the hosts lack, and start all ranks."""
+    from evener.cli import fleets
+    from evener.core.rundir import RunDir
+    from evener.launch import carry
+    from evener.launch import fleet as launcher
+
+    rundir = RunDir(resolved.spec.out)
+    mine = {host.name: sessions[host.name] for host in plan.hosts}
+    launcher.deliver(trees, plan, mine, fleets.say)
+    if resolved.resume is not None:
+        carry.restore(rundir, plan, mine, resolved.resume.step)
+    launcher.start(rundir, plan, mine)
+    launcher.note_findings(rundir, plan, prepared)
+
+
+def follow_to_end(plan: Any, resolved: Any, observe: Any) -> None:
+    """Tell of every record and event until the run ends, and bring its checkpoint home, also of one that failed."""
+    import contextlib
+
+    from evener.cli import fleets
+    from evener.core.errors import EvenerError
+    from evener.core.rundir import RunDir
+    from evener.launch import carry
+    from evener.launch import fleet as launcher
+
+    rundir = RunDir(resolved.spec.out)
+
+    def bring_checkpoint() -> None:
+        with contextlib.suppress(EvenerError):  # it stays on the first host, and --resume asks again
+            carry.bring_checkpoint(rundir, plan)
+
+    try:
+        launcher.follow(rundir, plan, observe, fleets.on_lost)
+    except EvenerError:
+        bring_checkpoint()
+        raise
+    bring_checkpoint()
