@@ -18,6 +18,7 @@ from evener.plan.cost import price
 from evener.plan.divide import first_roster_by_speed
 from evener.plan.question import of_training
 from evener.plan.search import flags_of_recommended, larger, predict, what_if, why_left_out
+from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, buckets, gradients
 from tests.unit import planner
 from tests.unit.planner import changed, job_of, priced
 
@@ -232,6 +233,30 @@ def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothi
     monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (costs.get(sync.kind, 0.02), "me"))
     assert predict(auto, slow).chosen == "ddp"
     assert predict(changed(auto, loss_budget=2.0), slow).chosen == "powersgd:4"
+
+
+def test_buckets_are_small_where_a_link_is_slow_and_large_where_every_message_costs():
+    """What is left to send when backward is over: bucket after bucket, each when it is ready and the one before has
+    gone. On a long link each message waits for its answer."""
+    job = job_of(SHAPE, batch=16)
+    slow = cluster(1200.0, 1200.0, wire=Wire(latency_s=1e-4, bandwidth_Bps=117e6))
+    usual, chosen = priced(job, slow), predict(job, slow).option("ddp")
+    assert chosen.roster.bucket_bytes == CODED_BUCKET_BYTES
+    backward_s, exposed_s = 8 * 256 / 1200 * 2 / 3, []
+    for most_bytes in (None, CODED_BUCKET_BYTES):
+        gone_s = 0.0
+        for num_bytes, ready in buckets(gradients(SHAPE), most_bytes):
+            gone_s = max(gone_s, ready * backward_s) + num_bytes / 117e6  # two ranks of a ring send all of it once
+        exposed_s.append(gone_s - backward_s)
+    assert [one.slowest.cost.exposed_sync_s for one in (usual, chosen)] == pytest.approx(exposed_s, rel=0.05)
+    assert usual.step_s - chosen.step_s == pytest.approx(exposed_s[0] - exposed_s[1], rel=0.05)
+    assert usual.bytes_per_rank == chosen.bytes_per_rank
+
+    fast = cluster(3400.0, 3400.0, wire=FAST)
+    assert {option.roster.bucket_bytes for option in predict(job, fast).options} == {0}
+    far = Wire(latency_s=0.05, bandwidth_Bps=1e8)
+    assert predict(job, cluster(3400.0, 3400.0, wire=far)).option("int8").roster.bucket_bytes == BUCKET_BYTES
+    assert predict(job, cluster(3400.0)).options[0].roster.bucket_bytes == 0
 
 
 def test_a_small_gain_is_none_and_says_so():

@@ -31,6 +31,7 @@ def planned(fleet: Any, sessions: Any, errors: Any, resolved: Any, before: Any =
         prediction = fleets.predicted_again(hosts, resolved, seats, before)
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
+    roster = fleets.as_before(roster, before)
     if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
         hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
         prepared = launcher.prepare(hosts, {host: sessions[host] for host in hosts.hosts}, errors, name, prepared.id)

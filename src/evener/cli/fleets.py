@@ -123,6 +123,15 @@ def predicted_again(fleet: Any, resolved: Any, seats: Any, before: Any) -> Any:
     return predicted(fleet, resolved, seats)
 
 
+def as_before(roster: Any, before: Any) -> Any:
+    """The Roster with the buckets of the run that is resumed: others would add ranks up in another order."""
+    import msgspec
+
+    if before is None or before.roster is None or before.roster.sync != roster.sync:
+        return roster
+    return msgspec.structs.replace(roster, bucket_bytes=before.roster.bucket_bytes)
+
+
 def predicted_here(resolved: Any, seats: Any) -> Any:
     """The same of this machine alone, where fleet.toml has figures of it."""
     import msgspec

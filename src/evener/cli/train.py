@@ -73,7 +73,7 @@ def _here(before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool
         prepared = here.prepare_here(sessions, rundir, ranks=ranks, run_id=run_id)
         roster = prepared.roster(resolved)
         prediction = fleets.predicted_here(resolved, prepared.seats(resolved.spec.machine))
-        roster = prediction.option(prediction.chosen).roster if prediction else roster
+        roster = fleets.as_before(prediction.option(prediction.chosen).roster if prediction else roster, before)
         plan, _ = launcher.plan_training(prepared, resolved, roster, resume=resumes)
         plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:

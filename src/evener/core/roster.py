@@ -128,6 +128,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     members: list[Member]  # by rank
     sync: SyncSpec
     backend: Backend  # of the collectives; none: one rank
+    bucket_bytes: int = 0  # of gradients that leave together, at most; 0: as is the strategy's habit
     why: str = ""  # it follows the one before
     is_trial: bool = False  # a rank without a share is tried for a step, or that is over
 

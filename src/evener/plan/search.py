@@ -14,11 +14,13 @@ from evener.plan.cluster import scaled, with_wire
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
+from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes
 
 CANDIDATES = tuple(map(parse_sync, (
     "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30",
     "diloco:100:int4:streamed",
 )))  # fmt: skip
+BUCKETED = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
 MOST_FACTOR = 64  # of batch or bandwidth that is looked at
@@ -44,7 +46,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False) -> Predicti
         options += _that_fit(job, cluster, alone)
     if len(cluster.seats) > 1:
         options += _otherwise_divided(job, cluster)
-        options += [price(job, cluster, msgspec.structs.replace(chosen.roster, sync=sync))
+        options += [in_best_buckets(job, cluster, msgspec.structs.replace(chosen.roster, sync=sync, bucket_bytes=0))
                     for sync in CANDIDATES if sync != chosen.roster.sync and _makes_sense(sync, job)]  # fmt: skip
     options = list({option.name: option for option in reversed(options)}.values())[::-1]
     fitting = [option for option in alone if _fits(option, cluster)]
@@ -177,7 +179,20 @@ def _priced(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, na
     """What `train` does on these hosts, on all if None."""
     seats = [seat for seat in cluster.seats if hosts is None or seat.host in hosts]
     roster = first_roster_by_speed(job, cluster, seats)
-    return price(job, cluster, roster, name=name or _name_of(job, roster))
+    return in_best_buckets(job, cluster, roster, name=name or _name_of(job, roster))
+
+
+def in_best_buckets(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
+    """The Roster as it is, or with buckets of another size where that is clearly faster.
+
+    Small ones leave early, and little is left to send when backward is over; large ones cost fewer messages.
+    """
+    usual = price(job, cluster, roster, name=name)
+    if roster.world_size == 1 or roster.bucket_bytes or roster.sync.kind not in BUCKETED:
+        return usual
+    other = BUCKET_BYTES if bucket_bytes(roster) else CODED_BUCKET_BYTES
+    priced = price(job, cluster, msgspec.structs.replace(roster, bucket_bytes=other), name=name)
+    return priced if usual.step_s > WORTH * priced.step_s else usual
 
 
 def _name_of(job: Job, roster: Roster) -> str:

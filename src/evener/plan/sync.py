@@ -19,7 +19,7 @@ INDEX_BYTES = 4  # of a table's row
 GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
 BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB, so that something leaves early
 FIRST_BUCKET_BYTES = 1 << 20
-# What is coded before it travels: no bucket hides behind backward but those before the last, so all of them are small.
+# What is coded before it travels: the last bucket hides behind nothing, so all of them are small.
 CODED_BUCKET_BYTES = 4 << 20
 BLOCKS = {8: 256, 4: 64}  # numbers that share a scale, by their bits
 
@@ -109,9 +109,10 @@ def gradients(shape: GPTShape) -> list[Gradient]:
     return found
 
 
-def bucket_bytes(sync: SyncSpec) -> int | None:
-    """At most so much is in a bucket of a strategy; None: what is DDP's habit, its first one smaller."""
-    return None if sync.kind in ("ddp", "zero1") and not sync.sparse else CODED_BUCKET_BYTES
+def bucket_bytes(roster: Roster) -> int | None:
+    """At most so much is in a bucket, what the tensor that fills it has aside; None: as DDP has them by itself."""
+    is_plain = roster.sync.kind in ("ddp", "zero1") and not roster.sync.sparse
+    return roster.bucket_bytes or (None if is_plain else CODED_BUCKET_BYTES)
 
 
 def buckets(tensors: Sequence[Gradient], most_bytes: int | None = None) -> list[tuple[int, float]]:
@@ -177,7 +178,7 @@ def _all_reduces(found: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
 
 
 def _ddp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
-    return Exchange(transfers=_all_reduces(buckets(tensors, bucket_bytes(roster.sync))))
+    return Exchange(transfers=_all_reduces(buckets(tensors, bucket_bytes(roster))))
 
 
 def _rows(shape: GPTShape, roster: Roster, tensor: Gradient) -> Transfer:
@@ -204,7 +205,7 @@ def _packed(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exc
     fits = all(member.dtype == "bf16" and len(member.micro_batches) <= 1 for member in roster.members)
     sizes, narrow = [], {t.ready: 2.0 * t.num_params for t in tensors if fits and t.is_linear}
     begin = -math.inf
-    for size, ready in buckets(tensors, CODED_BUCKET_BYTES):
+    for size, ready in buckets(tensors, bucket_bytes(roster)):
         saved = sum(half for at, half in narrow.items() if begin < at <= ready)
         sizes.append((size - saved, float(size), ready))
         begin = ready
@@ -225,7 +226,7 @@ def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster, Sequence[Gradi
 
     def narrow(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
         factor = element_bytes(bits, block) / GRADIENT_BYTES
-        sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors, CODED_BUCKET_BYTES)]
+        sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors, bucket_bytes(roster))]
         return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
 
     return narrow
@@ -238,7 +239,7 @@ def _powersgd(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> E
     """
     rank = roster.sync.rank
     transfers = []
-    for bucket in bucketed(tensors, CODED_BUCKET_BYTES):
+    for bucket in bucketed(tensors, bucket_bytes(roster)):
         thin = [tensor for tensor in bucket if min(tensor.rows, tensor.columns) > 2 * rank]
         rest = sum(tensor.num_params for tensor in bucket) - sum(tensor.num_params for tensor in thin)
         left, right = (GRADIENT_BYTES * rank * sum(side) for side in
@@ -272,7 +273,7 @@ def _zero1(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exch
     """DDP; then each rank updates its part of the weights and broadcasts it.   [torch, ZeroRedundancyOptimizer]"""
     part = GRADIENT_BYTES * shape.num_params() / roster.world_size
     return Exchange(
-        transfers=_all_reduces(buckets(tensors)),
+        transfers=_all_reduces(buckets(tensors, bucket_bytes(roster))),
         after=[Transfer(collective="broadcast", size_bytes=part, ready=1.0) for _ in range(roster.world_size)],
         update_share=1 / roster.world_size,
     )

@@ -32,7 +32,7 @@ def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], N
     if roster.sync.kind == "diloco":
         return (Streamed if roster.sync.streamed else DiLoCo)(group, clock, lap, roster.sync)
     _check(roster, module)
-    return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module), bucket_bytes(roster.sync))
+    return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module), bucket_bytes(roster))
 
 
 def _check(roster: Roster, module: nn.Module) -> None:
