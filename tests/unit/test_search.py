@@ -16,8 +16,9 @@ from evener.core.shape import PRESETS, preset_shape
 from evener.plan.cluster import NotMeasuredError, cluster_of, scaled, uniform
 from evener.plan.cost import price
 from evener.plan.divide import first_roster_by_speed
+from evener.plan.options import larger
 from evener.plan.question import of_training
-from evener.plan.search import flags_of_recommended, larger, predict, what_if, why_left_out
+from evener.plan.search import flags_of_recommended, predict, what_if, why_left_out
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, buckets, gradients
 from tests.unit import planner
 from tests.unit.planner import changed, job_of, priced
@@ -151,6 +152,31 @@ def test_at_the_break_even_batch_all_are_clearly_faster_than_one():
     jobs = [larger(JOB, factor), larger(JOB, factor - 1)]
     speeds = [price(job, start, first_roster_by_speed(job, start, start.seats)).tokens_per_s for job in jobs]
     assert speeds[0] > 1020.0 >= speeds[1]
+
+
+def test_a_larger_batch_is_weighed_by_the_noise_scale():
+    """At a scale of a batch's tokens N = T, k times the batch needs (k + 1) / 2 times the tokens for the same loss."""
+    tokens, slow = JOB.tokens, cluster(1000.0, 1000.0, wire=Wire(latency_s=0, bandwidth_Bps=3e6))
+    assert not any("noise" in line for line in predict(JOB, slow).advice)
+    little, much = (msgspec.structs.replace(JOB, noise_tokens=noise) for noise in (tokens, 1000.0 * tokens))
+
+    (alone,) = [line for line in predict(little, cluster(1000.0)).advice if "noise" in line]
+    assert alone == (
+        f"By the noise scale that was measured, {tokens / 1e3:.1f}k tokens, --batch 48 needs 1.50 times as many tokens "
+        "for the same loss and trains 1.00 times as many a second: it is there later."
+    )
+    (link,) = [line for line in predict(much, slow).advice if "noise" in line]
+    factor = int(link.split("--batch ")[1].split()[0]) // 24
+    together = [predict(job, slow).option("ddp").tokens_per_s for job in (JOB, larger(JOB, factor))]
+    assert f"needs {(factor + 1000) / 1001:.2f} times" in link
+    assert f"trains {together[1] / together[0]:.2f} times as many a second: it is there sooner." in link
+
+    def batch(job):
+        told = [line for line in predict(job, slow).advice if line.startswith("Or with --batch")]
+        return int(told[0].split()[3].rstrip(",")) // 24 if told else None
+
+    assert batch(much) > 1  # nothing to gain from tokens that teach less
+    assert batch(little) is None
 
 
 def test_one_host_has_nothing_to_distribute():

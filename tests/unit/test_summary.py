@@ -11,6 +11,7 @@ from evener.core.files import write_atomic
 from evener.core.roster import parse_sync
 from evener.core.step import Fidelity, Noise, StepCost, aligned
 from evener.core.units import median
+from evener.plan.question import changed, of_run
 from evener.report import figures
 from evener.report.explain import explain_run, largest_loss_gap, scaling_story
 from evener.report.page import run_page
@@ -156,6 +157,11 @@ def test_the_noise_scale_is_the_ratio_of_means_and_says_what_a_larger_batch_cost
     (told,) = [text for text in explain_run(summary) if "noise scale" in text]
     assert "would need 0.75 times as many steps for the same loss, and 1.50 times as many tokens" in told
     assert "0.7% of their length, cosine 0.9998 (medians)" in told
+
+    asked = of_run("run", summary.manifest, list(records_of(rundir).values()), None)  # the planner weighs batches by it
+    assert asked.job.noise_tokens == pytest.approx(scale)
+    assert changed(asked, {"batch": "64"}, None).job.noise_tokens == pytest.approx(scale)
+    assert changed(asked, {"model": "gpt2"}, None).job.noise_tokens is None
 
 
 def test_where_replicas_agree_every_so_many_steps_a_step_is_the_mean_of_a_round(tmp_path, write_run):

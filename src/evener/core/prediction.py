@@ -22,6 +22,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: RunSpec
     shape: GPTShape
+    noise_tokens: float | None = None  # gradient noise scale at the point from which it goes on; None: not measured
 
     @property
     def model(self) -> str:

@@ -31,6 +31,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return sum(getattr(self, part) or 0.0 for part in PARTS)
 
 
+FEW_SAMPLES = 5  # of noise: fewer say nothing
+
+
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """How much the gradients of a batch's parts differ, from one step; both unbiased, so that either may be negative.
 
@@ -85,6 +88,27 @@ def noise_of(parts_sq: Sequence[float], whole_sq: float, tokens: float) -> Noise
         return None
     total = sum(parts_sq)
     return Noise(norm_sq=(num * whole_sq - total) / (num - 1), trace=(total - whole_sq) * tokens / (num - 1))
+
+
+def noise_scale(records: Sequence[StepRecord]) -> float | None:
+    """The noise scale in tokens, from one rank's records of a run's second half; None where they say too little.
+
+    Means before the division: of one step either part may be negative.
+    """
+    found = [record.noise for record in records[len(records) // 2 :] if record.noise is not None]
+    norm_sq, trace = (sum(getattr(one, name) for one in found) for name in ("norm_sq", "trace"))
+    return trace / norm_sq if len(found) >= FEW_SAMPLES and norm_sq > 0 < trace else None
+
+
+def more_tokens(noise_tokens: float, batch_tokens: float, factor: float) -> float:
+    """How many times as many tokens the same loss takes with batches so many times as large.
+
+    Steps to a loss grow as 1 + N/T for a noise scale N and batches of T tokens.   [McCandlish et al. 2018, eq. 2.7]
+
+    >>> more_tokens(4096.0, 4096.0, 2), round(more_tokens(1e9, 4096.0, 2), 3)
+    (1.5, 1.0)
+    """
+    return (factor * batch_tokens + noise_tokens) / (batch_tokens + noise_tokens)
 
 
 def split_blocked(blocked_s: Sequence[float]) -> list[tuple[float, float]]:

@@ -20,12 +20,14 @@ from evener.core.roster import Seat, SyncSpec, devices_of
 from evener.core.rundir import Manifest
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.spec import RunSpec, make_spec
-from evener.core.step import StepRecord
+from evener.core.step import StepRecord, noise_scale
 from evener.core.units import plural
+from evener.plan.advice import rate
 from evener.plan.cluster import cluster_of, only, uniform, with_wire
 from evener.plan.cost import price
 from evener.plan.fit import fit
-from evener.plan.search import in_best_ring, predict, rate, why_left_out
+from evener.plan.options import in_best_ring
+from evener.plan.search import predict, why_left_out
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +132,7 @@ def of_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]]
     if prediction is None and len(set(dtypes.values())) == 1:  # in what else they could compute nobody knows
         dtype = manifest.roster.members[0].dtype
         spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype=dtype))
-    job = Job(spec=spec, shape=manifest.shape)
+    job = Job(spec=spec, shape=manifest.shape, noise_tokens=noise_scale(records[0]))
     cluster = fit(job, manifest, records, prediction.cluster if prediction else None)
     changes = [
         f"{name}: {rate(cluster.hosts[name].tokens_per_s[dtype])} a rank, predicted with "
@@ -147,7 +149,8 @@ def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Q
     if texts:
         spec = make_spec(None, dict(texts), job.spec)
         vocab_size = job.shape.vocab_size if "model" not in texts else None
-        new = Job(spec=spec, shape=shape_of(spec, vocab_size))
+        noise_tokens = job.noise_tokens if spec.model == job.spec.model else None
+        new = Job(spec=spec, shape=shape_of(spec, vocab_size), noise_tokens=noise_tokens)
         cluster = _for_dtype(_for_shape(cluster, job, new), job, new)
         job = new
     if link is not None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from evener.core.step import more_tokens
 from evener.core.units import count, plural, seconds, size
 from evener.report.causes import CAUSES, Cause, Comparison
 from evener.report.gap import explain_prediction
@@ -66,11 +67,10 @@ def _gradients(summary: Summary) -> str:
     told = []
     if scale := summary.noise_tokens:
         tokens = summary.tokens_per_step
-        # Steps to a loss grow as 1 + B/T for batches of T tokens.   [McCandlish et al. 2018, equation 2.7]
-        fewer, more = (1 + scale / (2 * tokens)) / (1 + scale / tokens), (tokens * 2 + scale) / (tokens + scale)
+        more = more_tokens(scale, tokens, 2)
         told.append(
             f"The gradients' noise scale is about {count(scale)} tokens, in the second half of the run: at this point "
-            f"a batch of {count(2 * tokens)} tokens instead of {count(tokens)} would need {fewer:.2f} times as many "
+            f"a batch of {count(2 * tokens)} tokens instead of {count(tokens)} would need {more / 2:.2f} times as many "
             f"steps for the same loss, and {more:.2f} times as many tokens"
         )
     if found := summary.fidelity:

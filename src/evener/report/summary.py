@@ -11,11 +11,10 @@ from evener.core.finding import Finding
 from evener.core.plan import read_prediction
 from evener.core.prediction import Option, Prediction
 from evener.core.rundir import Manifest, RunDir
-from evener.core.step import PARTS, Fidelity, StepCost, StepRecord, aligned
+from evener.core.step import PARTS, Fidelity, StepCost, StepRecord, aligned, noise_scale
 from evener.core.units import median, percentile
 
 WARMUP_STEPS = 3  # steps that are left out of rates, where the run is long enough
-FEW_SAMPLES = 5  # of noise: fewer say nothing
 THIRD_STEPS = 5  # fewer steps in a third of a run do not tell whether it slowed down
 
 
@@ -128,17 +127,10 @@ def summarize(rundir: RunDir) -> Summary:
         ],
         losses={of_step[0].step: of_step[0].loss for of_step in steps},
         prediction=read_prediction(rundir),
-        noise_tokens=_noise_tokens([of_step[0] for of_step in steps]),
+        noise_tokens=noise_scale([of_step[0] for of_step in steps]),
         fidelity=_fidelity([of_step[0] for of_step in steps]),
         findings=_findings(rundir.events()),
     )
-
-
-def _noise_tokens(records: list[StepRecord]) -> float | None:
-    """Means before the division: of one step either part may be negative."""
-    found = [record.noise for record in records[len(records) // 2 :] if record.noise is not None]
-    norm_sq, trace = (sum(getattr(one, name) for one in found) for name in ("norm_sq", "trace"))
-    return trace / norm_sq if len(found) >= FEW_SAMPLES and norm_sq > 0 < trace else None
 
 
 def _fidelity(records: list[StepRecord]) -> Fidelity | None:
