@@ -1,11 +1,12 @@
 """How near is a prediction? Emulated hosts, each lab probed afresh, then trained on; predicted beside measured.
 
-    python bench/prediction.py [--out FILE.json] [--only TEXT] [--steps N]
+    python bench/prediction.py [--out FILE.json] [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
-{100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × every strategy that train knows.
-Bytes are compared with the kernel's counters of each host's interface, read at the same place of two steps. The hosts
-are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was not
-steady, and the lab is measured anew, once. Needs Linux, root and an idle machine: half an hour and more.
+{100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
+with the kernel's counters of each host's interface, read at the same place of two steps, or of two rounds where
+replicas agree every so many steps. The hosts are probed again at the end: where a rate changed by more than 15 %
+meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. Needs Linux, root and an idle
+machine: some minutes for each lab and way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from evener.core.fleet import load_fleet
 from evener.core.plan import read_plan, read_prediction
+from evener.core.roster import parse_sync
 from evener.core.rundir import RunDir
 from evener.core.step import PARTS
 from evener.lab.lab import Lab
@@ -46,7 +48,7 @@ def grid() -> list[tuple[str, int, bool]]:
     return [(rate, hosts, equal) for rate in ("1Gbit", "100Mbit") for hosts in (2, 3) for equal in (True, False)]
 
 
-def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int) -> list[dict[str, Any]]:
+def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int, syncs: list[str]) -> list[dict[str, Any]]:
     cpus = CPUS[num_hosts]
     hosts = {name: HostSpec(rate=rate, cpus=cpus if equal or name != "bc"[num_hosts - 2] else cpus / 2)
              for name in "abc"[:num_hosts]}  # fmt: skip
@@ -56,7 +58,8 @@ def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int) ->
     try:
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3")
         before = _probed(folder, fleet)
-        rows = [one_run(lab, folder, fleet, rate, num_hosts, equal, accumulation, steps) for accumulation in (1, 4)]
+        rows = [one_run(lab, folder, fleet, rate, num_hosts, equal, accumulation, steps, sync)
+                for accumulation in (1, 4) for sync in syncs]  # fmt: skip
         after = _probed(folder, fleet)
         drift = max((after[name] / before[name] - 1 for name in before), key=abs)
         return [row | {"drift": drift} for row in rows]
@@ -71,15 +74,17 @@ def _probed(folder: Path, fleet: Path) -> dict[str, float]:
 
 
 def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equal: bool, accumulation: int,
-            steps: int) -> dict[str, Any]:  # fmt: skip
-    out = folder / f"{rate}-{num_hosts}-{'equal' if equal else 'half'}-{accumulation}"
+            steps: int, sync: str) -> dict[str, Any]:  # fmt: skip
+    out = folder / f"{rate}-{num_hosts}-{'equal' if equal else 'half'}-{accumulation}-{sync}"
+    every = parse_sync(sync).every
+    steps = max(steps, WARMUP + 3 * every)
     micro_batch = BATCH // num_hosts // accumulation
-    flags = ["--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
+    flags = ["--sync", sync, "--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
     flags += ["--eval-every", "0", "--eval-tokens", "256", "--checkpoint-every", "0"]
     flags += ["--data", str(folder.parent / "corpus"), "--out", str(out)]
     evener(folder, "train", "--fleet", str(fleet), "--detach", *flags)
     rundir = RunDir(out)
-    counts = _count_bytes(lab, rundir, (WARMUP, steps - 2))
+    counts = _count_bytes(lab, rundir, (WARMUP, WARMUP + (steps - 2 - WARMUP) // every * every))
     evener(folder, "logs", "-f", str(out))
     prediction = read_prediction(rundir)
     assert prediction is not None
@@ -127,6 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4,diloco:10")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="evener-grid-") as name:
@@ -137,7 +143,9 @@ def main() -> None:
             if args.only not in title:
                 continue
             for attempt in range(2):
-                found = one_lab(folder / f"{len(rows)}-{attempt}", rate, hosts, equal, args.steps)
+                found = one_lab(
+                    folder / f"{len(rows)}-{attempt}", rate, hosts, equal, args.steps, args.syncs.split(",")
+                )
                 is_steady = abs(found[0]["drift"]) <= STEADY
                 rows += [row | {"counts": is_steady or attempt == 1} for row in found]
                 for row in found:
@@ -157,7 +165,8 @@ def told(row: dict[str, Any]) -> str:
     parts = "  ".join(f"{part.removesuffix('_s')} {row['predicted'][part]:.2f}/{row['measured'][part] or 0:.2f}"
                       for part in ("compute_s", "exposed_sync_s", "optimizer_s", "sync_s"))  # fmt: skip
     step = f"{row['predicted_s']:6.2f} s predicted, {row['measured_s']:6.2f} s measured, {row['off']:+6.1%}"
-    return f"×{row['accumulation']} {step}; bytes {row['bytes_off']:.2%} off; drift {row['drift']:+.0%}; {parts}"
+    beside = f"bytes {row['bytes_off']:.2%} off; drift {row['drift']:+.0%}"
+    return f"{row['sync']:10} ×{row['accumulation']} {step}; {beside}; {parts}"
 
 
 if __name__ == "__main__":

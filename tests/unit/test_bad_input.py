@@ -18,13 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evener.cli.main import main
+from evener.core.errors import UsageError
 from evener.core.files import digest_of, write_atomic
 from evener.core.machine import this_machine
+from evener.core.resolve import resolve
 from evener.core.roster import Seat, first_roster
 from evener.core.rundir import Checkpoint, Manifest, Rank
 from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
-from evener.core.spec import FLAGS, RunSpec
+from evener.core.spec import FLAGS, RunSpec, parse_args
 from evener.launch import here
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_./ é\n$", min_size=1, max_size=12)
@@ -294,6 +296,19 @@ def test_a_disk_that_is_full_is_refused_before_anything_is_written(world, monkey
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert_refused(world, "train", "--data=data/verbs", "--model=tiny")
+
+
+def test_what_ranks_keep_for_themselves_needs_room_too(world, monkeypatch):
+    monkeypatch.chdir(world)
+    usage = shutil.disk_usage(".")
+    flags = ["--data=data/verbs", "--model=tiny", "--ranks=2", "--keep=1"]
+    params = resolve(parse_args(flags)).shape.num_params()
+    free = 12 * 3 * params + 10_000  # three checkpoints
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    resolve(parse_args(flags))
+    for sync in ("int8", "diloco:10"):
+        with pytest.raises(UsageError, match="GB free, the checkpoints need"):
+            resolve(parse_args([*flags, f"--sync={sync}"]))
 
 
 def test_a_place_that_may_not_be_written(world, monkeypatch):

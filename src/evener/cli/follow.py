@@ -10,6 +10,7 @@ from typing import Any
 
 from evener.core.progress import Progress
 from evener.core.resolve import Resolved
+from evener.core.roster import asked_sync
 from evener.core.rundir import Manifest
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
@@ -44,7 +45,8 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Callable[[Any], None]]:
     from rich.progress import Progress as Bar
 
     spec = resolved.spec
-    progress = Progress(spec.train.steps, spec.train.batch * resolved.shape.block_size, spec.train.max_s)
+    tokens = spec.train.batch * resolved.shape.block_size
+    progress = Progress(spec.train.steps, tokens, spec.train.max_s, asked_sync(spec).every)
     with contextlib.ExitStack() as stack:
         shown = None
         if console.is_terminal and not console.quiet:

@@ -13,9 +13,10 @@ WINDOW = 20  # steps over which the rates are taken
 class Progress:
     """Feed it rank 0's records; it says loss, rate, share of communication and the time left."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None) -> None:
-        self._num_steps, self._tokens_per_step, self._max_s = num_steps, tokens_per_step, max_s
-        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
+    def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None, every: int = 1) -> None:
+        """`every`: steps from one exchange to the next; one of them costs what the others do not."""
+        self._num_steps, self._tokens_per_step, self._max_s, self._every = num_steps, tokens_per_step, max_s, every
+        self._recent: deque[StepRecord] = deque(maxlen=max(WINDOW, every))
         self._began: float | None = None  # seen from here: the first step of this start
 
     def add(self, record: StepRecord) -> None:
@@ -44,8 +45,10 @@ class Progress:
         if not self._recent:
             return "starting"
         last = self._recent[-1]
-        step_s = median([record.wall_s for record in self._recent]) or 0.0
         busy_s = sum(record.wall_s for record in self._recent)
+        step_s = median([record.wall_s for record in self._recent]) or 0.0
+        if self._every > 1:
+            step_s = busy_s / len(self._recent)
         communication_s = sum((r.cost.exposed_sync_s or 0) + (r.cost.wait_s or 0) for r in self._recent)
         loss = "not measured" if last.loss is None else f"{last.loss:.4f}"
         parts = [

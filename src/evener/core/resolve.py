@@ -17,6 +17,9 @@ from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
 
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
+# Of a rank's own state: what it has not sent of its gradients and of sums; drifting replicas' weights, those agreed
+# on, both momenta and Adam's second moments, and what of them is not sent.
+OWN_BYTES_PER_PARAM = {"bf16": 8, "int8": 8, "int4": 8, "powersgd": 8, "diloco": 28}
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +126,8 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:
         raise UsageError(f"{place}: may not be written", hint="another --out")
     num_kept = spec.checkpoint.keep + 2  # the best, and one in the making
     needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * num_kept
+    if spec.machine.ranks > 1:  # what each rank keeps for itself: the newest two, and one in the making
+        needed += shape.num_params() * OWN_BYTES_PER_PARAM.get(asked_sync(spec).kind, 0) * 3 * spec.machine.ranks
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UsageError(

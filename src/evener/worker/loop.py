@@ -34,7 +34,8 @@ def train(resolved: Resolved) -> None:
         val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
         model = run.model(build(resolved))
         optimizer = run.optimizer(adamw(model, spec.train))
-        progress = Progress(spec.train.steps, spec.train.batch * shape.block_size)
+        tokens_per_step, every = spec.train.batch * shape.block_size, run.roster.sync.every
+        progress = Progress(spec.train.steps, tokens_per_step, spec.train.max_s, every)
         told = time.monotonic()
         if spec.machine.contention:
             run.contention = contention(run, model, train_set)
