@@ -332,7 +332,9 @@ def test_the_roster_is_there_before_the_program_begins(session: Session, tmp_pat
     reads = "import sys; sys.exit(open('roster.json').read() != '{}')"
     spec = {"id": "roster", "host": "here", "first_rank": 0, "argv": python(reads), "cwd": str(tmp_path / "run"),
             "env": {}, "grace_s": 0}  # fmt: skip
-    session.call("runs", "start", run=str(tmp_path / "run"), spec=spec, supervisor=SUPERVISOR, roster="{}")
+    session.call(
+        "runs", "start", run=str(tmp_path / "run"), spec=spec, supervisor=SUPERVISOR, files={"roster.json": "{}"}
+    )
     wait_until(lambda: session.call("runs", "status", run=str(tmp_path / "run"))["state"] == "ended")
     assert session.call("runs", "status", run=str(tmp_path / "run"))["status"] == 0
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from torch import nn
 
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster, parse_sync
+from evener.core.rundir import RunDir
 from evener.worker.sync.choose import make_sync
 
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
@@ -174,3 +176,96 @@ def test_a_strategy_that_would_do_nothing_or_harm_is_refused(sync, dtype, told):
     roster = Roster(members=[member, member], sync=parse_sync(sync), backend="gloo")
     with pytest.raises(UsageError, match=told):
         make_sync(roster, None, None, lambda part: None, nn.Linear(100, 100))
+
+
+CHANGES = """
+import os, runpy, sys
+from evener.core.roster import parse_sync
+from evener.worker.membership.fixed import Fixed
+CHANGES = {10: "packed", 20: "int8", 30: "powersgd:4", 40: "ddp"}
+if sys.argv.pop(1) == "change":
+    def hear(self, news, next_step):
+        if next_step not in CHANGES:
+            return None
+        self.roster = self.roster.with_sync(parse_sync(CHANGES[next_step]), 0, next_step, why="the link is another")
+        return self.roster
+    Fixed.hear = hear
+sys.argv[0] = "evener.worker"
+runpy.run_module("evener.worker", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_run_changes_its_way_to_agree_between_two_steps(tmp_path, corpus, run_script, ranks):
+    """As exactly as each way is, with equal replicas; what one has not sent the next one sends."""
+    flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
+             "--shares", "equal", "--steps", "50", "--batch", "6", "--verify-every", "5"]  # fmt: skip
+    runs = {}
+    for what in ("stay", "change"):
+        done = run_script(CHANGES, what, *flags, "--out", str(tmp_path / what), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        runs[what] = RunDir(tmp_path / what)
+    assert all(run.manifest().result.replicas_agree is True for run in runs.values())
+    told = [(event["step"], event["sync"], event["was"]) for event in runs["change"].events()
+            if event["event"] == "rechosen"]  # fmt: skip
+    ways = ["ddp", "packed", "int8", "powersgd:4", "ddp"]
+    assert told == [(10 * i + 10, way, was) for i, (was, way) in enumerate(pairwise(ways))]
+    assert str(runs["change"].manifest().roster.sync) == "ddp"
+    stayed, changed = ([record.loss for record in runs[what].records(0)] for what in ("stay", "change"))
+    assert changed[:20] == pytest.approx(stayed[:20], rel=1e-5)
+    assert changed == pytest.approx(stayed, rel=0.02)
+    sent = [record.bytes for record in runs["change"].records(0)]
+    assert [len(set(sent[low + 1 : low + 10])) for low in (0, 10, 20, 30, 40)] == [1] * 5
+    assert sent[35] < sent[25] < sent[5] == sent[45]
+
+
+HANDED_ON = """
+import json, os, sys, types
+import torch, torch.distributed as dist
+from torch import nn
+from evener.core.roster import Roster, parse_sync
+from evener.worker.clock import HostClock
+from evener.worker.sync.choose import change_sync, make_sync
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+group = types.SimpleNamespace(rank=rank, world_size=n, gradients=dist.group.WORLD, control=dist.group.WORLD,
+                              backend="gloo", device=torch.device("cpu"))
+def roster(name):
+    return Roster(members=[], sync=parse_sync(name), backend="gloo")
+module = nn.ModuleList([nn.Linear(70, 40), nn.Linear(64, 64, bias=False)])
+sync = make_sync(roster(sys.argv[1]), group, HostClock(), lambda part: None, module)
+sync.wrap(module, uses_all=True)
+draw = torch.Generator().manual_seed(rank)
+parameters = list(module.parameters())
+given, got = ([torch.zeros(p.shape, dtype=torch.float64) for p in parameters] for _ in range(2))
+for step in range(9):
+    if step == 8:
+        change_sync(sync, roster("ddp"), group, HostClock(), module)
+    module.zero_grad()
+    gradients = [torch.randn(p.shape, generator=draw) for p in parameters]
+    sync.backward(sum((p * g).sum() for p, g in zip(parameters, gradients)))
+    if step == 0:
+        sync.settle()  # the rehearsal: nothing of it is remembered
+        continue
+    for total, g, parameter, summed in zip(given, gradients, parameters, got):
+        total += g
+        summed += parameter.grad
+off = 0.0
+for total, summed in zip(given, got):
+    dist.all_reduce(total)
+    off = max(off, float((total - summed).abs().max()))
+if rank == 0:
+    print(json.dumps(off), flush=True)
+dist.barrier()
+os._exit(0)  # threads of Gloo's may still run
+"""
+
+
+@pytest.mark.parametrize("sync", ["bf16", "int8", "int4", "powersgd:2"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_one_way_has_not_sent_the_next_one_sends(run_script, sync, ranks):
+    """All that optimizers got over eight steps, the last by ddp, is the sum of all gradients: to fp32's rounding."""
+    done = run_script(HANDED_ON, sync, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1e-4

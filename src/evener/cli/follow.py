@@ -67,6 +67,8 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Callable[[Any], None]]:
                     console.print(progress.line())
             elif news["event"] == "evaluation":
                 console.print(f"step {news['step']}: validation loss {news['val_loss']:.4f}")
+            elif news["event"] == "rechosen":
+                console.print(f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
             elif news["event"] == "run.diverged":
                 console.print(f"step {news['step']}: the replicas differ")
 

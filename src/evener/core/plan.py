@@ -21,6 +21,8 @@ from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec
 
 FORMAT = 1
+ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
+CLUSTER_FILE = "cluster.json"  # beside it, where the ranks may choose another way to agree
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -174,6 +174,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, epoch=self.epoch + 1, from_step=from_step, members=members, why=why,
                                        is_trial=is_trial)  # fmt: skip
 
+    def with_sync(self, sync: SyncSpec, bucket_bytes: int, from_step: int, *, why: str) -> Roster:
+        """The next Roster: another way to agree, all else as it is."""
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, from_step=from_step, sync=sync,
+                                       bucket_bytes=bucket_bytes, why=why, is_trial=False)  # fmt: skip
+
     def with_weights(self, weights: Sequence[float], from_step: int) -> Roster:
         """The next Roster: shares in proportion to the ranks' weights, all else as it is."""
         return self.with_shares(weighted_shares(self.batch, weights), from_step, why="the program weighs its ranks so")
@@ -240,6 +245,12 @@ def check_built(spec: RunSpec) -> None:
     """UsageError where `train` cannot run the strategy that was asked for."""
     if (sync := asked_sync(spec)).kind not in ("none", *BUILT):
         raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(BUILT)}")
+
+
+def harms_fp16(roster: Roster) -> bool:
+    """Would what a lossy strategy has left to send be of another loss scale than the gradients of the next step?"""
+    lossy = ("bf16", "int8", "int4", "powersgd")
+    return roster.sync.kind in lossy and any(member.dtype == "fp16" for member in roster.members)
 
 
 def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -> Roster:

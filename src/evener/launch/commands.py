@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from evener.core.fleet import Host
-from evener.core.plan import HostPlan, Plan
+from evener.core.plan import ROSTER_FILE, HostPlan, Plan
 from evener.core.roster import Roster, Seat, devices_of
 from evener.core.spec import MachineSpec, RunSpec, to_flags
 
-ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
 TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
 SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)

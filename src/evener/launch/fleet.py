@@ -24,7 +24,7 @@ from evener.core.errors import HostError, RunError, UsageError
 from evener.core.files import follow_lines
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
-from evener.core.plan import HostPlan, Plan, find_plan, write_plan
+from evener.core.plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, Seat, first_roster
 from evener.core.rundir import RunDir
@@ -179,7 +179,9 @@ def start(
     except OSError as refused:
         raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
     supervisor = (REMOTE / "supervisor.py").read_text()
-    roster = msgspec.json.encode(plan.roster).decode() if plan.roster else None
+    files = {ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None, CLUSTER_FILE: None}
+    if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
+        files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
 
     def begin(name: str) -> str | None:
         host = plan.host(name)
@@ -202,7 +204,7 @@ def start(
                 spec=spec,
                 supervisor=supervisor,
                 code=host.code,
-                roster=roster,
+                files=files,
                 timeout_s=WORK_S,
             )
         except RemoteError as error:

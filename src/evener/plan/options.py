@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from evener.core.prediction import Cluster, Job, Option
-from evener.core.roster import Roster, SyncSpec, asked_sync, equal_shares, parse_sync
+from evener.core.roster import Roster, SyncSpec, asked_sync, equal_shares, harms_fp16, parse_sync
 from evener.core.units import size
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
-from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes
+from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gradients, is_thin
 
 CANDIDATES = tuple(map(parse_sync, (
     "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30",
@@ -147,9 +147,11 @@ def _sync(job: Job) -> SyncSpec:
 
 
 def makes_sense(sync: SyncSpec, job: Job) -> bool:
-    """Are there tables that are only looked up?"""
-    shape = job.shape
-    return not sync.sparse or shape.value_embeddings or not shape.tied_head
+    """Are there tables that are only looked up, or matrices that become smaller?"""
+    tensors = gradients(job.shape)
+    if sync.kind == "powersgd" and not any(is_thin(one.rows, one.columns, sync.rank) for one in tensors):
+        return False
+    return not sync.sparse or any(one.is_lookup for one in tensors)
 
 
 def larger(job: Job, factor: int) -> Job:
@@ -189,4 +191,19 @@ def what_does_not_fit(option: Option, cluster: Cluster) -> str:
         need = max(needs) if members[0].is_gpu else sum(needs)
         if need > MEMORY_SHARE * has:
             return f"{name} has {size(has)}, a run may fill {size(MEMORY_SHARE * has)} and needs {size(need)}"
+    return ""
+
+
+def obstacle(option: Option, cluster: Cluster, loss_budget: float) -> str:
+    """Why an option cannot be chosen, however fast it is."""
+    if too_large := what_does_not_fit(option, cluster):
+        return f"does not fit: {too_large}"
+    if not option.is_built:
+        return "train cannot run it yet"
+    if harms_fp16(option.roster):
+        return "what is left to send would be of another loss scale than the next step's"
+    if option.loss_penalty is None:
+        return "nobody measured what it costs in loss"
+    if option.loss_penalty > loss_budget:
+        return f"costs {option.loss_penalty:.1%} of loss, more than {loss_budget:.1%}"
     return ""

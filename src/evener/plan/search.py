@@ -21,6 +21,7 @@ from evener.plan.options import (
     in_best_ring,
     larger,
     makes_sense,
+    obstacle,
     on_fewer,
     on_one,
     on_the_best,
@@ -59,7 +60,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False) -> Predicti
     if baseline:
         options = [msgspec.structs.replace(option, speedup_vs_best_host=option.tokens_per_s / baseline)
                    for option in options]  # fmt: skip
-    able = [option for option in options if not _obstacle(option, cluster, loss_budget)]
+    able = [option for option in options if not obstacle(option, cluster, loss_budget)]
     best = max(able, key=speed, default=None)
     if best is not None:  # a gain within what a prediction can err is none: then the simpler way, fewer hosts first
         near = [option for option in able if best.tokens_per_s < WORTH * option.tokens_per_s]
@@ -92,7 +93,7 @@ def with_sync(job: Job, cluster: Cluster) -> Job:
     if len(cluster.seats) == 1:
         return plain
     priced = [as_trained(_asking_for(job, sync), cluster) for sync in (DDP, *CANDIDATES) if makes_sense(sync, job)]
-    able = [option for option in priced if not _obstacle(option, cluster, job.spec.train.loss_budget / 100)]
+    able = [option for option in priced if not obstacle(option, cluster, job.spec.train.loss_budget / 100)]
     best = max(able, key=speed, default=priced[0])
     return plain if best.tokens_per_s < WORTH * priced[0].tokens_per_s else _asking_for(job, best.roster.sync)
 
@@ -159,21 +160,8 @@ def what_if(prediction: Prediction) -> list[Option]:
     return [option for option in {option.name: option for option in found}.values() if fits_in(option, cluster)]
 
 
-def _obstacle(option: Option, cluster: Cluster, loss_budget: float) -> str:
-    """Why an option cannot be chosen, however fast it is."""
-    if too_large := what_does_not_fit(option, cluster):
-        return f"does not fit: {too_large}"
-    if not option.is_built:
-        return "train cannot run it yet"
-    if option.loss_penalty is None:
-        return "nobody measured what it costs in loss"
-    if option.loss_penalty > loss_budget:
-        return f"costs {option.loss_penalty:.1%} of loss, more than {loss_budget:.1%}"
-    return ""
-
-
 def _judged(option: Option, best: Option | None, cluster: Cluster, loss_budget: float) -> Option:
-    because = _obstacle(option, cluster, loss_budget)
+    because = obstacle(option, cluster, loss_budget)
     if best is None or option.name == best.name:
         return msgspec.structs.replace(option, rejected_because=because)
     slower = best.tokens_per_s / option.tokens_per_s

@@ -240,13 +240,18 @@ def _powersgd(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> E
     rank = roster.sync.rank
     transfers = []
     for bucket in bucketed(tensors, bucket_bytes(roster)):
-        thin = [tensor for tensor in bucket if min(tensor.rows, tensor.columns) > 2 * rank]
+        thin = [tensor for tensor in bucket if is_thin(tensor.rows, tensor.columns, rank)]
         rest = sum(tensor.num_params for tensor in bucket) - sum(tensor.num_params for tensor in thin)
         left, right = (GRADIENT_BYTES * rank * sum(side) for side in
                        ([tensor.rows for tensor in thin], [tensor.columns for tensor in thin]))  # fmt: skip
         ready = bucket[-1].ready
         transfers += _all_reduces([(left + GRADIENT_BYTES * rest, ready), *([(right, ready)] if thin else [])])
     return Exchange(transfers=transfers, coded_bytes=_bytes_of(tensors))
+
+
+def is_thin(rows: int, columns: int, rank: int) -> bool:
+    """Are two factors of this rank clearly smaller than the matrix?"""
+    return min(rows, columns) > 2 * rank
 
 
 def _bytes_of(tensors: Sequence[Gradient]) -> float:

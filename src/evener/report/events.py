@@ -75,6 +75,8 @@ def _describe(event: dict[str, Any]) -> str:
                 f"step {step}: unlike devices round differently: replicas differed by {event.get('relative', 0.0):.1e} "
                 "of a tensor's largest number, and all took rank 0's"
             )
+        case "rechosen":
+            return f"step {step}: {event.get('sync')} instead of {event.get('was')}: {event.get('why')}"
         case "own.dropped":
             return f"step {step}: other ranks than before: they go on from the weights that were agreed on last"
         case "own.missing":

@@ -19,6 +19,8 @@ from torch import Tensor
 from evener.core.decoding import from_json
 from evener.core.errors import RunError
 from evener.core.machine import Machine
+from evener.core.plan import CLUSTER_FILE
+from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, Seat, check_built, first_roster
 from evener.core.rundir import code_hash
@@ -66,6 +68,14 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
         told = [f"{' on '.join(places[rank][::-1])}" if rank < len(places) else "nobody" for places in (planned, there)]
         raise RunError(f"roster.mismatch: rank {rank} was to be {told[0]}, and is {told[1]}", hint="start it again")
     return roster
+
+
+def planned_cluster() -> Cluster | None:
+    """The machines as the planner knows them, where it told the ranks, so that they can choose again."""
+    path = os.environ.get("EVENER_ROSTER")
+    if path is None or not (told := Path(path).with_name(CLUSTER_FILE)).exists():
+        return None
+    return from_json(told.read_bytes(), Cluster)
 
 
 def seat_of(group: Group, machine: Machine) -> Seat:

@@ -90,9 +90,18 @@ class Journal:
             flush=True,
         )
 
-    def rebalanced(self, roster: Roster) -> None:
-        """Another Roster is in force."""
-        if self._group.rank == 0:
+    def changed(self, roster: Roster, was: Roster) -> None:
+        """Another Roster is in force: other shares, or another way to agree, which the next start has to know."""
+        if self._group.rank != 0:
+            return
+        if roster.sync != was.sync:
+            assert self._manifest is not None
+            self._manifest = msgspec.structs.replace(self._manifest, roster=roster)
+            self._dir.write_manifest(self._manifest)
+            self._dir.add_event("rechosen", step=roster.from_step, epoch=roster.epoch, sync=str(roster.sync),
+                                was=str(was.sync), why=roster.why)  # fmt: skip
+            print(f"step {roster.from_step + 1}: --sync {roster.sync} from here on: {roster.why}", flush=True)
+        else:
             self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.shares,
                                 why=roster.why)  # fmt: skip
             if not roster.is_trial:

@@ -30,10 +30,11 @@ BLOCKED = "blocked"  # the lap between the last gradient and the end of backward
 class News(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank tells all others once a step; a row of float64."""
 
-    step: float = -1.0  # of which the four figures below are; -1: of none yet
+    step: float = -1.0  # of which the five figures below are; -1: of none yet
     loss_sum: float = 0.0  # over this rank's tokens
     blocked_s: float = 0.0  # in the collective at the end of backward
     took_s: float = 0.0  # its share of the batch: input, forward, backward
+    in_flight_s: float = math.nan  # of its collectives; NaN: not measured
     part_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 of a step that is not sampled
     wants_stop: float = 0.0
     weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
@@ -97,7 +98,8 @@ class Draft(msgspec.Struct, kw_only=True):
     laps: Laps
     wall_s: float
     cpu_s: float
-    sync_s: Callable[[], float | None]  # asked when the step is read: it may wait for the device
+    sync_s: Callable[[], float | None]  # asked when the step is told: it may wait for the device
+    in_flight_s: float | None = None  # the answer
     bytes: int
     lr: float
     loss_sum: OnHost  # over this rank's tokens
@@ -178,9 +180,11 @@ class Recorder:
             draft = self._drafts[0]
             parts = draft.laps.parts_s()
             took_s = parts.get("data_s", 0.0) + parts.get("compute_s", 0.0)
+            draft.in_flight_s = draft.sync_s()
+            in_flight_s = math.nan if draft.in_flight_s is None else draft.in_flight_s
             news = msgspec.structs.replace(news, step=float(draft.step), loss_sum=float(draft.loss_sum),
                                            blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s,
-                                           part_sq=_part_sq(draft))  # fmt: skip
+                                           in_flight_s=in_flight_s, part_sq=_part_sq(draft))  # fmt: skip
         self._sent = news.row()  # lives until the work is done
         if self._world_size == 1:
             self._gathered = self._sent
@@ -225,7 +229,7 @@ class Recorder:
             loss=loss if loss is None or math.isfinite(loss) else None,
             wall_s=draft.wall_s if self._lag == 0 else sum(part or 0.0 for part in parts.values()),
             cost=StepCost(**parts),
-            sync_s=draft.sync_s(),
+            sync_s=draft.in_flight_s,
             cpu_s=draft.cpu_s,
             bytes=draft.bytes,
             members=self._world_size,

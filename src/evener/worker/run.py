@@ -23,13 +23,14 @@ from torch import nn
 
 from evener.core.errors import UsageError
 from evener.core.machine import this_machine
+from evener.core.prediction import Job
 from evener.core.resolve import Resolved, check_free, new_run_path, newest_checkpoint
 from evener.core.roster import Member, Roster
 from evener.core.rundir import Contention
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.worker.agree import agree, seated
+from evener.worker.agree import agree, planned_cluster, seated
 from evener.worker.arithmetic import TORCH_DTYPES, compile_module, compiles
 from evener.worker.clock import CudaClock, HostClock
 from evener.worker.datasets import as_dataset
@@ -41,7 +42,7 @@ from evener.worker.mistakes import tell_in_words
 from evener.worker.record import Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
-from evener.worker.sync.choose import make_sync
+from evener.worker.sync.choose import change_sync, make_sync
 from evener.worker.trained import Thing, Trained, batch_norms, check_batch_norm
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -130,7 +131,7 @@ class Run:
             engine.recorder.begin()
             if engine.recorder.hear():
                 return self._finish(keeper, "stopped", index, None)
-            self._take_up(self._membership.hear(engine.recorder.news, index) if engine.recorder.news else None)
+            self._take_up(engine, index)
             step = Step(engine, self.roster, index, is_first=index == first)
             self._open = engine, keeper, step
             yield step
@@ -218,6 +219,9 @@ class Run:
         one_size = self.group.sum(float(self._compiled or bool(batch_norms(trained.module))), 0.0)[0] > 0
         if self.spec.machine.shares == "auto" and self.world_size > 1:
             self._membership.balance(one_size=one_size)
+        if self._resolved and self.spec.train.sync == "auto" and (cluster := planned_cluster()):
+            job = Job(spec=self.spec, shape=self._resolved.shape)
+            self._membership.choose(job, cluster)
         sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
@@ -235,10 +239,17 @@ class Run:
         engine = Engine(self.spec, self.group, data, trained, sync, recorder, tries_halves)
         return engine, keeper
 
-    def _take_up(self, roster: Roster | None) -> None:
-        if roster is not None:
+    def _take_up(self, engine: Engine, index: int) -> None:
+        """The Roster of step `index`, where the news ask for another one."""
+        was, news = self.roster, engine.recorder.news
+        roster = self._membership.hear(news, index) if news else None
+        if roster is None:
+            return
+        if roster.sync != was.sync:
+            change_sync(engine.sync, roster, self.group, self._clock, self.module)
+        else:
             check_batch_norm(self.module, roster)
-            self._journal.rebalanced(roster)
+        self._journal.changed(roster, was)
 
     def _leave(self, engine: Engine, keeper: Keeper, step: Step) -> None:
         """The program has left its loop by itself, on all ranks: what it has learned is saved."""

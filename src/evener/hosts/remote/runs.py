@@ -23,10 +23,10 @@ END_S = 5.0  # the supervisor's
 WHOLE = ("manifest.json", "host/state.json")  # replaced, not appended to
 
 
-def start(run, spec, supervisor, code=None, roster=None):
+def start(run, spec, supervisor, code=None, files=None):
     """Start the program that `spec` describes, detached; its state once it is running.
 
-    `code` is copied to RUN/code, `roster` becomes RUN/roster.json.
+    `code` is copied to RUN/code, `files` are texts for RUN by name; None: an earlier start's goes.
     """
     run = _absolute(run)
     folder = os.path.join(run, "host")
@@ -43,8 +43,12 @@ def start(run, spec, supervisor, code=None, roster=None):
             os.remove(os.path.join(folder, name))
     if code is not None:
         _copy_tree(_absolute(code), os.path.join(run, "code"))
-    if roster is not None:
-        _write(os.path.join(run, "roster.json"), roster.encode())
+    for name, text in (files or {}).items():
+        path = os.path.join(run, name)
+        if text is not None:
+            _write(path, text.encode())
+        elif os.path.exists(path):
+            os.remove(path)
     _write(os.path.join(folder, "spec.json"), json.dumps(spec).encode())
     program = os.path.join(folder, "supervisor.py")
     _write(program, supervisor.encode())

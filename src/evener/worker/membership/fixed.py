@@ -1,4 +1,6 @@
-"""Who takes part when nobody comes or goes? The ranks that began; their shares follow their speed, or their weights."""
+"""Who takes part when nobody comes or goes? The ranks that began; their shares follow their speed, or their
+weights, and with --sync auto their way to agree follows the link.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ import math
 from collections.abc import Sequence
 
 from evener.core.errors import RunError
+from evener.core.prediction import Cluster, Job
 from evener.core.roster import Roster
 from evener.plan.rebalance import Balancer
+from evener.plan.rechoose import Chooser
 from evener.worker.record import News
 
 
@@ -19,6 +23,11 @@ class Fixed:
         self._weights = [float(share) for share in roster.shares]
         self._balancer: Balancer | None = None
         self._whole: int | None = None
+        self._chooser: Chooser | None = None
+
+    def choose(self, job: Job, cluster: Cluster) -> None:
+        """From now on the way to agree follows the link; `cluster` is what the planner knows of it."""
+        self._chooser = Chooser(job, cluster, self.roster)
 
     def balance(self, *, one_size: bool) -> None:
         """From now on shares follow the ranks' speed, until one of them tells a weight.
@@ -32,7 +41,14 @@ class Fixed:
         self._balancer = Balancer(self.roster, self._whole)
 
     def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
-        """Other shares, where the ranks' times ask for them or a rank told another weight than before."""
+        """Other shares, where the ranks' times ask for them or a rank told another weight than before; or another way
+        to agree, where the link does.
+        """
+        choice = self._chooser.hear([told.in_flight_s for told in news], self.roster) if self._chooser else None
+        if choice is not None:
+            found = choice.option.roster
+            self.roster = self.roster.with_sync(found.sync, found.bucket_bytes, next_step, why=choice.why)
+            return self.roster
         if not all(math.isnan(told.weight) for told in news):
             self._balancer = None
             return self._weigh(news, next_step)

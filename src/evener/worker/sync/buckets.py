@@ -51,6 +51,9 @@ class Reduction(Protocol):
     def take_spans(self) -> list[tuple[Any, Any]]:
         """Clock marks around each bucket's exchange since the last call."""
 
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """What this rank has not sent yet of its parameters' gradients."""
+
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         """What this rank alone remembers from step to step, by the names of its parameters."""
 
@@ -77,10 +80,20 @@ class Buckets:
         self._hooks: list[Any] = []
         self._arranges = False
         self._is_rehearsal = True  # until `settle`
+        self._settles_next = False  # buckets that were made anew are put in the order in which gradients came
+        self._left: list[tuple[nn.Parameter, Tensor]] = []
         self._samples = False
         self._buffers: list[Tensor] = []  # of the step that is measured
         self._mine_sq: list[Tensor] = []
         self._whole_sq: Tensor | None = None
+
+    def change(self, reduction: Reduction, bucket_bytes: int | None) -> None:
+        """Sums come about in another way from the next step on; what the one before has not sent goes out first."""
+        self._left = self._reduction.left_over()
+        self._reduction = reduction
+        self._bucket_MiB = None if bucket_bytes is None else bucket_bytes >> 20
+        self._make(all_have_rank_0s_weights=True)
+        self._settles_next = self._uses_all
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         self._module, self._all, self._uses_all = module, list(module.parameters()), uses_all
@@ -94,6 +107,7 @@ class Buckets:
             self._make(all_have_rank_0s_weights=True)
         before = self._done.copy()
         self._done.clear()
+        self._add_left()
         self._ddp.reducer.prepare_for_backward([])
         if loss is not None:
             loss.backward()
@@ -103,6 +117,9 @@ class Buckets:
             _add_zeros(missing)
         self._done.clear()
         self._reduction.finish()
+        if self._settles_next:
+            self._settles_next = False
+            self._ddp.reducer._rebuild_buckets()
         if self._samples:
             self._whole_sq = _squares(self._buffers)
             self._buffers.clear()
@@ -193,6 +210,13 @@ class Buckets:
             parameter.grad = None
         self._done.clear()
         self._done |= done
+
+    def _add_left(self) -> None:
+        """To this rank's gradients, what it has left of steps before."""
+        left, self._left = self._left, []
+        for parameter, flat in left:
+            more = flat.view(parameter.shape)
+            parameter.grad = more if parameter.grad is None else parameter.grad + more
 
     def _forget_unused(self, used: set[Tensor]) -> None:
         """Parameters that no rank used have no gradient, as on one rank."""

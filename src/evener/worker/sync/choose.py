@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from evener.core.errors import UsageError
-from evener.core.roster import Roster, SyncSpec
+from evener.core.roster import Roster, SyncSpec, harms_fp16
 from evener.plan.sync import bucket_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
@@ -35,6 +35,12 @@ def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], N
     return Buckets(group, clock, lap, _reduction(roster.sync, group, clock, module), bucket_bytes(roster))
 
 
+def change_sync(sync: Sync, roster: Roster, group: Group, clock: Clock, module: nn.Module) -> None:
+    """Replicas that agree by this Sync do so by the Roster's strategy from the next step on; both keep them equal."""
+    assert isinstance(sync, Buckets), roster.sync
+    sync.change(_reduction(roster.sync, group, clock, module), bucket_bytes(roster))
+
+
 def _check(roster: Roster, module: nn.Module) -> None:
     """UsageError where a strategy would do nothing, or harm."""
     sync = roster.sync
@@ -43,7 +49,7 @@ def _check(roster: Roster, module: nn.Module) -> None:
             f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: nothing is smaller",
             hint="a smaller rank, such as powersgd:4",
         )
-    if sync.kind in ("bf16", "int8", "int4", "powersgd") and any(one.dtype == "fp16" for one in roster.members):
+    if harms_fp16(roster):
         raise UsageError(
             f"--sync {sync} with fp16: what is left to send would be of another loss scale than the next step's",
             hint="--dtype fp32 or bf16, or --sync ddp",

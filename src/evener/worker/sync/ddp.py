@@ -50,6 +50,9 @@ class AllReduce:
         taken, self._spans = self._spans, []
         return taken
 
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return []
+
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         return {}
 

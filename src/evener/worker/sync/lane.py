@@ -61,6 +61,9 @@ class Exchange(Protocol):
     def run(self, slots: Slots) -> int:
         """Replace these gradients by their sums; returns the bytes that this rank sent."""
 
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """See Reduction."""
+
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         """See Reduction."""
 
@@ -135,6 +138,9 @@ class Lane:
     def take_spans(self) -> list[tuple[Any, Any]]:
         taken, self._spans = self._spans, []
         return taken
+
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return self._exchange.left_over()
 
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         return self._exchange.own_state(names)

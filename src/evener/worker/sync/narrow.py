@@ -56,6 +56,9 @@ class Narrow:
             view.copy_(total[begin:end])
         return sent
 
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [item for found in self._by_parameter().values() for item in found.items()]
+
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         """What is left of the gradients ("mine") and of sums ("sums", 0 outside of this rank's part) by parameter.
 
@@ -79,7 +82,7 @@ class Narrow:
         if slots.is_rehearsal:
             return self._empty(slots)
         left = self._left.get(slots.bucket)
-        if left is None or left.parameters != slots.parameters:
+        if left is None or list(map(id, left.parameters)) != list(map(id, slots.parameters)):
             if left is not None:  # buckets were made anew: what is in all of them waits for its new place
                 self._loaded, self._left = self._by_parameter(), {}
             left = self._left[slots.bucket] = self._empty(slots)

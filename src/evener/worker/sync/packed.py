@@ -45,6 +45,9 @@ class Packed:
             return sent
         return self._by_parts(slots)
 
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return []
+
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         return {}
 

@@ -62,6 +62,9 @@ class PowerSGD:
             factors[parameter] = total
         return sent
 
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return list(self._left.items())
+
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         """What is left, and the factors to begin with."""
         return {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.group import Group
@@ -32,6 +32,9 @@ class Whole:
             for (_, begin, end), view in zip(slots.offsets(), slots.views, strict=True):
                 view.copy_(whole[begin:end])
         return ring_all_reduce_bytes(whole.nbytes, self._group.world_size)
+
+    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return []
 
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         return {}
