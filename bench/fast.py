@@ -6,7 +6,9 @@
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit and every
 strategy are run in turn, and a figure is the median over the turns of tokens/s beside the same turn's limit.
-16 × 256 tokens a step, no dropout, the default arithmetic. Needs Linux and root; nothing else should run.
+16 × 256 tokens a step, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
+clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Needs Linux and
+root; nothing else should run.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from evener.core.roster import weighted_shares
+from evener.core.roster import parse_sync, weighted_shares
 from evener.core.rundir import RunDir
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
 from evener.report.summary import Summary, summarize
 
 BATCH = 16
+FIRST = 20  # steps in which shares settle and caches fill
 COMMON = {"model": "char", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0, "verify-every": 0,
           "compile": "off"}  # fmt: skip
 
@@ -62,19 +65,21 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3", "--no-trials")
         evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one")
         runs: dict[str, list[Summary]] = {sync: [] for sync in syncs}
+        rates: dict[str, list[float]] = {sync: [] for sync in syncs}
         limits: list[float] = []
         for turn in range(options.pairs):
             limits.append(limit(folder, fleet, options, dict(zip(names, cpus, strict=True)), f"limit{turn}"))
             for sync in syncs:
+                every = 1 if sync == "auto" else parse_sync(sync).every
                 out = folder / f"{sync}-{turn}"
-                flags = flags_of(options, batch=BATCH, sync=sync, out=out)
+                flags = flags_of(options, batch=BATCH, sync=sync, out=out, steps=FIRST + max(options.steps, 2 * every))
                 evener(folder, "train", "--fleet", str(fleet), *flags)
                 runs[sync].append(summarize(RunDir(out)))
-                print(f"{rate} turn {turn + 1}: {sync} {runs[sync][-1].tokens_per_s:.0f} of {limits[-1]:.0f} tokens/s",
-                      flush=True)  # fmt: skip
+                rates[sync].append(throughput(RunDir(out)))
+                print(f"{rate} turn {turn + 1}: {sync} {rates[sync][-1]:.0f} of {limits[-1]:.0f} tokens/s", flush=True)
     finally:
         lab.down()
-    return [row_of(rate, cpus, sync, runs[sync], limits) for sync in syncs]
+    return [row_of(rate, cpus, sync, runs[sync], rates[sync], limits) for sync in syncs]
 
 
 def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str) -> float:
@@ -86,11 +91,21 @@ def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str
         evener(folder, "train", "--fleet", str(fleet), "--hosts", host, "--detach", *flags)
     for out in outs.values():
         evener(folder, "logs", "-f", str(out))
-    return sum(summarize(RunDir(out)).tokens_per_s or 0.0 for out in outs.values())
+    return sum(throughput(RunDir(out)) for out in outs.values())
+
+
+def throughput(rundir: RunDir) -> float:
+    """Tokens/s of all ranks, from the end of step FIRST - 1 to that of the last one of a whole round."""
+    manifest = rundir.manifest()
+    records = [rundir.records(rank) for rank in range(manifest.world_size)]
+    every = manifest.roster.sync.every
+    last = FIRST + (len(records[0]) - FIRST) // every * every
+    tokens = sum(record.tokens for of_rank in records for record in of_rank[FIRST:last])
+    return tokens / (records[0][last - 1].ended - records[0][FIRST - 1].ended)
 
 
 def flags_of(options: argparse.Namespace, **more: object) -> list[str]:
-    flags = COMMON | {"data": options.data.absolute(), "steps": options.steps} | more
+    flags = COMMON | {"data": options.data.absolute(), "steps": FIRST + options.steps} | more
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
@@ -101,13 +116,14 @@ def evener(folder: Path, *args: str) -> None:
         raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
 
 
-def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], limits: list[float]) -> dict:
-    of_limit = [(run.tokens_per_s or 0.0) / most for run, most in zip(runs, limits, strict=True)]
+def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], rates: list[float],
+           limits: list[float]) -> dict:  # fmt: skip
+    of_limit = [mine / most for mine, most in zip(rates, limits, strict=True)]
     predicted = [run.predicted.step_s / (run.step_p50_s or 1.0) - 1 for run in runs if run.predicted]
     return {
         "rate": rate, "cpus": cpus, "asked": sync, "sync": str(runs[-1].manifest.roster.sync), "of_limit": of_limit,
         "median_of_limit": statistics.median(of_limit), "limits": limits,
-        "tokens_per_s": statistics.median(run.tokens_per_s or 0.0 for run in runs),
+        "tokens_per_s": statistics.median(rates),
         "sent_bytes": runs[-1].ranks[0].bytes, "loss": runs[-1].last_loss,
         "predicted_off": statistics.median(predicted) if predicted else None,
     }  # fmt: skip

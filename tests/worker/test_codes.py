@@ -64,3 +64,18 @@ def test_bf16_is_torchs_own_rounding():
     told, left = coded(CODES["bf16"], values)
     assert torch.equal(told, values.bfloat16().float())
     assert torch.equal(left, values - told)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_who_sends_keeps_what_the_others_decode_to_the_bit(name):
+    """Else two replicas would add up other numbers. A NaN and an infinity too: the loss tells of them."""
+    code = CODES[name]
+    values = torch.randn(NUM, generator=torch.Generator().manual_seed(3)) * 10.0 ** torch.randint(-30, 5, (NUM,))
+    values[7], values[70_000] = float("nan"), float("inf")
+    payload, left, kept = torch.zeros(code.num_bytes(NUM), dtype=torch.uint8), values.clone(), torch.empty(NUM)
+    code.encode(left, payload, kept=kept)
+    told = torch.zeros(NUM)
+    code.add(payload, told)
+    assert torch.equal(told.isfinite(), kept.isfinite())
+    finite = kept.isfinite()
+    assert torch.equal(told[finite], kept[finite])

@@ -47,9 +47,7 @@ def _narrow(code: Code, values: torch.Tensor) -> Callable[[], object]:
 
     def once() -> None:
         left.add_(values)
-        code.encode(left, payload)
-        total.zero_()
-        code.add(payload, total)
+        code.encode(left, payload, kept=total)
         code.add(payload, total)
 
     return once

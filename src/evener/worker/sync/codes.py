@@ -16,6 +16,7 @@ fresh pages cost more than the arithmetic (43 MB on one core of an AMD EPYC, int
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Literal, Protocol
 
 import torch
@@ -52,8 +53,11 @@ class Code(Protocol):
     def num_bytes(self, num: int) -> int:
         """Of the payload of so many numbers, scales included."""
 
-    def encode(self, values: Tensor, payload: Tensor) -> None:
-        """Write fp32 `values` (num,) into the uint8 `payload`; what was lost stays in `values`."""
+    def encode(self, values: Tensor, payload: Tensor, kept: Tensor | None = None) -> None:
+        """Write fp32 `values` (num,) into the uint8 `payload`; what was lost stays in `values`.
+
+        `kept` (num,): what whoever decodes it will have, to the bit.
+        """
 
     def add(self, payload: Tensor, total: Tensor) -> None:
         """Add the payload's numbers to fp32 `total` (num,)."""
@@ -70,10 +74,12 @@ class Bf16:
     def num_bytes(self, num: int) -> int:
         return 2 * num
 
-    def encode(self, values: Tensor, payload: Tensor) -> None:
-        for piece, coded in self._pieces(values, payload):
+    def encode(self, values: Tensor, payload: Tensor, kept: Tensor | None = None) -> None:
+        size = PIECE[values.device.type]
+        sent = kept.split(size) if kept is not None else map(self._scratch.like, values.split(size))
+        for (piece, coded), decoded in zip(self._pieces(values, payload), sent, strict=True):
             coded.copy_(piece)
-            piece.sub_(self._scratch.like(piece).copy_(coded))
+            piece.sub_(decoded.copy_(coded))
 
     def add(self, payload: Tensor, total: Tensor) -> None:
         for piece, coded in self._pieces(total, payload):
@@ -95,13 +101,17 @@ class Scaled:
     def num_bytes(self, num: int) -> int:
         return self._coded(num) + 2 * (num // self.block)
 
-    def encode(self, values: Tensor, payload: Tensor) -> None:
-        for rows, coded, scales in self._pieces(values, payload):
+    def encode(self, values: Tensor, payload: Tensor, kept: Tensor | None = None) -> None:
+        sent = kept.split(PIECE[values.device.type]) if kept is not None else repeat(None)
+        for (rows, coded, scales), decoded in zip(self._pieces(values, payload), sent, strict=False):
             work = torch.abs(rows, out=self._scratch.like(rows))
             scales.copy_(work.amax(0).mul_(ABOVE / self._largest))
             scale = scales.float().clamp_min_(LEAST)
             torch.mul(rows, scale.reciprocal(), out=work).round_()
-            rows.addcmul_(work, scale, value=-1)
+            if decoded is None:
+                rows.addcmul_(work, scale, value=-1)
+            else:
+                rows.sub_(torch.mul(work, scale, out=decoded.view(rows.shape)))
             if self._bits == 4:
                 half = len(work) // 2
                 work = work[:half].add_(work[half:], alpha=16).add_(FOUR_BIT_ZERO * 17)

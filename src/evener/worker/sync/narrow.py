@@ -119,13 +119,11 @@ class Narrow:
         return {"mine": mine, "sums": sums}
 
     def _direct(self, mine: Tensor) -> tuple[Tensor, int]:
-        """Everything to the one other rank: (sums, bytes sent)."""
-        payloads = self._payloads(self._incoming, mine)
-        self._code.encode(mine, payloads[self._group.rank])
-        sent = swap(self._group, [payloads[self._group.rank]] * 2, payloads)
-        total = self._total.like(mine).zero_()
-        for payload in payloads:
-            self._code.add(payload, total)
+        """Everything to the one other rank: (sums, bytes sent). What both decode is added: a + b is b + a."""
+        rank, total, payloads = self._group.rank, self._total.like(mine), self._payloads(self._incoming, mine)
+        self._code.encode(mine, payloads[rank], kept=total)
+        sent = swap(self._group, [payloads[rank]] * 2, payloads)
+        self._code.add(payloads[1 - rank], total)
         return total, sent
 
     def _by_parts(self, left: _Left) -> tuple[Tensor, int]:
