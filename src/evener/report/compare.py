@@ -163,7 +163,8 @@ def _worth(label: str, run: Summary, base: str, alone: Summary) -> str:
 def _of_strategies(runs: Mapping[str, Summary], base: str, alone: Summary) -> list[str]:
     def told(label: str) -> str:
         penalty = _penalty(beside(runs[label], alone))
-        return f"{label}, {times(runs[label], alone):.2f} times {base}, validation loss {penalty}"
+        loss = "the same validation loss" if penalty == "same" else f"validation loss {penalty}"
+        return f"{label}, {times(runs[label], alone):.2f} times {base}, {loss}"
 
     fastest = max(runs, key=lambda label: runs[label].tokens_per_s or 0.0)
     same = [label for label, run in runs.items() if (more := beside(run, alone)) is not None and more <= SAME_LOSS]
