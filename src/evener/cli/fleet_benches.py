@@ -35,12 +35,13 @@ from evener.report.picture import speeds_png, tradeoff_png
 from evener.report.summary import Summary, as_result, summarize
 
 STEPS = 10_000  # more than any budget of seconds allows: the clock ends a run
+NO_EVALUATION = EvalSpec(eval_every=0, eval_tokens=1)  # but of one block, at the end
 
 
 def fleet(path: str, hosts: str | None, data: str, out: str | None, seconds: float, model: str, batch: int,
           as_json: bool) -> int:  # fmt: skip
     """Each host alone and all together: tokens/s and all-reduce time."""
-    base = _base(data, model, TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=20), EvalSpec(eval_every=0))
+    base = _base(data, model, TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=20), NO_EVALUATION)
     bench = _Bench("fleet", Path(out or "runs/fleet"), path, hosts, base, as_json)
     bench.measure_what_is_missing()
     with connect(bench.fleet) as (sessions, errors):
