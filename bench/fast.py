@@ -4,8 +4,8 @@
                          [--pairs 3] [--steps 50] [--out FILE.json]
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
-own in proportion to its processor. This machine changes its speed from minute to minute, so the limit and every
-strategy are run in turn, and a figure is the median over the turns of tokens/s beside the same turn's limit.
+own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
+before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two.
 16 × 256 tokens a step, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
 clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Needs Linux and
 root; nothing else should run.
@@ -66,20 +66,25 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
         evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one")
         runs: dict[str, list[Summary]] = {sync: [] for sync in syncs}
         rates: dict[str, list[float]] = {sync: [] for sync in syncs}
-        limits: list[float] = []
+        limits: dict[str, list[float]] = {sync: [] for sync in syncs}
+        shares = dict(zip(names, cpus, strict=True))
+        before = limit(folder, fleet, options, shares, "limit")
         for turn in range(options.pairs):
-            limits.append(limit(folder, fleet, options, dict(zip(names, cpus, strict=True)), f"limit{turn}"))
             for sync in syncs:
                 every = 1 if sync == "auto" else parse_sync(sync).every
-                out = folder / f"{sync}-{turn}"
-                flags = flags_of(options, batch=BATCH, sync=sync, out=out, steps=FIRST + max(options.steps, 2 * every))
+                out, steps = folder / f"{sync}-{turn}", FIRST + max(options.steps, 2 * every)
+                flags = flags_of(options, batch=BATCH, sync=sync, out=out, steps=steps)
                 evener(folder, "train", "--fleet", str(fleet), *flags)
                 runs[sync].append(summarize(RunDir(out)))
                 rates[sync].append(throughput(RunDir(out)))
-                print(f"{rate} turn {turn + 1}: {sync} {rates[sync][-1]:.0f} of {limits[-1]:.0f} tokens/s", flush=True)
+                after = limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
+                limits[sync].append((before + after) / 2)
+                before = after
+                print(f"{rate} turn {turn + 1}: {sync} {rates[sync][-1]:.0f} of {limits[sync][-1]:.0f} tokens/s",
+                      flush=True)  # fmt: skip
     finally:
         lab.down()
-    return [row_of(rate, cpus, sync, runs[sync], rates[sync], limits) for sync in syncs]
+    return [row_of(rate, cpus, sync, runs[sync], rates[sync], limits[sync]) for sync in syncs]
 
 
 def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str) -> float:
