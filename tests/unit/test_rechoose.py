@@ -51,6 +51,15 @@ def test_a_link_that_becomes_slow_is_answered_after_a_window_and_one_that_recove
     assert f"predicted to be {now.tokens_per_s / before.tokens_per_s:.2f} times as fast as with ddp" in roster.why
 
 
+def test_it_is_answered_whenever_it_comes():
+    """Also in a window that would have been the measure of what is usual, of a link that is not the plan's either."""
+    for off in (1.0, 8.0):
+        for cut in range(0, 180, 12):
+            found, _ = simulated([1.0] * cut + [0.05] * 160, off=off)
+            assert [sync for _, sync in found] == ["packed"], (off, cut)
+            assert found[0][0] <= cut + WINDOW + WINDOW // 2
+
+
 @pytest.mark.parametrize("noise", [0.05, 0.3])
 def test_noise_and_a_short_disturbance_change_nothing(noise):
     assert simulated([1.0] * 2000, noise=noise)[0] == []

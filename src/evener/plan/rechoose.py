@@ -55,7 +55,7 @@ class Chooser:
         halves = [median(seen[: WINDOW // 2]) or 0.0, median(seen[WINDOW // 2 :]) or 0.0]
         most = CHANGED if self._is_measured else UNFORESEEN
         if min(halves) <= most * self._expected_s and max(halves) >= self._expected_s / most:
-            if not self._is_measured:
+            if not self._is_measured and max(halves) < CHANGED * min(halves):  # else it is changing just now
                 self._expected_s, self._is_measured = median(seen) or 0.0, True
             return None
         return self._choose(roster, median(seen) or 0.0)
