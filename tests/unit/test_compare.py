@@ -9,6 +9,7 @@ import pytest
 from evener.bench.setups import alone, by_strategy, together
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.files import write_atomic
+from evener.core.prediction import Job
 from evener.core.rundir import Result, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import RunSpec, parse_args
@@ -18,7 +19,8 @@ from evener.report.page import write_page
 from evener.report.picture import speeds_png, tradeoff_png
 from evener.report.summary import summarize
 
-CHAR, D8 = preset_shape("char", vocab_size=65), preset_shape("d8", vocab_size=32768)
+CHAR = Job(spec=RunSpec(), shape=preset_shape("char", vocab_size=65))
+D8 = Job(spec=RunSpec(), shape=preset_shape("d8", vocab_size=32768))
 
 
 def test_a_host_alone_in_one_process_one_a_core_and_on_its_gpus():
@@ -42,17 +44,17 @@ def test_hosts_together_grow_one_by_one():
 
 
 def test_every_strategy_on_all_hosts_beside_the_fastest_alone():
-    first, *others = by_strategy(RunSpec(), CHAR, "b", ["a", "b"], None)
+    first, *others = by_strategy(CHAR, "b", ["a", "b"], None)
     assert (first.hosts, first.label, first.spec.train.sync) == (["b"], "b alone", "ddp")
     assert all(one.hosts == ["a", "b"] and one.spec.train.sync == one.label for one in others)
     assert {"ddp", "packed", "int8", "diloco:30"} <= {one.label for one in others}
     assert not any("sparse" in one.label for one in others)  # char has no table that is only looked up
-    assert "int8+sparse" in {one.label for one in by_strategy(RunSpec(), D8, "b", ["a", "b"], None)}
-    asked = by_strategy(RunSpec(), CHAR, "b", ["a", "b"], ["int8", "ddp", "int8"])
+    assert "int8+sparse" in {one.label for one in by_strategy(D8, "b", ["a", "b"], None)}
+    asked = by_strategy(CHAR, "b", ["a", "b"], ["int8", "ddp", "int8"])
     assert [one.label for one in asked] == ["b alone", "int8", "ddp"]
     assert len({one.name for one in others}) == len(others)
     with pytest.raises(UsageError, match="int9"):
-        by_strategy(RunSpec(), CHAR, "b", ["a", "b"], ["int9"])
+        by_strategy(CHAR, "b", ["a", "b"], ["int9"])
 
 
 def result(val_loss):

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from evener.core.prediction import Job
 from evener.core.roster import parse_sync
-from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
-from evener.plan.sync import gradients
+from evener.core.units import plural
+from evener.plan.options import makes_sense
 
 MOST_PROCESSES = 8  # on one host's processor
 SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:30", "diloco:30:int8",
-         "diloco:30:int4:streamed")  # fmt: skip
-OF_TABLES = ("packed+sparse", "int8+sparse")  # where a model has tables that are only looked up
+         "diloco:30:int4:streamed", "packed+sparse", "int8+sparse")  # fmt: skip
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +44,8 @@ def alone(base: RunSpec, host: str, cores: int, num_gpus: int) -> list[Setup]:
     ['attic-1-process', 'attic-4-processes', 'attic-GPU']
     """
     counts = sorted({1, min(cores, base.train.batch, MOST_PROCESSES)})
-    setups = [Setup(label=f"{host}, 1 process" if ranks == 1 else f"{host}, {ranks} processes", hosts=[host],
-                    spec=_on(base, "cpu"), ranks=ranks) for ranks in counts]  # fmt: skip
+    setups = [Setup(label=f"{host}, {plural(ranks, 'process')}", hosts=[host], spec=_on(base, "cpu"), ranks=ranks)
+              for ranks in counts]  # fmt: skip
     if num_gpus:
         label = f"{host}, GPU" if num_gpus == 1 else f"{host}, {num_gpus} GPUs"
         setups.append(Setup(label=label, hosts=[host], spec=_on(base, "cuda")))
@@ -61,14 +61,14 @@ def together(base: RunSpec, hosts: Sequence[str], with_gpus: Sequence[str]) -> l
     return setups
 
 
-def by_strategy(base: RunSpec, shape: GPTShape, fastest: str, hosts: Sequence[str],
+def by_strategy(job: Job, fastest: str, hosts: Sequence[str],
                 syncs: Sequence[str] | None) -> list[Setup]:  # fmt: skip
     """The fastest host alone, and all of them by each of these strategies, or by those that suit the model.
 
     UsageError where one has no such name.
     """
-    has_tables = any(one.is_lookup for one in gradients(shape))
-    chosen = [str(parse_sync(name)) for name in syncs or [*SYNCS, *(OF_TABLES if has_tables else ())]]
+    base = job.spec
+    chosen = [str(sync) for sync in map(parse_sync, syncs or SYNCS) if syncs or makes_sense(sync, job)]
     setups = [Setup(label=f"{fastest} alone", hosts=[fastest], spec=base)]
     for sync in dict.fromkeys(chosen):
         train = msgspec.structs.replace(base.train, sync=sync)

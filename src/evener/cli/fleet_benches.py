@@ -67,11 +67,10 @@ def strategies(path: str, hosts: str | None, data: str, out: str | None, steps: 
     bench = _Bench("strategies", Path(out or "runs/strategies"), path, hosts, base, as_json)
     if len(bench.fleet.hosts) < 2:
         raise UsageError(f"{path}: ways to agree need two hosts", hint="a second [hosts.NAME]")
-    shape = resolve(base).shape
     names = None if syncs is None else [name.strip() for name in syncs.split(",")]
-    setups.by_strategy(base, shape, "", list(bench.fleet.hosts), names)  # a mistake is told before anything is measured
+    setups.by_strategy(bench.job, "", list(bench.fleet.hosts), names)  # a mistake is told before anything is measured
     bench.measure_what_is_missing()
-    for setup in setups.by_strategy(base, shape, bench.foreseen(), list(bench.fleet.hosts), names):
+    for setup in setups.by_strategy(bench.job, bench.foreseen(), list(bench.fleet.hosts), names):
         bench.base = bench.base or setup.label
         bench.train(setup)
     return bench.tell()
@@ -87,14 +86,14 @@ class _Bench:
     """Runs of one bench as they come. What is finished in its folder is not run again: it may be started anew."""
 
     def __init__(self, kind: Kind, out: Path, path: str, hosts: str | None, base: RunSpec, as_json: bool) -> None:
-        self.kind, self.out, self.path, self.spec, self.as_json = kind, out, path, base, as_json
+        self.kind, self.out, self.path, self.as_json = kind, out, path, as_json
         self.fleet: Fleet = only(load_fleet(path), hosts)
         self.console = Console(stderr=True, highlight=False, quiet=as_json)
         self.runs: dict[str, Summary] = {}
         self.failed: dict[str, str] = {}
         self.base: str | None = None  # what the others are compared with
         self._names: dict[str, str] = {}
-        resolve(base)  # a mistake is told before anything is measured
+        self.job = Job(spec=base, shape=resolve(base).shape)  # a mistake is told before anything is measured
         if out.exists() and any(out.iterdir()) and not compare.is_comparison(out):
             raise UsageError(f"{out}: exists and is not a bench", hint="another --out")
         if compare.is_comparison(out) and compare.read(out).kind != kind:
@@ -104,15 +103,14 @@ class _Bench:
         """Hosts and links, so that each run can be predicted; they stay in the fleet's file."""
         from evener.cli import probe
 
-        job = Job(spec=self.spec, shape=resolve(self.spec).shape)
         try:
-            cluster_of(self.fleet, job)
+            cluster_of(self.fleet, self.job)
         except NotMeasuredError as missing:
             self.say(f"{missing}: measuring hosts and links first")
             with contextlib.redirect_stdout(sys.stderr):
                 if len(self.fleet.hosts) > 1:
                     probe.wire(fleet=self.path, seconds=1.0, no_iperf3=True, no_trials=True)
-                probe.host(fleet=self.path, model=self.spec.model.model)
+                probe.host(fleet=self.path, model=self.job.model)
             self.fleet = only(load_fleet(self.path), ",".join(self.fleet.hosts))
 
     def train(self, setup: Setup) -> None:
@@ -147,8 +145,7 @@ class _Bench:
     def foreseen(self) -> str:
         """The host that the planner finds fastest alone; the file's first where it knows too little."""
         with contextlib.suppress(UsageError):
-            job = Job(spec=self.spec, shape=resolve(self.spec).shape)
-            options = predict(job, cluster_of(self.fleet, job)).options
+            options = predict(self.job, cluster_of(self.fleet, self.job)).options
             alone = [option for option in options if len(option.roster.hosts) == 1]
             return max(alone, key=lambda option: option.tokens_per_s).roster.hosts[0]
         return next(iter(self.fleet.hosts))

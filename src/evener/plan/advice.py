@@ -29,6 +29,7 @@ BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
 
 
 def verdict_of(prediction: Prediction) -> str:
+    """What to do, in a sentence."""
     if not prediction.recommended:
         why = prediction.option(prediction.chosen).rejected_because
         return f"This cannot be trained here: {why}; a smaller --micro-batch or --recompute needs less."
@@ -148,17 +149,20 @@ def _larger_batch(prediction: Prediction, noise_tokens: float) -> str:
         faster = as_trained(larger(job, factor), cluster).tokens_per_s / chosen.tokens_per_s
         return faster, more_tokens(noise_tokens, job.tokens, factor)
 
-    known = f"By the noise scale that was measured, {count(noise_tokens)} tokens, --batch "
-    gains = {factor: rates(factor) for factor in BATCH_FACTORS}
-    best = max(gains, key=lambda factor: gains[factor][0] / gains[factor][1])
-    if (ratio := gains[best][0] / gains[best][1]) <= WORTH:
+    found = {factor: rates(factor) for factor in BATCH_FACTORS}
+    gains = {factor: faster / more for factor, (faster, more) in found.items()}
+    best = max(gains, key=lambda factor: gains[factor])
+    if gains[best] <= WORTH:  # then of the next larger one
         best = BATCH_FACTORS[0]
-    (faster, more), ratio = gains[best], gains[best][0] / gains[best][1]
-    told = f"{best * job.spec.train.batch} needs {more:.2f} times as many tokens for the same loss and trains "
-    verdict = (
-        "it is there sooner" if ratio > WORTH else "it is there later" if ratio < 1 / WORTH else "that gains nothing"
+    verdict = "that gains nothing"
+    if not 1 / WORTH <= gains[best] <= WORTH:
+        verdict = f"it is there {'sooner' if gains[best] > 1 else 'later'}"
+    faster, more = found[best]
+    return (
+        f"By the noise scale that was measured, {count(noise_tokens)} tokens, --batch {best * job.spec.train.batch} "
+        f"needs {more:.2f} times as many tokens for the same loss and trains {faster:.2f} times as many a second: "
+        f"{verdict}."
     )
-    return f"{known}{told}{faster:.2f} times as many a second: {verdict}."
 
 
 def _crossing(gain: Callable[[float], float], pays: bool) -> float | None:
@@ -180,6 +184,10 @@ def _sentence(text: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
+    """
+    >>> listed("abc")
+    'a, b and c'
+    """
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from evener.core.prediction import Cluster, Job, Option
-from evener.core.roster import Roster, SyncSpec, asked_sync, equal_shares, harms_fp16, parse_sync
+from evener.core.roster import BUILT, Roster, SyncSpec, asked_sync, equal_shares, harms_fp16, parse_sync
 from evener.core.units import size
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
@@ -18,7 +18,7 @@ CANDIDATES = tuple(map(parse_sync, (
     "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30",
     "diloco:100:int4:streamed",
 )))  # fmt: skip
-BUCKETED = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")
+BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
 

@@ -9,8 +9,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from evener.core.decoding import from_json
-from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir
 from evener.core.units import count, plural, seconds
 from evener.report import figures
@@ -19,6 +17,7 @@ from evener.report.gap import NO_PREDICTION
 from evener.report.markup import Fact, document
 from evener.report.predicted import against
 from evener.report.ranks import first_done
+from evener.report.stored import read_stored
 from evener.report.summary import Summary, summarize
 
 NAME = "bench.json"
@@ -53,14 +52,7 @@ def is_bench(folder: Path) -> bool:
 
 def read(folder: Path) -> dict[str, list[str]]:
     """Run directories, relative to the folder, by corpus."""
-    path = folder / NAME
-    try:
-        bench = from_json(path.read_bytes(), Series)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
-    if bench.format != FORMAT:
-        raise CheckpointError(f"{path}: format {bench.format}, this evener reads {FORMAT}")
-    return bench.series
+    return read_stored(folder / NAME, Series, FORMAT).series
 
 
 def summaries(folder: Path) -> dict[str, list[Summary]]:

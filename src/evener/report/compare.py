@@ -12,14 +12,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from evener.core.decoding import from_json
-from evener.core.errors import CheckpointError
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
 from evener.core.units import count, seconds, size
 from evener.report import figures
 from evener.report.markup import Fact, document
 from evener.report.predicted import against
+from evener.report.stored import read_stored
 from evener.report.summary import Summary, summarize
 
 NAME = "compare.json"
@@ -52,14 +51,7 @@ def is_comparison(folder: Path) -> bool:
 
 def read(folder: Path) -> Compared:
     """CheckpointError where it is damaged."""
-    path = folder / NAME
-    try:
-        found = from_json(path.read_bytes(), Compared)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
-    if found.format != FORMAT:
-        raise CheckpointError(f"{path}: format {found.format}, this evener reads {FORMAT}")
-    return found
+    return read_stored(folder / NAME, Compared, FORMAT)
 
 
 def write(folder: Path, compared: Compared) -> None:
@@ -94,7 +86,7 @@ def val_loss(run: Summary) -> float | None:
 
 
 def _cells(kind: Kind, run: Summary, base: Summary | None) -> list[str]:
-    ratio, loss, more = times(run, base), val_loss(run), beside(run, base)
+    ratio, loss = times(run, base), val_loss(run)
     several = run.manifest.world_size > 1
     sent = max((rank.bytes for rank in run.ranks if rank.bytes is not None), default=None)
     of_several = {
@@ -109,18 +101,15 @@ def _cells(kind: Kind, run: Summary, base: Summary | None) -> list[str]:
         "step": seconds(run.step_p50_s),
         "predicted": against(run)[0],
         "loss": "not measured" if loss is None else f"{loss:.4f}",
-        "penalty": "–"
-        if more is None or run is base
-        else "same"
-        if abs(more) < SAME
-        else f"{more:+.1%}".replace("-", "−"),
+        "penalty": "–" if run is base else _penalty(beside(run, base)),
     }
     shown = of_all | (of_several if several else dict.fromkeys(of_several, "–"))
     return [shown[column] for column in COLUMNS[kind]]
 
 
 def _penalty(more: float | None) -> str:
-    """
+    """What a way costs in loss.
+
     >>> _penalty(0.012), _penalty(-0.05), _penalty(1e-5), _penalty(None)
     ('+1.2%', '−5.0%', 'same', 'not measured')
     """

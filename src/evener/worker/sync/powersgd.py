@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.plan.collectives import ring_all_reduce_bytes
+from evener.plan.sync import is_thin as shrinks
 from evener.worker.group import Group
 from evener.worker.sync.lane import Slots
 
@@ -96,4 +97,5 @@ class PowerSGD:
 
 def is_thin(parameter: Tensor, rank: int) -> bool:
     """Is a product of rank `rank` much smaller than this parameter?"""
-    return parameter.dim() >= 2 and min(len(parameter), parameter.numel() // max(1, len(parameter))) > 2 * rank
+    rows = len(parameter) if parameter.dim() >= 2 else 0
+    return rows > 0 and shrinks(rows, parameter.numel() // rows, rank)
