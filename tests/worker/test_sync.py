@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import types
 from itertools import pairwise
 
 import pytest
+import torch
 from torch import nn
 
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.worker.sync.choose import make_sync
+from evener.worker.sync.codes import Scaled
+from evener.worker.sync.narrow import Narrow
+from evener.worker.sync.powersgd import PowerSGD
 
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
@@ -272,3 +277,15 @@ def test_what_one_way_has_not_sent_the_next_one_sends(run_script, ranks):
     told = json.loads(done.stdout)
     assert told.keys() == set(LOSSY)
     assert max(told.values()) < 1e-4
+
+
+def test_what_another_way_kept_is_no_obstacle():
+    """A run that died between a change of its way and the next checkpoint goes on from a state of the way before."""
+    weight = {"weight": nn.Parameter(torch.zeros(40, 70))}
+    group = types.SimpleNamespace(world_size=2, rank=0)
+    of_narrow = {"mine": {"weight": torch.zeros(2800)}, "sums": {}}
+    of_powersgd = {"left": {"weight": torch.zeros(40, 70)}, "factors": {"weight": torch.zeros(70, 4)}}
+    narrow, powersgd = Narrow(group, Scaled(8)), PowerSGD(group, 4)
+    narrow.load_own_state([of_powersgd], weight)
+    powersgd.load_own_state([of_narrow], weight)
+    assert narrow.left_over() == powersgd.left_over() == []

@@ -71,9 +71,9 @@ class Narrow:
         self._left.clear()
         self._loaded = {"mine": {}, "sums": {}}
         for i, state in enumerate(states):
-            for kind, lefts in state.items():
+            for kind in ("mine", "sums"):  # another way's, of before a change, has none
                 found = self._loaded[kind if i == 0 else "mine"]  # what others left goes out with this rank's own
-                for name, left in lefts.items():
+                for name, left in state.get(kind, {}).items():
                     parameter, here = parameters[name], left.to(parameters[name].device)
                     found[parameter] = found[parameter] + here if parameter in found else here
 
