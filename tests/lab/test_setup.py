@@ -61,15 +61,26 @@ class Controller:
         return self.host.exec([python, "-c", code], timeout_s=120).stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def controller(make_lab: Callable[..., Lab], tmp_path_factory: pytest.TempPathFactory):
+def test_a_bare_machine_becomes_one_that_trains(make_lab: Callable[..., Lab], tmp_path: Path) -> None:
+    """One story, for its beginning takes a minute: each chapter finds the machine as the one before has left it."""
     lab = make_lab(a=HostSpec())
-    yield Controller(lab, tmp_path_factory.mktemp("setup"))
-    lab.down()  # 1.3 GB
+    try:
+        controller = Controller(lab, tmp_path)
+        first = begin(controller)
+        for chapter in (
+            a_killed_setup_is_completed_from_wheels_that_are_there,
+            it_trains_there,
+            a_second_run_changes_nothing,
+            when_evener_changes_evener_alone_is_installed,
+            what_is_missing_alone_is_sent,
+            a_small_disk_is_told_before_it_is_full,
+        ):
+            chapter(controller, first)
+    finally:
+        lab.down()  # 1.3 GB
 
 
-@pytest.fixture(scope="module")
-def first(controller: Controller) -> dict[str, Any]:
+def begin(controller: Controller) -> dict[str, Any]:
     """A setup that is killed while pip installs torch, and the next one, which completes it."""
     store, killed = controller.home / ".evener", controller.start()
 
@@ -87,7 +98,7 @@ def first(controller: Controller) -> dict[str, Any]:
     return told["hosts"][0]
 
 
-def test_a_killed_setup_is_completed_from_wheels_that_are_there(controller, first):
+def a_killed_setup_is_completed_from_wheels_that_are_there(controller: Controller, first: dict[str, Any]) -> None:
     assert first["source"] == "carried"
     assert first["packages"] > 10
     assert first["sent_bytes"] < 1_000_000  # evener: all else had arrived
@@ -98,7 +109,7 @@ def test_a_killed_setup_is_completed_from_wheels_that_are_there(controller, firs
     assert not (store / "venv/evener-unfinished").exists()
 
 
-def test_it_trains_there(controller, first):
+def it_trains_there(controller: Controller, first: dict[str, Any]) -> None:
     code = "import evener, torch; print(evener.__file__, torch.__version__, torch.ones(3).sum().item())"
     file, torch, total = controller.python(code).split()
     assert file.startswith(str(controller.home / ".evener/venv/lib"))
@@ -112,7 +123,7 @@ def test_it_trains_there(controller, first):
     )
 
 
-def test_a_second_run_changes_nothing(controller, first):
+def a_second_run_changes_nothing(controller: Controller, first: dict[str, Any]) -> None:
     def state() -> dict[str, int]:
         paths = [path for path in controller.home.rglob("*") if "__pycache__" not in path.parts]
         return {str(path): path.lstat().st_mtime_ns for path in paths if path.name != "setup.lock"}
@@ -123,7 +134,7 @@ def test_a_second_run_changes_nothing(controller, first):
     assert state() == before
 
 
-def test_when_evener_changes_evener_alone_is_installed(controller, first):
+def when_evener_changes_evener_alone_is_installed(controller: Controller, first: dict[str, Any]) -> None:
     with (controller.source / "src/evener/core/units.py").open("a") as file:
         file.write("\nANSWER = 42\n")
     [found] = controller.setup()["hosts"]
@@ -134,7 +145,7 @@ def test_when_evener_changes_evener_alone_is_installed(controller, first):
     assert controller.setup()["hosts"][0]["actions"] == []
 
 
-def test_what_is_missing_alone_is_sent(controller, first):
+def what_is_missing_alone_is_sent(controller: Controller, first: dict[str, Any]) -> None:
     controller.python("import shutil, rich, pathlib; shutil.rmtree(pathlib.Path(rich.__file__).parent)")
     [info] = controller.home.glob(".evener/venv/lib/python*/site-packages/rich-*.dist-info")
     shutil.rmtree(info)
@@ -144,7 +155,7 @@ def test_what_is_missing_alone_is_sent(controller, first):
     assert found["sent_bytes"] < 2_000_000
 
 
-def test_a_small_disk_is_told_before_it_is_full(controller, first):
+def a_small_disk_is_told_before_it_is_full(controller: Controller, first: dict[str, Any]) -> None:
     controller.host.exec(["mkdir", "-p", "small"])
     controller.host.exec(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(controller.home / "small")])
     text = controller.fleet.read_text()
