@@ -22,8 +22,8 @@ from evener.core.spec import ModelSpec, RunSpec, TrainSpec
 from evener.plan.cluster import uniform
 from evener.plan.collectives import INFINITE, Ring, backend_s, bus_factor, ring
 from evener.plan.cost import price
+from evener.plan.penalty import loss_penalty
 from evener.plan.scale import scale
-from evener.plan.sync import loss_penalty
 from evener.plan.thumb import nanogpt, sentences
 
 FOLDER = Path(__file__).with_name("published")

@@ -11,7 +11,8 @@ from evener.core.step import PARTS
 from evener.plan.balance import Pace, fastest_shares
 from evener.plan.cluster import uniform
 from evener.plan.cost import BACKWARD
-from evener.plan.sync import STRATEGIES, buckets, exchange, gradients, loss_penalty
+from evener.plan.penalty import loss_penalty
+from evener.plan.sync import STRATEGIES, buckets, exchange, gradients
 from tests.unit.planner import changed, cluster_of, job_of, priced
 
 SHAPE = preset_shape("char", 512)

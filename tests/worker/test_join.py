@@ -93,6 +93,7 @@ RIGHT: list[tuple[Any, ...]] = [  # the loop, on how many ranks beside one, flag
     ("Loader", 3), ("Gan", 2), ("Gan", 3, "--micro-batch", "5"), ("GanInOnePass", 2),
     ("GanInOnePass", 3, "--micro-batch", "5"), ("GanFrozen", 2), ("TwoModels", 2),
     ("BatchNorm", 3, "--micro-batch", "4"), ("BatchNorm", 2, "--micro-batch", "3"), ("Unfreeze", 3), ("Freeze", 2),
+    ("Replaced", 2), ("Together", 2),
 ]  # fmt: skip
 
 
@@ -142,7 +143,11 @@ STATELESS = (
 RESUMED = [case for case in RIGHT if case[0] not in STATELESS and "--micro-batch" not in case]
 
 
-@pytest.mark.parametrize("case", [*RESUMED, ("Dropout", 2), ("BatchNorm", 2, "--micro-batch", "4")], ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [*RESUMED, ("Dropout", 2), ("Normalizer", 1), ("Normalizer", 2), ("BatchNorm", 2, "--micro-batch", "4")],
+    ids=name_of,
+)
 def test_stopped_half_way_a_loop_goes_on_bit_for_bit(own, case):
     name, ranks, *flags = case
     whole = own(name, "join", ranks, *flags)
@@ -158,7 +163,13 @@ def test_stopped_half_way_a_loop_goes_on_bit_for_bit(own, case):
     for rank in range(ranks):
         tensors = whole.result(rank)["tensors"]
         assert all(torch.equal(value, tensors[key]) for key, value in parts.result(rank)["tensors"].items())
-    assert parts.dir.manifest().result.replicas_agree is True
+    assert parts.dir.manifest().result.replicas_agree is (True if ranks > 1 else None)
+
+
+def test_a_rank_without_a_share_rehearses_what_a_batch_norm_can_bear(own):
+    alone = own("BatchNorm", "join", 1, "--micro-batch", "8")
+    idle = own("BatchNorm", "join", 2, "--micro-batch", "8", "--shares", "1:0")
+    assert idle.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 def refused(done: Done, message: str, hint: str) -> None:
@@ -188,6 +199,7 @@ def refused(done: Done, message: str, hint: str) -> None:
             "run.model(module)",
         ),
         (("ForgottenScheduler", 2), "run.steps: AdamW has a learning-rate scheduler that", "scheduler = run.state("),
+        (("ForgottenBesideAnother", 1), "run.steps: AdamW has a learning-rate scheduler", "scheduler = run.state("),
     ],
     ids=lambda value: name_of(value) if isinstance(value, tuple) else "",
 )
@@ -201,7 +213,8 @@ def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hi
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("MeanForSum", "step.backward got a mean: on rank 0 two halves of a micro-batch give", "reduction='sum', or"),
+        ("MeanForSum", "step.backward got a mean: on rank 0 some samples give", "reduction='sum', or"),
+        ("MeanOfSquares --micro-batch=3", "step.backward got a mean: on rank", "reduction='sum', or"),
         ("ForgottenOptimizer", "step.update: this AdamW was not given to run.optimizer", "optimizer = run.optimizer"),
         ("ForgottenBackward", "no step.backward in the loop over step.micro_batches()", "step.backward(loss_sum), not"),
         ("ForgottenUpdate", "step 0: there was no step.update: nothing was learned from its batch", "micro-batches of"),
@@ -211,7 +224,8 @@ def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hi
     ],
 )
 def test_what_is_wrong_in_the_loop_is_refused_in_its_first_step(own, name, message, hint):
-    done = own(name, "join", 2)
+    name, *flags = name.split()
+    done = own(name, "join", 2, *flags)
     refused(done, message, hint)
     assert done.dir.manifest().verdict == "failed"
     assert done.dir.checkpoint_steps() == []

@@ -15,7 +15,7 @@ def test_running_statistics_are_those_of_the_mean_over_micro_batches():
     norm = nn.BatchNorm1d(3, momentum=0.3)
     batches = torch.randn(4, 8, 3) * 2 + 1
     before = norm.running_mean.clone()
-    ranks = [MovingBuffers([norm.running_mean, norm.num_batches_tracked]) for _ in range(2)]
+    ranks = [MovingBuffers(norm, ["num_batches_tracked", "running_mean"]) for _ in range(2)]
     for i, batch in enumerate(batches):  # rank 0 has three of them
         norm(batch)
         ranks[i == 3].take()
@@ -26,3 +26,33 @@ def test_running_statistics_are_those_of_the_mean_over_micro_batches():
         expected = 0.7 * before + 0.3 * batches.mean(dim=(0, 1))
         assert norm.running_mean.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
         assert norm.num_batches_tracked == 1
+
+
+class Average(nn.Module):
+    """Puts another tensor in a buffer's place, and grows a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([1.0, 2.0]))
+        self.register_buffer("cache", torch.zeros(1))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.cache = torch.ones(len(x))
+
+
+def test_a_tensor_that_takes_a_buffers_place_counts_as_the_buffer():
+    torch.manual_seed(0)
+    module = nn.Sequential(Average())
+    buffer, batches = module[0].mean, torch.randn(4, 8, 2)
+    moving = MovingBuffers(module, ["0.mean", "0.cache"])
+    for batch in batches:
+        module(batch.requires_grad_())
+        moving.take()
+        assert module[0].mean is buffer
+        assert buffer.tolist() == [1.0, 2.0]
+    moving.settle(lambda own: own)
+    expected = 0.9 * torch.tensor([1.0, 2.0]) + 0.1 * batches.mean(dim=(0, 1))
+    assert module[0].mean is buffer
+    assert buffer.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert module[0].cache.tolist() == [0.0]  # of another size it says nothing about the next batch

@@ -42,12 +42,9 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
         raise UsageError(f"--init-from {model.init_from}: no such file")
     rundir = RunDir(spec.out or "runs")
     check_built(spec)
-    checkpoint = None
-    if resume:
-        checkpoint = newest_checkpoint(rundir, spec.train.steps)
+    checkpoint = starting_point(rundir, spec, resume=resume)
+    if checkpoint is not None:
         _check_fits(rundir, shape, corpus, spec)
-    else:
-        check_free(spec)
     _check_disk(rundir, shape, spec)
     return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
 
@@ -67,7 +64,15 @@ def new_run_path(spec: RunSpec) -> str:
     return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
 
 
-def check_free(spec: RunSpec) -> None:
+def starting_point(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint | None:
+    """The checkpoint with which a run begins, None where it is a new one; EvenerError where it can do neither there."""
+    if resume:
+        return _newest_checkpoint(rundir, spec.train.steps)
+    _check_free(spec)
+    return None
+
+
+def _check_free(spec: RunSpec) -> None:
     """UsageError where a new run cannot have the place that it was given."""
     rundir = RunDir(spec.out or "runs")
     if spec.out is not None and rundir.is_run():
@@ -78,7 +83,7 @@ def check_free(spec: RunSpec) -> None:
         raise UsageError(f"--out {rundir}: a file is in the way")
 
 
-def newest_checkpoint(rundir: RunDir, steps: int) -> Checkpoint:
+def _newest_checkpoint(rundir: RunDir, steps: int) -> Checkpoint:
     """What a run is to go on from up to `steps`; CheckpointError where there is nothing or it is damaged, UsageError
     where it has taken all its steps.
     """

@@ -16,11 +16,12 @@ import msgspec
 
 from evener.core.collective import Collective
 from evener.core.prediction import Cluster, HostRates, Job, Option, RankCost
-from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster, SyncSpec
+from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster, SyncSpec, parse_sync
 from evener.core.step import StepCost
 from evener.plan.collectives import backend_s, ring, sent_bytes
 from evener.plan.memory import memory
-from evener.plan.sync import Exchange, Transfer, exchange, loss_penalty
+from evener.plan.penalty import loss_penalty
+from evener.plan.sync import Exchange, Transfer, exchange
 
 BACKWARD = 2 / 3  # of forward and backward: two matrix products where forward has one   [PaLM, appendix B]
 RECOMPUTED = 3 / 4  # where backward runs forward again
@@ -115,8 +116,8 @@ def coding_s(host: HostRates, sync: SyncSpec) -> float:
     if sync.kind != "powersgd":
         known = host.coding_Bps.get(f"int{sync.bits}" if sync.kind == "diloco" else sync.kind)
         return 1 / known if known else CODING_PASSES / host.copy_Bps if host.copy_Bps else 0.0
-    points = sorted((int(name.partition(":")[2]), 1 / rate) for name, rate in host.coding_Bps.items()
-                    if name.startswith("powersgd:"))  # fmt: skip
+    measured = {parse_sync(name): rate for name, rate in host.coding_Bps.items()}
+    points = sorted((known.rank, 1 / rate) for known, rate in measured.items() if known.kind == "powersgd")
     if len(points) < 2:
         return CODING_PASSES / host.copy_Bps if host.copy_Bps else 0.0
     (low, at_low), (high, at_high) = points[0], points[-1]

@@ -1,18 +1,17 @@
-"""How do replicas agree, and what does each way send? One row a strategy: bytes, extra work, penalty, and its source.
+"""How do replicas agree, and what does each way send? One row a strategy: bytes and extra work.
 
 n  ranks    P  parameters    T  tokens that a rank takes in a step
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.roster import Kind, Roster, SyncSpec
+from evener.core.roster import Kind, Roster
 from evener.core.shape import MLP_EXPANSION, GPTShape
 
 INDEX_BYTES = 4  # of a table's row
@@ -316,43 +315,3 @@ STRATEGIES: dict[Kind, Strategy] = {
     "zero1": Strategy(exchange=_zero1),
     "diloco": Strategy(exchange=_diloco, is_exact=False),
 }
-
-# Loss of DiLoCo with H = 30 against data parallel at equal tokens: replicas → (parameters, relative penalty).
-# [Scaling laws for DiLoCo, arXiv 2503.09799, measured]
-DILOCO_PENALTY = {
-    2: [(35e6, 0.007), (90e6, 0.005), (180e6, 0.003)],
-    4: [(35e6, 0.020), (180e6, 0.011)],
-    8: [(35e6, 0.039)],
-}
-DILOCO_MEASURED = SyncSpec(kind="diloco", every=30)
-DILOCO_SOURCE = "arXiv 2503.09799, H = 30"
-FEW_ROUNDS = 40  # the published runs have more outer steps; with 13, tiny lost 2.4 % (measured, 2 replicas, 2026-11-21)
-
-
-def loss_penalty(
-    sync: SyncSpec, num_params: int, num_ranks: int, num_steps: int | None = None
-) -> tuple[float | None, str]:
-    """(relative penalty, source): 0 of an exact strategy, None where nobody measured it.
-
-    Between published sizes it is read off the straight line over log(parameters); beyond them the nearest holds. Of
-    runs of few steps nothing was published.
-
-    >>> loss_penalty(SyncSpec(kind="ddp"), 10**8, 4), loss_penalty(SyncSpec(kind="int8"), 10**8, 4)[0]
-    ((0.0, 'exact'), None)
-    >>> round(loss_penalty(SyncSpec(kind="diloco", every=30), 126_000_000, 2)[0], 4)
-    0.004
-    """
-    if STRATEGIES[sync.kind].is_exact:
-        return 0.0, "exact"
-    rows = DILOCO_PENALTY.get(num_ranks)
-    if num_steps is not None and num_steps < FEW_ROUNDS * sync.every:
-        return None, "not measured"
-    if sync != DILOCO_MEASURED or rows is None:
-        return None, "not measured"
-    if num_params <= rows[0][0] or len(rows) == 1:
-        return rows[0][1], DILOCO_SOURCE
-    for (low, at_low), (high, at_high) in itertools.pairwise(rows):
-        if num_params <= high:
-            share = math.log(num_params / low) / math.log(high / low)
-            return at_low + share * (at_high - at_low), DILOCO_SOURCE
-    return rows[-1][1], DILOCO_SOURCE

@@ -5,7 +5,7 @@ ranks is the state of their random generators (dropout); it is kept for each and
 
     weights.safetensors   parameters and persistent buffers by name
     state.safetensors     tensors of the states: optimizers, schedulers, scaler, the program's own (see statetree.py)
-    rng.safetensors       "cpu/RANK", "cuda/RANK"
+    rng.safetensors       "cpu/RANK", "cuda/RANK", … (see rng.py)
     state.json            evener.core.rundir.Checkpoint: the states' trees, and the digests of the other files
 """
 
@@ -140,27 +140,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         seen.add(ours.untyped_storage().data_ptr())
         dense[name] = ours
     save_file(dense, path)
-
-
-def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """States of this rank's random generators."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
-    """Set this rank's random generators."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def load_rng(folder: Path, rank: int) -> dict[str, Tensor]:
-    """The states that a rank had."""
-    states = load_file(folder / "rng.safetensors")
-    return {kind: states[f"{kind}/{rank}"] for kind in ("cpu", "cuda") if f"{kind}/{rank}" in states}
 
 
 def prune(rundir: RunDir, keep: int, best: int | None) -> None:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
 from evener.core.version import __version__
+from evener.plan.penalty import Watch
 from evener.worker.group import Group
 
 
@@ -37,11 +38,13 @@ class Journal:
     def __init__(self, rundir: RunWriter, group: Group, machine: Machine) -> None:
         self._dir, self._group, self._machine = rundir, group, machine
         self._manifest: Manifest | None = None
+        self._last: StepRecord | None = None  # that was heard of
 
-    def begin(self, spec: RunSpec, resolved: Resolved | None, roster: Roster, params_by_group: Mapping[str, int], *,
+    def begin(self, spec: RunSpec, resolved: Resolved | None, roster: Roster, num_params: int, *,
               compiled: bool, first: int, resumes: bool) -> None:  # fmt: skip
         """The run goes on with step `first`."""
         group = self._group
+        params_by_group = resolved.shape.params_by_group() if resolved else {"all": num_params}
         on_gpu = group.device.type == "cuda"
         facts = Rank(
             rank=group.rank,
@@ -65,13 +68,14 @@ class Journal:
             corpus=resolved.corpus if resolved else None,
             sampler=SAMPLERS[spec.train.sampling] if resolved else "own",
             code_hash=code_hash(),
-            params_by_group=dict(params_by_group),
-            num_params=sum(params_by_group.values()),
+            params_by_group=params_by_group,
+            num_params=num_params,
             roster=roster,
             compiled=compiled,
             hosts=list({host.host: host for host in hosts}.values()),
             ranks=ranks,
         )
+        self._watch = Watch(roster.sync)
         if group.rank != 0:
             return
         self._dir.write_manifest(self._manifest)
@@ -90,6 +94,21 @@ class Journal:
             flush=True,
         )
 
+    def heard(self, record: StepRecord | None) -> None:
+        """All ranks have told of this step, and maybe of others before."""
+        if self._group.rank != 0 or record is None or record is self._last:
+            return
+        self._last = record
+        error = None if record.fidelity is None else self._watch.hear(record.fidelity.error)
+        if error is not None:
+            sync, most = self._watch.sync, self._watch.most
+            why = (
+                f"what --sync {sync} makes of gradients is {error:.1%} off their exact sums, and was {most:.1%} at "
+                "most where its cost in loss was measured: compare the loss with ddp's"
+            )
+            self._dir.add_event("sync.fidelity", step=record.step, error=error, why=why)
+            print(f"step {record.step + 1}: {why}", flush=True)
+
     def changed(self, roster: Roster, was: Roster) -> None:
         """Another Roster is in force: other shares, or another way to agree, which the next start has to know."""
         if self._group.rank != 0:
@@ -97,6 +116,7 @@ class Journal:
         if roster.sync != was.sync:
             assert self._manifest is not None
             self._manifest = msgspec.structs.replace(self._manifest, roster=roster)
+            self._watch = Watch(roster.sync)
             self._dir.write_manifest(self._manifest)
             self._dir.add_event("rechosen", step=roster.from_step, epoch=roster.epoch, sync=str(roster.sync),
                                 was=str(was.sync), why=roster.why)  # fmt: skip

@@ -23,6 +23,7 @@ from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.worker import checkpoint as checkpoints
+from evener.worker import rng
 from evener.worker.arithmetic import rounding_of
 from evener.worker.group import Group
 from evener.worker.own import load_own, ranks_that_left, save_own
@@ -58,7 +59,7 @@ class Keeper:
                      for step in self._dir.checkpoint_steps()]  # fmt: skip
             self._best = min(((loss, step) for loss, step in saved if loss is not None), default=None)
             if resume.world_size == self._group.world_size:
-                checkpoints.restore_rng(checkpoints.load_rng(folder, self._group.rank), self._group.device)
+                rng.restore(rng.of_rank(folder / "rng.safetensors", self._group.rank), self._group.device)
                 return
         draw = np.random.SeedSequence((self._spec.train.seed, step, self._group.rank)).generate_state(2, np.uint32)
         torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
@@ -91,7 +92,7 @@ class Keeper:
             return
         weights = self._sync.agreed(self._trained.weights())
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
-        rng = self._group.gather(safetensors.torch.save(checkpoints.rng_states(self._group.device)))
+        generators = self._group.gather(safetensors.torch.save(rng.states(self._group.device)))
 
         def write() -> None:
             self._save_own(step)
@@ -102,7 +103,7 @@ class Keeper:
                     self._trained.state_dicts(),
                     step=step,
                     val_loss=val_loss,
-                    rng_states=[safetensors.torch.load(state) for state in rng],
+                    rng_states=[safetensors.torch.load(state) for state in generators],
                     replica_hashes=replica_hashes,
                 )
 

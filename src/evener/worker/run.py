@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -23,8 +22,7 @@ from torch import nn
 
 from evener.core.errors import UsageError
 from evener.core.machine import this_machine
-from evener.core.prediction import Job
-from evener.core.resolve import Resolved, check_free, new_run_path, newest_checkpoint
+from evener.core.resolve import Resolved, new_run_path, starting_point
 from evener.core.roster import Member, Roster
 from evener.core.rundir import Contention
 from evener.core.runwriter import RunWriter
@@ -37,13 +35,14 @@ from evener.worker.datasets import as_dataset
 from evener.worker.group import Group
 from evener.worker.journal import Journal
 from evener.worker.keeper import Keeper
+from evener.worker.membership import Membership
 from evener.worker.membership.fixed import Fixed
 from evener.worker.mistakes import tell_in_words
 from evener.worker.record import Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
 from evener.worker.sync.choose import change_sync, make_sync
-from evener.worker.trained import Thing, Trained, batch_norms, check_batch_norm
+from evener.worker.trained import USER, Thing, Trained, batch_norms, check_batch_norm
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -69,12 +68,8 @@ class Run:
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
         self.dir = RunWriter(spec.out or self.group.gather(new_run_path(spec).encode())[0].decode())
         self._journal = Journal(self.dir, self.group, machine)
-        self._resume = resolved.resume if resolved else None
-        if resolved is None and resume:
-            self._resume = newest_checkpoint(self.dir, spec.train.steps)
-        elif resolved is None:
-            check_free(spec)
-        self._membership = Fixed(seated(self.group, machine, spec, resolved))
+        self._resume = resolved.resume if resolved else starting_point(self.dir, spec, resume=resume)
+        self._membership: Membership = Fixed(seated(self.group, machine, spec, resolved))
         self.group.move_gradients_by(self.roster.backend, apart=self.roster.sync.streamed)
         self._compiled = compiles(spec, resolved, self.roster, self.dir if self._resume else None)
         self._trained = Trained(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
@@ -108,7 +103,7 @@ class Run:
     def state(self, name: str, thing: Thing) -> Thing:
         """A scheduler, or anything with state_dict and load_state_dict, that checkpoints will hold by this name."""
         self._only_before_steps("run.state")
-        self._trained.add_state(f"user/{name}", thing)
+        self._trained.add_state(USER + name, thing)
         return thing
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -126,7 +121,7 @@ class Run:
         train, every, first = self.spec.train, self.spec.checkpoint, self._resume.step if self._resume else 0
         data = as_dataset(dataset, self.spec)
         engine, keeper = self._begin(data, first)
-        began = time.perf_counter()
+        self._stopping.begin(train.max_s)
         for index in range(first, train.steps):
             engine.recorder.begin()
             if engine.recorder.hear():
@@ -136,8 +131,7 @@ class Run:
             self._open = engine, keeper, step
             yield step
             self._open = None
-            is_late = train.max_s is not None and time.perf_counter() - began > train.max_s
-            step.end(want_stop=self._stopping.wanted or is_late, weight=self._weight)
+            step.end(want_stop=self._stopping.is_due, weight=self._weight)
             self._weight = math.nan
             done = index + 1
             if every.verify_every and done % every.verify_every == 0 and done < train.steps:
@@ -217,30 +211,23 @@ class Run:
         check_batch_norm(trained.module, roster)
         # A compiled model is compiled again for every size; and it is one on all ranks, or on none.
         one_size = self.group.sum(float(self._compiled or bool(batch_norms(trained.module))), 0.0)[0] > 0
-        if self.spec.machine.shares == "auto" and self.world_size > 1:
-            self._membership.balance(one_size=one_size)
-        if self._resolved and self.spec.train.sync == "auto" and (cluster := planned_cluster()):
-            job = Job(spec=self.spec, shape=self._resolved.shape)
-            self._membership.choose(job, cluster)
+        self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=one_size)
         sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
         keeper.restore(self._resume)
         sync.wrap(trained.module, uses_all=self._resolved is not None)
         keeper.restore_own(self._resume)
-        shape = self._resolved.shape if self._resolved else None
-        params = shape.params_by_group() if shape else {"all": sum(p.numel() for p in trained.module.parameters())}
-        self._journal.begin(self.spec, self._resolved, roster, params, compiled=self._compiled, first=first,
+        self._journal.begin(self.spec, self._resolved, roster, trained.num_params, compiled=self._compiled, first=first,
                             resumes=self._resume is not None)  # fmt: skip
         # Not before the records that a resumed run makes again are gone from its file.
         self._recorder = recorder = Recorder(self.dir, self.rank, roster, self._clock, self.group.control)
-        # Our own loss is a sum, and a compiled model is compiled anew for every size.
-        tries_halves = self._resolved is None and not self._compiled
-        engine = Engine(self.spec, self.group, data, trained, sync, recorder, tries_halves)
-        return engine, keeper
+        return Engine(self.spec, self.group, data, trained, sync, recorder, self._resolved is None,
+                      self._compiled), keeper  # fmt: skip
 
     def _take_up(self, engine: Engine, index: int) -> None:
         """The Roster of step `index`, where the news ask for another one."""
+        self._journal.heard(engine.recorder.last)
         was, news = self.roster, engine.recorder.news
         roster = self._membership.hear(news, index) if news else None
         if roster is None:

@@ -26,7 +26,7 @@ from evener.worker.group import Group
 from evener.worker.record import BLOCKED, OnHost, Recorder
 from evener.worker.rehearsal import Rehearsal
 from evener.worker.sync import Sync
-from evener.worker.trained import Trained
+from evener.worker.trained import Trained, batch_norms
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Engine:
     trained: Trained
     sync: Sync
     recorder: Recorder
-    tries_halves: bool  # does the rehearsal ask whether a loss is a sum?
+    is_own: bool  # the program's own data and loss, not evener's
+    is_compiled: bool
     moved: set[str] = field(default_factory=set)  # buffers that forward changes
 
 
@@ -222,8 +223,7 @@ class Step:
     def _run(self, parts: list[np.ndarray]) -> Iterator[Any]:
         """The micro-batches, one after the other; when the program asks for one more, the exchange."""
         engine = self._engine
-        named = engine.trained.module.named_buffers() if engine.moved else ()
-        moving = MovingBuffers([buffer for name, buffer in named if name in engine.moved])
+        moving = MovingBuffers(engine.trained.module, sorted(engine.moved))
         for i, part in enumerate(parts):
             batch = engine.dataset.load(part, engine.group.device)
             engine.recorder.lap("data_s")
@@ -256,13 +256,10 @@ class Step:
 
     def _rehearse(self) -> Iterator[Any]:
         """Run the program's own loop on parts of the batch, and forget what it did."""
-        engine, share = self._engine, self.member.share
-        rehearsal = Rehearsal(engine.trained.module, engine.group, tries_halves=engine.tries_halves)
-        start = self._roster.first_sequence(engine.group.rank) if share else 0
-        parts = rehearsal.parts(self._samples[start : start + max(share, 1)], self.member.micro_batches or [1])
+        engine = self._engine
+        rehearsal = Rehearsal(engine.trained, engine.group, is_own=engine.is_own, is_compiled=engine.is_compiled)
         before = self._loss_sum.clone()
-        for i, part in enumerate(parts):
-            exchanges = i + 1 == len(parts)
+        for part, exchanges in rehearsal.parts(*self._to_rehearse()):
             self._loss_sum.zero_()
             batch = engine.dataset.load(part, engine.group.device)
             self._in_micro_batch, self._is_last = True, exchanges
@@ -277,6 +274,14 @@ class Step:
         self._loss_sum = before
         engine.moved |= rehearsal.end(self._has_backward)
         engine.recorder.begin()
+
+    def _to_rehearse(self) -> tuple[np.ndarray, list[int]]:
+        """(samples, sizes of micro-batches): this rank's share; where it has none, as little as does."""
+        if sizes := self.member.micro_batches:
+            start = self._roster.first_sequence(self._engine.group.rank)
+            return self._samples[start : start + self.member.share], sizes
+        least = self.member.micro_batch if batch_norms(self._engine.trained.module) else 1
+        return self._samples[:least], [least]
 
     def _check_update(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         if self._in_micro_batch or self._num_passes == 0:

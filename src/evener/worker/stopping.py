@@ -1,4 +1,4 @@
-"""Who asked this rank to stop, and how urgently?
+"""Who asked this rank to stop, and how urgently? Or is its time over?
 
 The first SIGINT or SIGTERM asks: the step is finished and saved. A second one ends the process at once, even where its
 main thread never returns to the interpreter: in a collective that no other rank answers, Python runs no handlers.
@@ -10,6 +10,7 @@ main thread never returns to the interpreter: in a collective that no other rank
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self.wanted = False  # may be set by anybody
+        self._ends = math.inf
         self._first: float | None = None
         self._undo: list[Any] = []
         if threading.current_thread() is not threading.main_thread():
@@ -41,6 +43,15 @@ class Stopping:
             self._undo.append(lambda signum=signum, handler=handler: signal.signal(signum, handler or signal.SIG_DFL))
         os.register_at_fork(after_in_child=self.close)  # a child's signals are not ours, nor ours to hear
         threading.Thread(target=self._watch, args=(read,), name="evener-stopping", daemon=True).start()
+
+    def begin(self, max_s: float | None) -> None:
+        """The time that a run has begins now."""
+        self._ends = math.inf if max_s is None else time.monotonic() + max_s
+
+    @property
+    def is_due(self) -> bool:
+        """Was this rank asked, or is its time over?"""
+        return self.wanted or time.monotonic() > self._ends
 
     def close(self) -> None:
         """Give signals back to whom they belonged."""

@@ -27,6 +27,7 @@ class Stateful(Protocol):
         """Take up a state."""
 
 
+USER = "user/"  # begins the names of states that the program named
 Thing = TypeVar("Thing", bound=Stateful)
 
 
@@ -48,6 +49,11 @@ class Trained:
     def parameters(self) -> list[nn.Parameter]:
         """Of all models, once no model comes any more."""
         return list(self.module.parameters())
+
+    @property
+    def num_params(self) -> int:
+        """Of all models."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember it; UsageError for one that wants to run forward itself."""
@@ -98,15 +104,22 @@ class Trained:
                     )
         for name, state in self.state_dicts().items():
             pack(state, name)
-        # torch's schedulers mark the step that they count. What other states hold beside their own is not known here.
-        has_states = any(name.startswith("user/") for name in self.states)
         for optimizer in self.optimizers:
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not has_states:
+            # torch's schedulers mark the step that they count.
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._holds_scheduler_of(optimizer):
                 raise UsageError(
                     f"run.steps: {type(optimizer).__name__} has a learning-rate scheduler that checkpoints would not "
                     "hold: a resumed run would begin its schedule again",
                     hint='scheduler = run.state("scheduler", scheduler)',
                 )
+
+    def _holds_scheduler_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Is one of the program's states its scheduler, or an object that holds a scheduler's state?"""
+        things = [thing for name, thing in self.states.items() if name.startswith(USER)]
+        if any(getattr(thing, "optimizer", None) is optimizer for thing in things):
+            return True
+        others = [thing for thing in things if not isinstance(getattr(thing, "optimizer", None), torch.optim.Optimizer)]
+        return any(_has_key(thing.state_dict(), "_last_lr") for thing in others)
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name: what replicas are compared by, and what is saved."""
@@ -115,6 +128,10 @@ class Trained:
     def state_dicts(self) -> dict[str, Any]:
         """What is saved beside the weights."""
         return {name: thing.state_dict() for name, thing in self.states.items()}
+
+    def user_states(self) -> dict[str, Any]:
+        """Of what the program named by itself."""
+        return {name: thing.state_dict() for name, thing in self.states.items() if name.startswith(USER)}
 
     def load_states(self, states: dict[str, Any]) -> None:
         """Become what some of `state_dicts` say."""
@@ -135,6 +152,13 @@ class Trained:
         """Drop all gradients."""
         for model in self.models:
             model.zero_grad()
+
+
+def _has_key(state: Any, key: str) -> bool:
+    """Somewhere in the dicts and lists of a state."""
+    if isinstance(state, dict):
+        return key in state or any(_has_key(value, key) for value in state.values())
+    return isinstance(state, list | tuple) and any(_has_key(value, key) for value in state)
 
 
 def batch_norms(module: nn.Module) -> list[str]:

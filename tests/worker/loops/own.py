@@ -7,6 +7,7 @@ says what is on them.
 from __future__ import annotations
 
 import os
+import random
 import sys
 
 import numpy as np
@@ -232,6 +233,18 @@ class MeanForSum(Loop):
         self.step.backward(F.cross_entropy(self.net(x), y))
 
 
+class MeanOfSquares(Loop):
+    """Noisy, and of few samples."""
+
+    def network(self):
+        net = Net()
+        net.activation = nn.Sequential(nn.ReLU(), nn.Dropout(0.5))
+        return net
+
+    def learn(self, x, y, w):
+        self.step.backward(F.mse_loss(self.net(x), F.one_hot(y, CLASSES).float()))
+
+
 class Scheduler(Loop):
     """A learning rate that rises and falls."""
 
@@ -358,6 +371,49 @@ class Spectral(Loop):
         return net
 
 
+class Replaced(Loop):
+    """A buffer in whose place every forward puts another tensor."""
+
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, x):
+            before, self.mean = self.mean, 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return x - 0.5 * before
+
+    def network(self):
+        net = Net()
+        net.norm = self.Centered()
+        return net
+
+
+class Normalizer(Loop):
+    """A state that moves with every micro-batch, and samples that are disturbed by numpy's and Python's generators."""
+
+    class Seen:
+        def __init__(self) -> None:
+            self.num = torch.zeros(1)
+
+        def state_dict(self):
+            return {"num": self.num}
+
+        def load_state_dict(self, state):
+            self.num = state["num"]
+
+    def make(self, run):
+        super().make(run)
+        self.seen = run.state("seen", self.Seen())
+        np.random.seed(run.rank)
+        random.seed(run.rank)
+
+    def learn(self, x, y, w):
+        self.seen.num += len(x)
+        noise = torch.from_numpy(np.random.randn(*x.shape)).float() * random.gauss(0, 0.1)
+        self.step.backward(cross_entropy(self.net(x + noise), y) / (1 + self.seen.num / 1000))
+
+
 class SharedBuffers(Loop):
     """Two buffers on one storage, one that is no tensor of its own shape in memory, one that is not saved."""
 
@@ -454,6 +510,29 @@ class ForgottenScheduler(Scheduler):
     def make(self, run):
         Loop.make(self, run)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.opt, 0.02, STEPS)
+
+
+class ForgottenBesideAnother(ForgottenScheduler):
+    """What is remembered is not the scheduler."""
+
+    def make(self, run):
+        super().make(run)
+        run.state("average", Average(self.net))
+
+
+class Together(Scheduler):
+    """The scheduler lies in a state of the program's own."""
+
+    def make(self, run):
+        Loop.make(self, run)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.opt, 0.02, STEPS)
+        run.state("all", self)
+
+    def state_dict(self):
+        return {"schedule": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state):
+        self.scheduler.load_state_dict(state["schedule"])
 
 
 class ForgottenOptimizer(Loop):

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from evener.core.errors import RunError
 from evener.core.prediction import Cluster, Job
+from evener.core.resolve import Resolved
 from evener.core.roster import Roster
+from evener.core.spec import RunSpec
 from evener.plan.rebalance import Balancer
 from evener.plan.rechoose import Chooser
 from evener.worker.record import News
@@ -25,9 +27,11 @@ class Fixed:
         self._whole: int | None = None
         self._chooser: Chooser | None = None
 
-    def choose(self, job: Job, cluster: Cluster) -> None:
-        """From now on the way to agree follows the link; `cluster` is what the planner knows of it."""
-        self._chooser = Chooser(job, cluster, self.roster)
+    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> None:
+        if spec.machine.shares == "auto" and self.roster.world_size > 1:
+            self.balance(one_size=one_size)
+        if spec.train.sync == "auto" and resolved is not None and cluster is not None:
+            self._chooser = Chooser(Job(spec=spec, shape=resolved.shape), cluster, self.roster)
 
     def balance(self, *, one_size: bool) -> None:
         """From now on shares follow the ranks' speed, until one of them tells a weight.
