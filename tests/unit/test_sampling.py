@@ -88,6 +88,12 @@ def test_overlapping_steps_are_caught(check, batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
+def test_steps_that_come_twice_are_caught(batch):
+    with pytest.raises(AssertionError):
+        steps_are_uncorrelated(lambda n, seed, step, count: uniform_indices(n, seed, step // 2, count), batch)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 def test_uniform_draws_are_uniform_from_end_to_end(batch):
     samples = drawn(uniform_indices, batch, num_items=50)
     assert samples.dtype == np.int64

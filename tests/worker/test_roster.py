@@ -273,8 +273,20 @@ class QueueClock(HostClock):
     "As of a device that is a step behind: asked for step k while step k + 1 has not been queued, it would wait."
     newest = None
     def seconds(self, begin, end):
-        assert self.newest is None or end < self.newest, "waits for the step that was just queued"
+        self.check(end)
         return super().seconds(begin, end)
+    def check(self, moment):
+        assert self.newest is None or moment < self.newest, "waits for the step that was just queued"
+
+class Queued:
+    "A number of the device, as of the moment in which it was queued."
+    def __init__(self, value, clock):
+        self.value, self.clock, self.queued = value, clock, clock.mark()
+    def tensor(self):
+        self.clock.check(self.queued)
+        return torch.tensor(self.value, dtype=torch.float64)
+    def __float__(self):
+        return float(self.tensor())
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -290,9 +302,12 @@ for step in range(5):
     for part in ("data_s", "compute_s", BLOCKED, "optimizer_s"):
         recorder.lap(part)
     recorder.pause()
-    loss_sum = torch.tensor(10.0 * step + rank, dtype=torch.float64)
-    recorder.end(want_stop=False, sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
-                 loss_sum=OnHost(loss_sum), grad_norm=None)
+    held = [Queued(value, clock) if rank == 0 else OnHost(torch.tensor(value, dtype=torch.float64))
+            for value in (10.0 * step + rank, 2.0, 3.0, [0.5, 0.9])]
+    begin, end = clock.mark(), clock.mark()
+    recorder.end(want_stop=False, sync_s=lambda begin=begin, end=end: clock.seconds(begin, end), step=step, epoch=0,
+                 tokens=2, global_tokens=4, bytes=0, lr=0.0, loss_sum=held[0], grad_norm=held[1],
+                 mine_sq=held[2], whole_sq=held[1], fidelity=held[3])
 clock.newest = None
 recorder.flush()
 recorder.close()

@@ -117,7 +117,16 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         >>> member.micro_batches
         [4, 4, 3]
         """
-        return equal_shares(self.share, -(-self.share // self.micro_batch)) if self.share else []
+        return equal_shares(self.share, num_passes(self.share, self.micro_batch)) if self.share else []
+
+
+def num_passes(share: int, micro_batch: int) -> int:
+    """Micro-batches of which none is too large.
+
+    >>> num_passes(17, 16), num_passes(16, 16), num_passes(0, 16)
+    (2, 1, 0)
+    """
+    return -(-share // micro_batch)
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from evener.core.roster import num_passes
+
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank takes for its share of a step, in any unit of time."""
@@ -31,7 +33,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         >>> [pace.time_s(share) for share in (0, 16, 17)]
         [0.0, 21.0, 27.0]
         """
-        return self.fixed_s + -(-share // self.micro_batch) * self.pass_s + share * self.sequence_s
+        return self.fixed_s + num_passes(share, self.micro_batch) * self.pass_s + share * self.sequence_s
 
 
 def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0, unit: int = 1) -> list[int]:

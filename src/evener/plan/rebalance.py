@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.roster import Roster
+from evener.core.roster import Roster, num_passes
 from evener.core.units import median, seconds
 from evener.plan.balance import Pace, fastest_shares, slowest_s
 
@@ -189,7 +189,7 @@ class Balancer:
 
     def _pace(self, rank: int, share: int, took_s: float) -> Pace:
         micro_batch, pass_sequences = self._micro_batches[rank], self._pass_sequences[rank]
-        sequence_s = took_s / (-(-share // micro_batch) * pass_sequences + share)
+        sequence_s = took_s / (num_passes(share, micro_batch) * pass_sequences + share)
         return Pace(sequence_s=sequence_s, pass_s=pass_sequences * sequence_s, micro_batch=micro_batch)
 
     def _learn(self, rank: int) -> None:
@@ -198,7 +198,7 @@ class Balancer:
             return
         share, before_s = self._left.pop(rank)
         micro_batch, now = self._micro_batches[rank], self._shares[rank]
-        passes, passes_now = -(-share // micro_batch), -(-now // micro_batch)
+        passes, passes_now = num_passes(share, micro_batch), num_passes(now, micro_batch)
         grown, least, most = _median(self._windows[rank]) / before_s, now / share, passes_now / passes
         if abs(most - least) < 0.1 * least:  # the ratio of times would say nothing
             return

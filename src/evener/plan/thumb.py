@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from evener.core.prediction import Wire
+from evener.core.roster import num_passes
 from evener.core.shape import preset_shape
 from evener.core.units import link_rate, size
 from evener.plan.scale import Scenario, scale
@@ -119,7 +120,7 @@ def read_rule(scenario: Scenario) -> list[Reading]:
 
 def sentences(scenario: Scenario) -> list[str]:
     """The rule, what it takes for granted, and what this scenario gives instead."""
-    passes = -(-scenario.sequences // scenario.micro_batch)
+    passes = num_passes(scenario.sequences, scenario.micro_batch)
     micro = f"{min(scenario.micro_batch, scenario.sequences)} × {scenario.sequence_tokens} tokens"
     told = [
         f"The rule of thumb is of GPT-2 124M with data parallelism. A rank's step is {passes} "
