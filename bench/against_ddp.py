@@ -17,6 +17,8 @@ from collections.abc import Iterator
 
 from common import our_steps, resolved, two_ranks
 
+from evener.core.resolve import Resolved
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,7 +53,7 @@ def compare(options: argparse.Namespace) -> None:
         print(f"evener / plain tokens/s: {statistics.median(ratios):.3f}, median of {len(ratios)} pairs")
 
 
-def plain_steps(what, batch: int) -> Iterator[float]:
+def plain_steps(what: Resolved, batch: int) -> Iterator[float]:
     """The loop that one writes by hand."""
     import numpy as np
     import torch

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 from common import nanogpt_checkout, nanogpt_model, our_steps, resolved
 
+from evener.core.resolve import Resolved
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,7 +60,7 @@ def main() -> None:
     )
 
 
-def their_steps(what, options: argparse.Namespace) -> Iterator[float]:
+def their_steps(what: Resolved, options: argparse.Namespace) -> Iterator[float]:
     """What nanoGPT's train.py does in a step, each time: its get_batch, clip at 1.0, its AdamW."""
     import numpy as np
     import torch

@@ -7,8 +7,9 @@ The limit is what all hosts do at once, each by itself and exchanging nothing, w
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
 before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two.
 16 × 256 tokens a step, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
-clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Needs Linux and
-root; nothing else should run.
+clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are planned
+for 2000 steps, as `auto` judges them, and stopped when enough are measured. Needs Linux and root, and nothing else
+running.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-from evener.core.roster import parse_sync, weighted_shares
+from evener.core.roster import weighted_shares
 from evener.core.rundir import RunDir
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
@@ -29,6 +32,8 @@ from evener.report.summary import Summary, summarize
 
 BATCH = 16
 FIRST = 20  # steps in which shares settle and caches fill
+PLANNED = 2000  # steps of the runs that are begun
+EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
 COMMON = {"model": "char", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0, "verify-every": 0,
           "compile": "off"}  # fmt: skip
 
@@ -54,7 +59,7 @@ def main() -> None:
             options.out.write_text(json.dumps(rows, indent=1))
 
 
-def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[float]) -> list[dict]:
+def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[float]) -> list[dict[str, Any]]:
     """The turns of one lab, as one row a strategy."""
     names = "abcdefgh"[: len(cpus)]
     hosts = {name: HostSpec(rate=rate, cpus=cpu if cpu < 1 else None, cores=(i % 2,))
@@ -71,12 +76,12 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
         before = limit(folder, fleet, options, shares, "limit")
         for turn in range(options.pairs):
             for sync in syncs:
-                every = 1 if sync == "auto" else parse_sync(sync).every
-                out, steps = folder / f"{sync}-{turn}", FIRST + max(options.steps, 2 * every)
-                flags = flags_of(options, batch=BATCH, sync=sync, out=out, steps=steps)
-                evener(folder, "train", "--fleet", str(fleet), *flags)
-                runs[sync].append(summarize(RunDir(out)))
-                rates[sync].append(throughput(RunDir(out)))
+                run = RunDir(folder / f"{sync}-{turn}")
+                train(
+                    folder, fleet, run, flags_of(options, batch=BATCH, sync=sync, out=run, steps=PLANNED), options.steps
+                )
+                runs[sync].append(summarize(run))
+                rates[sync].append(throughput(run))
                 after = limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
                 limits[sync].append((before + after) / 2)
                 before = after
@@ -85,6 +90,30 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
     finally:
         lab.down()
     return [row_of(rate, cpus, sync, runs[sync], rates[sync], limits[sync]) for sync in syncs]
+
+
+def train(folder: Path, fleet: Path, run: RunDir, flags: list[str], steps: int) -> None:
+    """So many steps, two rounds at least, of a run that is planned for more: in a short one other things pay."""
+    argv = [*EVENER, "train", "--fleet", str(fleet), *flags]
+    with subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while process.poll() is None and num_recorded(run) < FIRST + max(steps, 2 * every_of(run)):
+            time.sleep(1)
+        if process.poll() is None:
+            evener(folder, "stop", str(run))
+        told, _ = process.communicate(timeout=600)
+    if not run.is_run() or run.manifest().verdict not in ("stopped", "finished"):
+        raise SystemExit(f"{' '.join(argv)}:\n{told}")
+
+
+def num_recorded(run: RunDir) -> int:
+    """Steps of rank 0 that have come home."""
+    path = run.steps_path(0)
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def every_of(run: RunDir) -> int:
+    """Steps between two exchanges."""
+    return run.manifest().roster.sync.every if run.is_run() else 1
 
 
 def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str) -> float:
@@ -115,14 +144,13 @@ def flags_of(options: argparse.Namespace, **more: object) -> list[str]:
 
 
 def evener(folder: Path, *args: str) -> None:
-    argv = [sys.executable, "-c", "from evener.cli.main import main; main()", *args]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=3600, check=False)
+    done = subprocess.run([*EVENER, *args], cwd=folder, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
 
 
 def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], rates: list[float],
-           limits: list[float]) -> dict:  # fmt: skip
+           limits: list[float]) -> dict[str, Any]:  # fmt: skip
     of_limit = [mine / most for mine, most in zip(rates, limits, strict=True)]
     predicted = [run.predicted.step_s / (run.step_p50_s or 1.0) - 1 for run in runs if run.predicted]
     return {
@@ -134,7 +162,7 @@ def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], rates: 
     }  # fmt: skip
 
 
-def print_table(rate: str, cpus: list[float], rows: list[dict]) -> None:
+def print_table(rate: str, cpus: list[float], rows: list[dict[str, Any]]) -> None:
     cores, most = " : ".join(f"{cpu:g}" for cpu in cpus), statistics.median(rows[0]["limits"])
     print(f"\n{rate}, hosts of {cores} core; the limit is {most:.0f} tokens/s\n")
     print("| | of the limit | turns | tokens/s | sends a step | training loss | predicted |")

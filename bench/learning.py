@@ -39,7 +39,8 @@ from evener.core.rundir import SAMPLERS, RunDir
 from evener.core.spec import TrainSpec
 from evener.worker.gpt2 import their_name
 
-SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "dropout": 0.0, "bias": False}
+BLOCK_SIZE = 64
+SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": BLOCK_SIZE, "dropout": 0.0, "bias": False}
 LR, MIN_LR, WARMUP, BETA2 = 1e-3, 1e-4, 100, 0.99  # nanoGPT's for characters; the rest is both programs' default
 VAL_BATCH = 64
 
@@ -140,7 +141,8 @@ def train_theirs(checkout: Path, corpus: Corpus, work: Path, batch: int, steps: 
     run([*argv, *(f"--{name}={value}" for name, value in settings.items())], work)
     checkpoint = torch.load(work / "out" / "ckpt.pt", weights_only=True)
     assert checkpoint["iter_num"] == steps
-    return checkpoint["model"]
+    weights: dict[str, Tensor] = checkpoint["model"]
+    return weights
 
 
 def run(argv: list[str], folder: Path) -> None:
@@ -159,9 +161,8 @@ def val_loss(nanogpt: ModuleType, weights: dict[str, Tensor], corpus: Corpus) ->
     assert set(missing) <= {"lm_head.weight"}, missing  # it is tied to the token embedding
     assert not unknown, unknown
     tokens = torch.from_numpy(np.fromfile(corpus.file("val"), dtype=corpus.dtype).astype(np.int64))
-    loss_sum, length = 0.0, SHAPE["block_size"]
-    whole = (len(tokens) - 1) // length * length
-    inputs, targets = tokens[:whole].view(-1, length), tokens[1 : whole + 1].view(-1, length)
+    loss_sum, whole = 0.0, (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    inputs, targets = tokens[:whole].view(-1, BLOCK_SIZE), tokens[1 : whole + 1].view(-1, BLOCK_SIZE)
     for x, y in zip(inputs.split(VAL_BATCH), targets.split(VAL_BATCH), strict=True):
         loss_sum += model(x, y)[1].item() * y.numel()
     if rest := len(tokens) - 1 - whole:

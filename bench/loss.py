@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from evener.core.corpus import load_corpus
 from evener.core.rundir import RunDir
@@ -34,6 +35,7 @@ SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "powersgd:16", "
          "diloco:30:int8", "diloco:30:int4", "diloco:30:int4:streamed", "diloco:100:int4:streamed")  # fmt: skip
 LAST = 100  # steps whose losses are the training loss
 Key = tuple[str, str, str, int, int, int]  # corpus, shape, sync, ranks, steps, seed
+Line = dict[str, Any]  # what a run came to, in RESULTS
 
 
 def main() -> None:
@@ -74,7 +76,7 @@ def run_missing(options: argparse.Namespace) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def run(data: Path, key: Key) -> dict[str, object]:
+def run(data: Path, key: Key) -> Line:
     """One run to its end, as its line."""
     corpus, shape, sync, ranks, steps, seed = key
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -107,17 +109,18 @@ def run(data: Path, key: Key) -> dict[str, object]:
         }  # fmt: skip
 
 
-def rows() -> list[dict]:
+def rows() -> list[Line]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
-def key_of(row: dict) -> Key:
+def key_of(row: Line) -> Key:
     return (row["corpus"], row["shape"], row["sync"], row["ranks"], row["steps"], row["seed"])
 
 
 def print_table() -> None:
     """One line a strategy: the mean over the seeds that one process has too, and how far they lie apart."""
-    groups: dict[tuple, dict[tuple[str, int], dict[int, dict]]] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[tuple[str, str, int, str], dict[tuple[str, int], dict[int, Line]]]
+    groups = defaultdict(lambda: defaultdict(dict))
     for row in rows():
         groups[row["corpus"], row["shape"], row["steps"], row["dtype"]][row["sync"], row["ranks"]][row["seed"]] = row
     for (corpus, shape, steps, dtype), found in groups.items():

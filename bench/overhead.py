@@ -27,15 +27,14 @@ def main() -> None:
 def measure() -> None:
     import torch
 
-    from evener.core.rundir import RunDir
+    from evener.core.runwriter import RunWriter
     from evener.worker.clock import HostClock
     from evener.worker.record import BLOCKED, OnHost, Recorder
     from evener.worker.run import join
 
     what = resolved("char", 8, REAL_STEPS)
     with join(what.spec, what) as run:
-        folder = RunDir(tempfile.mkdtemp())
-        recorder = Recorder(folder, run.rank, run.roster, HostClock(), run.group.control)
+        recorder = Recorder(RunWriter(tempfile.mkdtemp()), run.rank, run.roster, HostClock(), run.group.control)
         empty = []
         for step in range(EMPTY_STEPS):
             run.group.barrier()  # as after a real all-reduce the ranks are together

@@ -112,7 +112,7 @@ def _show(found: Survey) -> None:
     console.print(_verdict(found), soft_wrap=True)
 
 
-def _hosts_table(found: Survey) -> Any:
+def _hosts_table(found: Survey) -> object:
     from rich.table import Table
 
     from evener.core.units import size
@@ -151,7 +151,7 @@ def _whys(found: Survey) -> list[str]:
     ]
 
 
-def _matrix(found: Survey, wide: bool) -> Any:
+def _matrix(found: Survey, wide: bool) -> object:
     """Rows send, columns receive."""
     from rich.table import Table
 

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from evener.core.finding import Finding
     from evener.lab.drill import Drill, Heard, Play, Seen
@@ -187,7 +188,7 @@ class Screen:
     def title(self, one: Drill) -> None:
         self._console.print(f"[bold]{one.name}[/]  {one.says}", soft_wrap=False)
 
-    def waiting(self, what: str) -> Any:
+    def waiting(self, what: str) -> AbstractContextManager[object]:
         """While this lasts, a line on stderr says what is being done."""
         import contextlib
 

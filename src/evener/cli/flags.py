@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import UnionType
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from typer.models import ArgumentInfo, OptionInfo
 
 PANELS = {
     "data": "What is read",
@@ -17,12 +21,15 @@ PANELS = {
     "machine": "On what it runs",
 }
 
+# name, what typer is told of it, type
+Parameter = tuple[str, "ArgumentInfo | OptionInfo", type | UnionType]
 
-def spec_options() -> list[tuple[str, Any, Any]]:
-    """Name, typer's option and type of every leaf."""
+
+def spec_options() -> list[Parameter]:
+    """One for every leaf of RunSpec."""
     from evener.core.spec import FLAGS
 
-    options: list[tuple[str, Any, Any]] = []
+    options: list[Parameter] = []
     for flag in FLAGS.values():
         switch = flag.kind == "yes or no"
         option = typer.Option(
@@ -37,7 +44,7 @@ def spec_options() -> list[tuple[str, Any, Any]]:
     return options
 
 
-def signature(options: Sequence[tuple[str, Any, Any]]) -> inspect.Signature:
+def signature(options: Sequence[Parameter]) -> inspect.Signature:
     """What typer reads to build a command."""
     return inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich import box
@@ -20,6 +19,7 @@ from evener.bench.setups import Setup
 from evener.cli import fleet_run, fleets, follow
 from evener.core.errors import EvenerError, UsageError
 from evener.core.fleet import Fleet, load_fleet, only
+from evener.core.plan import Plan
 from evener.core.prediction import Job
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
@@ -210,7 +210,7 @@ class _Bench:
             fleet_run.follow_to_end(plan, resolved, observe)
 
     @contextlib.contextmanager
-    def _ending_it_on_ctrl_c(self, rundir: RunDir, plan: Any) -> Iterator[None]:
+    def _ending_it_on_ctrl_c(self, rundir: RunDir, plan: Plan) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from evener.core.errors import HostError
+    from evener.core.fleet import Fleet
+    from evener.core.plan import Plan
+    from evener.core.resolve import Resolved
+    from evener.hosts.session import Sessions
+    from evener.launch.fleet import Observer, Prepared
+    from evener.launch.tree import Tree
 
 
-def planned(fleet: Any, sessions: Any, errors: Any, resolved: Any, before: Any = None, *,
-            as_asked: bool = False) -> tuple[Any, list[Any], Any]:  # fmt: skip
+def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], resolved: Resolved,
+            before: Plan | None = None, *,
+            as_asked: bool = False) -> tuple[Plan, list[Tree], Prepared]:  # fmt: skip
     """(plan, what the hosts must have for it, what was found of them) of a training, with what is said of it before.
 
     `before` is the plan of a run that is resumed. `as_asked`: all hosts take part, and nobody is told of a better way.
@@ -15,11 +27,10 @@ def planned(fleet: Any, sessions: Any, errors: Any, resolved: Any, before: Any =
 
     from evener.cli import fleets
     from evener.core.fleet import only
-    from evener.core.rundir import RunDir
     from evener.launch import fleet as launcher
     from evener.plan.question import ring_order
 
-    name = RunDir(resolved.spec.out).path.name
+    name = fleets.rundir_of(resolved).path.name
     # Of a run that is resumed the ranks stay where they were.
     order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
     hosts = fleets.in_order(fleet, order)
@@ -40,14 +51,13 @@ def planned(fleet: Any, sessions: Any, errors: Any, resolved: Any, before: Any =
     return msgspec.structs.replace(plan, prediction=prediction), trees, prepared
 
 
-def begin(plan: Any, trees: list[Any], prepared: Any, sessions: Any, resolved: Any) -> None:
+def begin(plan: Plan, trees: list[Tree], prepared: Prepared, sessions: Sessions, resolved: Resolved) -> None:
     """Send what the hosts lack, and start all ranks."""
     from evener.cli import fleets
-    from evener.core.rundir import RunDir
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
-    rundir = RunDir(resolved.spec.out)
+    rundir = fleets.rundir_of(resolved)
     mine = {host.name: sessions[host.name] for host in plan.hosts}
     launcher.deliver(trees, plan, mine, fleets.say)
     if resolved.resume is not None:
@@ -56,17 +66,16 @@ def begin(plan: Any, trees: list[Any], prepared: Any, sessions: Any, resolved: A
     launcher.note_findings(rundir, plan, prepared)
 
 
-def follow_to_end(plan: Any, resolved: Any, observe: Any) -> None:
+def follow_to_end(plan: Plan, resolved: Resolved, observe: Observer) -> None:
     """Tell of every record and event until the run ends, and bring its checkpoint home, also of one that failed."""
     import contextlib
 
     from evener.cli import fleets
     from evener.core.errors import EvenerError
-    from evener.core.rundir import RunDir
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
-    rundir = RunDir(resolved.spec.out)
+    rundir = fleets.rundir_of(resolved)
 
     def bring_checkpoint() -> None:
         with contextlib.suppress(EvenerError):  # it stays on the first host, and --resume asks again

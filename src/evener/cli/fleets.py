@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evener.core.errors import HostError
+    from evener.core.fleet import Fleet
+    from evener.core.plan import Plan
+    from evener.core.prediction import Prediction
+    from evener.core.resolve import Resolved
+    from evener.core.roster import Roster, Seat
+    from evener.core.rundir import RunDir
+    from evener.hosts.session import Sessions
+    from evener.launch.fleet import Prepared
+    from evener.launch.mirror import HostMirror
 
 HERE_ALONE = "local"  # --fleet local: this machine, whatever fleet.toml says
 
@@ -20,7 +32,7 @@ def fleet_path(given: str | None) -> str | None:
     return DEFAULT_FLEET if Path(DEFAULT_FLEET).exists() else None
 
 
-def chosen(given: str | None, names: str | None) -> Any:
+def chosen(given: str | None, names: str | None) -> Fleet | None:
     """The hosts that a training runs on: of the fleet file given, else of fleet.toml where there is one; None is this
     machine alone.
     """
@@ -30,7 +42,7 @@ def chosen(given: str | None, names: str | None) -> Any:
     return _only(None if path is None else load_fleet(path), names)
 
 
-def chosen_again(given: str | None, names: str | None, before: Any) -> Any:
+def chosen_again(given: str | None, names: str | None, before: Plan | None) -> Fleet | None:
     """The same of a run that is resumed: the hosts where it was, unless a file is given. `before` is its plan, None of
     a worker that was started by hand. What fleet.toml knows of those hosts is taken along.
     """
@@ -52,7 +64,7 @@ def chosen_again(given: str | None, names: str | None, before: Any) -> Any:
     return _only(fleet, names)
 
 
-def _only(fleet: Any, names: str | None) -> Any:
+def _only(fleet: Fleet | None, names: str | None) -> Fleet | None:
     from evener.core.errors import UsageError
     from evener.core.fleet import only
 
@@ -74,14 +86,22 @@ def find_run(run: str) -> Path:
     return Path(run)
 
 
-def tell_warnings(prepared: Any) -> None:
+def rundir_of(resolved: Resolved) -> RunDir:
+    """The directory of a run that is about to begin: by now it has one, asked for or not."""
+    from evener.core.rundir import RunDir
+
+    assert resolved.spec.out is not None
+    return RunDir(resolved.spec.out)
+
+
+def tell_warnings(prepared: Prepared) -> None:
     """What the preflight found that does not stand in the way."""
     for finding in prepared.findings:
         where = " → ".join(name for name in (finding.host, finding.peer) if name)
         say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
 
 
-def predicted(fleet: Any, resolved: Any, seats: Any, *, as_asked: bool = False) -> Any:
+def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_asked: bool = False) -> Prediction | None:
     """What the planner says of a run on these seats, told in a line, whom it leaves out, and what would be better.
 
     None where it knows too little to say anything. `as_asked`: it leaves out none, and is not asked what is better.
@@ -106,9 +126,10 @@ def predicted(fleet: Any, resolved: Any, seats: Any, *, as_asked: bool = False) 
     return prediction
 
 
-def predicted_again(fleet: Any, resolved: Any, seats: Any, before: Any) -> Any:
+def predicted_again(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], before: Plan) -> Prediction | None:
     """The same of a run that is resumed: what was said of it before where nothing has changed and nobody knows more."""
     spec, was = resolved.spec, before.spec
+    assert was is not None, "a script of the user's own is not resumed"
     same_work = (spec.data, spec.model, spec.machine) == (was.data, was.model, was.machine) and (
         (spec.train.batch, spec.train.micro_batch) == (was.train.batch, was.train.micro_batch)
     )
@@ -123,7 +144,7 @@ def predicted_again(fleet: Any, resolved: Any, seats: Any, before: Any) -> Any:
     return predicted(fleet, resolved, seats)
 
 
-def as_before(roster: Any, before: Any) -> Any:
+def as_before(roster: Roster, before: Plan | None) -> Roster:
     """The Roster with the buckets of the run that is resumed: others would add ranks up in another order."""
     import msgspec
 
@@ -132,7 +153,7 @@ def as_before(roster: Any, before: Any) -> Any:
     return msgspec.structs.replace(roster, bucket_bytes=before.roster.bucket_bytes)
 
 
-def predicted_here(resolved: Any, seats: Any) -> Any:
+def predicted_here(resolved: Resolved, seats: Sequence[Seat]) -> Prediction | None:
     """The same of this machine alone, where fleet.toml has figures of it."""
     import msgspec
 
@@ -151,7 +172,7 @@ def predicted_here(resolved: Any, seats: Any) -> Any:
     return None
 
 
-def with_ranks(fleet: Any, ranks: int | None) -> Any:
+def with_ranks(fleet: Fleet, ranks: int | None) -> Fleet:
     """The fleet with so many ranks on every host."""
     import msgspec
 
@@ -159,7 +180,7 @@ def with_ranks(fleet: Any, ranks: int | None) -> Any:
     return msgspec.structs.replace(fleet, hosts=hosts)
 
 
-def in_order(fleet: Any, names: list[str]) -> Any:
+def in_order(fleet: Fleet, names: list[str]) -> Fleet:
     """The fleet with its hosts in this order, those that it does not name behind."""
     import msgspec
 
@@ -167,7 +188,7 @@ def in_order(fleet: Any, names: list[str]) -> Any:
     return msgspec.structs.replace(fleet, hosts={name: fleet.hosts[name] for name in ordered})
 
 
-def tell_plan(plan: Any) -> None:
+def tell_plan(plan: Plan) -> None:
     """Which rank is where."""
     if not plan.is_here:
         say(f"rendezvous on {plan.hosts[0].name}, {plan.address} port {plan.port}")
@@ -177,7 +198,7 @@ def tell_plan(plan: Any) -> None:
         say(f"{host.name}: {ranks}" + ("" if plan.is_here else f", {host.interface} {host.address}"))
 
 
-def print_plan(plan: Any, as_json: bool) -> None:
+def print_plan(plan: Plan, as_json: bool) -> None:
     """--dry-run: the very object that the real call would use, or what to type on each host."""
     import msgspec
 
@@ -188,12 +209,12 @@ def print_plan(plan: Any, as_json: bool) -> None:
         print(f"# on {host.name}\n{host.shell_line()}\n")
 
 
-def left_alone(run_dir: Any) -> None:
+def left_alone(rundir: RunDir) -> None:
     """What to tell somebody who stops watching."""
-    say(f"the run goes on without this terminal\nsee it:  evener logs -f {run_dir}\nend it:  evener stop {run_dir}")
+    say(f"the run goes on without this terminal\nsee it:  evener logs -f {rundir}\nend it:  evener stop {rundir}")
 
 
-def on_lost(host: Any) -> None:
+def on_lost(host: HostMirror) -> None:
     """A host went out of sight, or came back."""
     if host.error is not None:
         say(f"{host.error}; trying again, the run goes on without it")
@@ -204,10 +225,12 @@ def on_lost(host: Any) -> None:
 class Lines:
     """What the ranks print, as it comes home: `2 attic │ text`."""
 
-    def __init__(self, rundir: Any, plan: Any, hosts: set[str] | None = None, ranks: set[int] | None = None) -> None:
+    def __init__(
+        self, rundir: RunDir, plan: Plan, hosts: set[str] | None = None, ranks: set[int] | None = None
+    ) -> None:
         from evener.core.files import follow_lines
 
-        self._followers: list[tuple[str, Any]] = []
+        self._followers: list[tuple[str, Iterator[list[bytes]]]] = []
         width = max(len(f"{host.first_rank + host.num_ranks} {host.name}") for host in plan.hosts)
         for host in plan.hosts:
             if hosts is not None and host.name not in hosts:
@@ -246,7 +269,7 @@ class Lines:
 
 
 @contextlib.contextmanager
-def connected(path: str) -> Iterator[tuple[Any, Any, Any]]:
+def connected(path: str) -> Iterator[tuple[Fleet, Sessions, dict[str, HostError]]]:
     """(fleet, sessions, errors) of a fleet file."""
     from evener.core.fleet import load_fleet
     from evener.hosts.session import connect

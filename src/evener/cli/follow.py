@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from evener.core.progress import Progress
 from evener.core.resolve import Resolved
@@ -16,11 +16,16 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count, seconds, size
 
+if TYPE_CHECKING:
+    from evener.bench import scaling
+    from evener.launch.fleet import Observer
+    from evener.report.summary import Summary
+
 PLAIN_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
-def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = None) -> Iterator[Callable[[Any], None]]:
+def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = None) -> Iterator[Observer]:
     """What a run that is followed tells of every record and event, below what is trained."""
     from rich.console import Console
 
@@ -39,7 +44,7 @@ def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = N
 
 
 @contextlib.contextmanager
-def bar(resolved: Resolved, console: Any) -> Iterator[Callable[[Any], None]]:
+def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
     """A bar on a terminal, plain lines elsewhere."""
     from rich.progress import BarColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -69,6 +74,8 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Callable[[Any], None]]:
                 console.print(f"step {news['step']}: validation loss {news['val_loss']:.4f}")
             elif news["event"] == "rechosen":
                 console.print(f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
+            elif news["event"] == "sync.fidelity":
+                console.print(f"step {news['step']}: {news['why']}")
             elif news["event"] == "run.diverged":
                 console.print(f"step {news['step']}: the replicas differ")
 
@@ -76,7 +83,7 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Callable[[Any], None]]:
 
 
 @contextlib.contextmanager
-def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[Callable[[RunSpec], Callable[[Any], None]]]:
+def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[scaling.Observer]:
     """What `bench.scaling.run` tells of: one bar over the seconds of all runs, or a line a run in a pipe."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -91,7 +98,7 @@ def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[Callable
     ) as bar:
         task = bar.add_task("", total=len(runs))
 
-        def begin(spec: RunSpec) -> Callable[[Any], None]:
+        def begin(spec: RunSpec) -> Observer:
             name = f"{spec.data.data}, {spec.machine.ranks} {'process' if spec.machine.ranks == 1 else 'processes'}"
             done, budget_s = runs.index(spec), spec.train.max_s or 1.0
             console.print(f"[{done + 1}/{len(runs)}] {name}", markup=False)
@@ -111,7 +118,7 @@ def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[Callable
         yield begin
 
 
-def tell_end(summary: Any) -> None:
+def tell_end(summary: Summary) -> None:
     """The last lines of a run."""
     result, manifest = summary.manifest.result, summary.manifest
     if result is None:  # ended at once
@@ -120,7 +127,7 @@ def tell_end(summary: Any) -> None:
     lines = [f"{manifest.verdict} after step {result.steps}"]
     if summary.tokens_per_s:
         lines[0] += f": {count(summary.tokens_per_s)} tokens/s, step {seconds(summary.step_p50_s)}"
-    if result.val_loss is not None:
+    if result.loss is not None and result.val_loss is not None:
         lines.append(f"loss {result.loss:.4f}, validation loss {result.val_loss:.4f}")
     if result.replicas_agree:
         lines.append(f"{manifest.world_size} replicas agree to the bit")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from evener.launch.mirror import Mirror
 
 
 def launch(
@@ -60,7 +65,7 @@ def launch(
         fleets.say(f"run directory {rundir}")
         lines = fleets.Lines(rundir, plan)
 
-        def see(news: Any) -> None:
+        def see(mirror: Mirror) -> None:
             if not as_json:
                 lines.print_new()
 
@@ -85,7 +90,7 @@ def launch(
     return 130 if stopped else 0
 
 
-def _program(words: list[str]) -> Any:
+def _program(words: list[str]) -> tuple[Path, list[str]]:
     """The project's folder, and the program as torchrun takes it there."""
     from pathlib import Path
 

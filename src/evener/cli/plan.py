@@ -105,9 +105,9 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
 
 def add_to(app: typer.Typer) -> None:
     """Add `plan`, with one option for every leaf of RunSpec."""
-    from evener.cli.flags import signature, spec_options
+    from evener.cli.flags import Parameter, signature, spec_options
 
-    options: list[tuple[str, Any, Any]] = [
+    options: list[Parameter] = [
         ("spec_file", SPEC_FILE, str | None),
         ("fleet", FLEET, str | None),
         ("hosts", HOSTS, str | None),

@@ -179,7 +179,7 @@ def _in_order(found: Prediction) -> list[Option]:
     )
 
 
-def _speeds(found: Prediction) -> Any:
+def _speeds(found: Prediction) -> object:
     """The step of each way, as its slowest rank sees it: that one waits for nobody."""
     table = _table("way", "step", "compute", "exposed", "update", "tokens/s", "×")
     for option in _in_order(found):
@@ -194,7 +194,7 @@ def _speeds(found: Prediction) -> Any:
     return table
 
 
-def _hosts(found: Prediction) -> Any:
+def _hosts(found: Prediction) -> object:
     """The chosen option host by host: the last rank of each, which are equal."""
     option = found.option(found.chosen)
     known = {name: host.bound_by for name, host in found.cluster.hosts.items() if host.bound_by}
@@ -218,7 +218,7 @@ def _hosts(found: Prediction) -> Any:
     return table
 
 
-def _prices(found: Prediction) -> Any:
+def _prices(found: Prediction) -> object:
     """What each way costs in bytes, memory and loss, and why it is not recommended."""
     table = _table("way", "sends", "memory", "loss", "why not")
     for option in _in_order(found):
@@ -227,14 +227,14 @@ def _prices(found: Prediction) -> Any:
             option.name,
             size(option.bytes_per_rank) if option.bytes_per_rank else "–",
             size(max(rank.memory_bytes or 0 for rank in option.ranks)),
-            "same" if penalty == 0 else "?" if penalty is None else f"+{penalty:.1%}",
+            "same" if penalty == 0 else "?" if penalty is None else f"{penalty:+.1%}".replace("-", "−"),
             option.rejected_because or "← recommended",
             style="bold" if option.name == found.recommended else None,
         )
     return table
 
 
-def _fabric_table(asked: Question, found: Prediction) -> Any:
+def _fabric_table(asked: Question, found: Prediction) -> object:
     """What the network takes beside what computing takes, over faster and slower links."""
     table = _table("link", "all-reduce", "16 bit", "÷ computing", "step", "tokens/s", "×")
     alone = next((option.tokens_per_s for option in found.options if len(option.roster.hosts) == 1), None)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from evener.cli.fleets import connected, fleet_path, say
 
 if TYPE_CHECKING:
-    from evener.core.collective import CollectiveSpec, Row
-    from evener.core.device_rates import DeviceRates
+    from evener.core.collective import CollectiveSpec, Row, Told
+    from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
+    from evener.core.errors import HostError
     from evener.core.fleet import Fleet
-    from evener.hosts.session import Session
+    from evener.hosts.session import Sessions
+    from evener.launch.commands import Place
+    from evener.launch.fleet import Prepared
+
+Spec = TypeVar("Spec")
 
 app = typer.Typer(
     help="Measure links, collectives and hosts. What later predictions need is written into the fleet file.",
@@ -247,7 +252,9 @@ def host(
 
 
 @contextlib.contextmanager
-def _told_of_collectives(spec: CollectiveSpec, path: str | None, ranks: int | None) -> Iterator[tuple[float, Any]]:
+def _told_of_collectives(
+    spec: CollectiveSpec, path: str | None, ranks: int | None
+) -> Iterator[tuple[float, Iterator[Told]]]:
     """(β of the slowest link, what the ranks tell), on a fleet or here."""
     import msgspec
 
@@ -276,7 +283,7 @@ def _told_of_collectives(spec: CollectiveSpec, path: str | None, ranks: int | No
             yield wire_Bps, (decode(line) for _, line in lines)
 
 
-def _settled(spec: CollectiveSpec, places: Any) -> CollectiveSpec:
+def _settled(spec: CollectiveSpec, places: Sequence[Place]) -> CollectiveSpec:
     """One backend for all hosts. What Gloo moves lies in the processors' memory: a GPU's would only be copied there."""
     import msgspec
 
@@ -290,7 +297,9 @@ def _settled(spec: CollectiveSpec, places: Any) -> CollectiveSpec:
 
 
 @contextlib.contextmanager
-def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[Iterator[tuple[str, Any]]]:
+def _told_of_hosts(
+    spec: DeviceRatesSpec, path: str | None, one_by_one: bool
+) -> Iterator[Iterator[tuple[str, DeviceTold]]]:
     """(host, what it tells), on a fleet or here."""
     import msgspec
 
@@ -309,7 +318,7 @@ def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[It
         args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=name)).decode() for name in known.hosts}
         turns = [[place] for place in prepared.places] if one_by_one else [prepared.places]
 
-        def told() -> Generator[tuple[str, Any]]:
+        def told() -> Generator[tuple[str, DeviceTold]]:
             for places in turns:
                 turn = msgspec.structs.replace(prepared, places=places)
                 with contextlib.closing(lines_of_fleet(turn, sessions, module, args, num_ranks=1)) as lines:
@@ -320,7 +329,7 @@ def _told_of_hosts(spec: Any, path: str | None, one_by_one: bool) -> Iterator[It
             yield news
 
 
-def _as_one_rank(place: Any) -> Any:
+def _as_one_rank(place: Place) -> Place:
     """The place with one rank, the probe's, that has the threads of all its ranks: the planner divides its rate."""
     import msgspec
 
@@ -328,7 +337,7 @@ def _as_one_rank(place: Any) -> Any:
     return msgspec.structs.replace(place, host=msgspec.structs.replace(place.host, ranks=1, threads=threads))
 
 
-def _prepared(known: Fleet, sessions: dict[str, Session], errors: dict[str, Any]) -> Any:
+def _prepared(known: Fleet, sessions: Sessions, errors: Mapping[str, HostError]) -> Prepared:
     """Hosts that may take part; HostError or RunError where they may not."""
     from evener.cli.fleets import tell_warnings
     from evener.launch.fleet import prepare
@@ -363,11 +372,10 @@ def _collective_spec(op: list[str] | None, sizes: tuple[int, ...], dtype: str, s
             raise UsageError(f"--op {name}: no such collective", hint=did_you_mean(name, COLLECTIVES))
     values = {"collectives": list(dict.fromkeys(asked)), "sizes": list(sizes), "dtype": dtype, "seconds": seconds,
               "in_place": in_place, "device": device, "backend": backend}  # fmt: skip
-    spec: CollectiveSpec = _converted(values, CollectiveSpec)
-    return spec
+    return _converted(values, CollectiveSpec)
 
 
-def _converted(values: dict[str, Any], kind: Any) -> Any:
+def _converted(values: Mapping[str, object], kind: type[Spec]) -> Spec:
     """A struct from flags; UsageError names the flag."""
     import msgspec
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from evener.core.rundir import RunDir
+    from evener.launch.mirror import State
 
 
 def runs(
@@ -46,7 +50,7 @@ def runs(
     return 0
 
 
-def _row(rundir: Any) -> dict[str, Any]:
+def _row(rundir: RunDir) -> dict[str, Any]:
     """One run as the table shows it."""
     from evener.core.errors import HostError
     from evener.core.plan import find_plan
@@ -81,7 +85,7 @@ def _row(rundir: Any) -> dict[str, Any]:
     return row
 
 
-def _state(state: dict[str, Any]) -> str:
+def _state(state: State) -> str:
     if state.get("lost"):
         return "lost"
     if state.get("state") == "ended":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from evener.launch.setup import Tell
 
 
 def setup(
@@ -30,7 +34,7 @@ def setup(
     from evener.core.errors import EvenerError, UsageError, did_you_mean
     from evener.core.fleet import load_fleet
     from evener.hosts.session import connect
-    from evener.launch.setup import set_up
+    from evener.launch.setup import HostSetup, set_up
 
     whole = load_fleet(fleet)
     for name in hosts or []:
@@ -39,8 +43,8 @@ def setup(
     chosen = {name: host for name, host in whole.hosts.items() if not hosts or name in hosts}
     asked = msgspec.structs.replace(whole, hosts=chosen)
     with connect(asked) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
-        results: dict[str, object] = {**unreachable, **set_up(asked, sessions, tell, carry=carry)}
-    done = [results[name] for name in chosen if not isinstance(results[name], EvenerError)]
+        results: dict[str, HostSetup | EvenerError] = {**unreachable, **set_up(asked, sessions, tell, carry=carry)}
+    done = [one for name in chosen if not isinstance(one := results[name], EvenerError)]
     errors = {name: error for name in chosen if isinstance(error := results[name], EvenerError)}
     if as_json:
         findings = [
@@ -53,7 +57,7 @@ def setup(
         )
         return 1 if errors else 0
     for one in done:
-        print(one.line)  # type: ignore[attr-defined]
+        print(one.line)
     for name, error in errors.items():
         text = str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
         print(f"error: {text}", file=sys.stderr)
@@ -65,7 +69,7 @@ def setup(
 
 
 @contextmanager
-def _progress(names: list[str], *, quiet: bool) -> Iterator[Callable[[str, str, bool], None]]:
+def _progress(names: list[str], *, quiet: bool) -> Iterator[Tell]:
     """On a terminal a line a host that moves; elsewhere a line for each step. All on stderr."""
     from rich.console import Console
 

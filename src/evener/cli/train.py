@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from evener.core.fleet import Fleet
+    from evener.core.plan import Plan
+    from evener.core.resolve import Resolved
+    from evener.core.spec import RunSpec
 
 EPILOG = "Example: `evener data verbs && evener train --data data/verbs --ranks 2 --steps 100`"
 
@@ -48,7 +54,7 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
         status = _on_fleet(chosen, before, resolved, detach, dry_run, as_json)
     if status is not None:
         return status
-    summary = summarize(RunDir(resolved.spec.out))
+    summary = summarize(fleets.rundir_of(resolved))
     if as_json:
         print(json.dumps(as_result(summary)))
     else:
@@ -56,18 +62,17 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     return follow.exit_status(summary.manifest)
 
 
-def _here(before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool) -> int | None:
+def _here(before: Plan | None, resolved: Resolved, detach: bool, dry_run: bool, as_json: bool) -> int | None:
     """Train on this machine alone; the exit status where there is nothing to tell of an end. `before` is the plan of a
     run that is resumed.
     """
     import msgspec
 
     from evener.cli import fleets, follow
-    from evener.core.rundir import RunDir
     from evener.launch import fleet as launcher
     from evener.launch import here
 
-    rundir, resumes = RunDir(resolved.spec.out), resolved.resume is not None
+    rundir, resumes = fleets.rundir_of(resolved), resolved.resume is not None
     with here.this_machine_connected() as sessions:
         ranks, run_id = resolved.spec.machine.ranks, before.id if before else None
         prepared = here.prepare_here(sessions, rundir, ranks=ranks, run_id=run_id)
@@ -91,17 +96,18 @@ def _here(before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool
     return None
 
 
-def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: bool, as_json: bool) -> int | None:
+def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, detach: bool, dry_run: bool,
+              as_json: bool) -> int | None:  # fmt: skip
     """Train on a fleet; the exit status where there is nothing to tell of an end. `before` is the plan of a run that is
     resumed.
     """
     from evener.cli import fleet_run, fleets, follow
     from evener.core.errors import UsageError
     from evener.core.plan import find_plan
-    from evener.core.rundir import RunDir
     from evener.hosts.session import connect
 
-    rundir, there = RunDir(resolved.spec.out), find_plan(RunDir(resolved.spec.out))
+    rundir = fleets.rundir_of(resolved)
+    there = find_plan(rundir)
     if there is not None and not there.is_here and resolved.resume is None:
         # Its hosts may know more of it than its directory.
         raise UsageError(
@@ -127,7 +133,7 @@ def _on_fleet(fleet: Any, before: Any, resolved: Any, detach: bool, dry_run: boo
     return None
 
 
-def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | bool | None]) -> Any:
+def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | bool | None]) -> Resolved:
     """What the user asked for, checked; a run that is resumed brings its own spec."""
     from pathlib import Path
 
@@ -154,7 +160,7 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
     return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or new_run_path(spec)))
 
 
-def _spec_of(resume: str) -> Any:
+def _spec_of(resume: str) -> RunSpec:
     """The spec of a run that is resumed, whose records and newest checkpoint are brought home first."""
     from evener.cli import fleets
     from evener.core.errors import HostError, UsageError
@@ -185,9 +191,9 @@ def _spec_of(resume: str) -> Any:
 
 def add_to(app: typer.Typer) -> None:
     """Add `train`, with one option for every leaf of RunSpec."""
-    from evener.cli.flags import signature, spec_options
+    from evener.cli.flags import Parameter, signature, spec_options
 
-    options: list[tuple[str, Any, Any]] = [
+    options: list[Parameter] = [
         ("spec_file", SPEC_FILE, str | None),
         ("resume", RESUME, str | None),
         ("fleet", FLEET, str | None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
 
@@ -40,7 +42,7 @@ def verify(
     return 0 if passes else 1
 
 
-def _word(check: dict) -> str:  # type: ignore[type-arg]
+def _word(check: dict[str, Any]) -> str:
     if check["equal"]:
         return "equal to the bit"
     largest = check["largest_difference"]
