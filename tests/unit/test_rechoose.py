@@ -15,7 +15,7 @@ from evener.plan.options import as_trained
 from evener.plan.rechoose import WINDOW, Chooser
 from tests.unit.planner import cluster_of, job_of
 
-JOB = job_of(preset_shape("char", 65), batch=16, sync="ddp", dtype="bf16")
+JOB = job_of(preset_shape("char", 65), batch=16, sync="ddp", dtype="bf16", loss_budget=0.0)
 FAST = cluster_of(3400.0, 3400.0, wire=Wire(latency_s=1e-4, bandwidth_Bps=1e9), coding_Bps={"packed": 1e10})
 
 

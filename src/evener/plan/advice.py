@@ -42,7 +42,7 @@ def verdict_of(prediction: Prediction) -> str:
         return f"{hosts[0]} with {ranks} trains {rate(best.tokens_per_s)}."
     if not left_out:
         gain = f", {best.speedup_vs_best_host:.2f} times the fastest host alone" if best.speedup_vs_best_host else ""
-        return f"Train on {everyone} with {best.name}: {rate(best.tokens_per_s)}{gain}."
+        return f"Train on {everyone} with {best.name}: {rate(best.tokens_per_s)}{gain}{_price_in_loss(best)}."
     if what_does_not_fit(chosen, prediction.cluster):
         why = f"{chosen.rejected_because}; a smaller --micro-batch or --recompute needs less"
         return f"Use {listed(its_hosts)} only. With {everyone} it {why}."
@@ -53,6 +53,14 @@ def verdict_of(prediction: Prediction) -> str:
     if len(its_hosts) == 1 and (len(hosts) > 2 or min(speeds) > ALIKE * max(speeds)):
         return f"Don't distribute this: {its_hosts[0]} alone trains {fewer}, {everyone} {with_all}."
     return f"Leave {listed(left_out)} out: with {'it' if len(left_out) == 1 else 'them'} {with_all}, without {fewer}."
+
+
+def _price_in_loss(option: Option) -> str:
+    """What somebody measured; nothing of what is exact."""
+    if not option.loss_penalty:
+        return ""
+    told = "higher" if option.loss_penalty > 0 else "lower"
+    return f"; its loss was {abs(option.loss_penalty):.1%} {told} at equal tokens ({option.loss_source})"
 
 
 def advice_of(prediction: Prediction) -> list[str]:

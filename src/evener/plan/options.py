@@ -21,6 +21,7 @@ CANDIDATES = tuple(map(parse_sync, (
 BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
+WORTH_LOSS = 1.05  # what costs loss must gain as much over all that costs none
 
 
 def as_trained(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, name: str = "") -> Option:
@@ -174,6 +175,15 @@ def _of_any_hosts(job: Job) -> Job:
 
 def speed(option: Option) -> float:
     return option.tokens_per_s
+
+
+def fastest(options: Sequence[Option]) -> Option | None:
+    """The one with most tokens/s; one that costs loss only where it is clearly faster than those that cost none."""
+    best = max(options, key=speed, default=None)
+    exact = max((option for option in options if not option.loss_penalty), key=speed, default=None)
+    if best is None or exact is None or best.tokens_per_s >= WORTH_LOSS * exact.tokens_per_s:
+        return best
+    return exact
 
 
 def fits_in(option: Option, cluster: Cluster) -> bool:

@@ -20,7 +20,7 @@ from evener.core.roster import Roster
 from evener.core.units import median, seconds
 from evener.plan.cluster import scaled
 from evener.plan.cost import price
-from evener.plan.options import BUCKETED, CANDIDATES, in_best_buckets, makes_sense, obstacle, speed
+from evener.plan.options import BUCKETED, CANDIDATES, fastest, in_best_buckets, makes_sense, obstacle
 
 WINDOW = 50  # steps
 UNFORESEEN = 2.0  # times what was predicted, before anything was measured: beyond this it is another link
@@ -72,7 +72,7 @@ class Chooser:
                    for sync in CANDIDATES if sync.kind in BUCKETED and makes_sense(sync, self._job)]  # fmt: skip
         budget = self._job.spec.train.loss_budget / 100
         able = [option for option in options if not obstacle(option, self._cluster, budget)]
-        best = max(able, key=speed, default=present)
+        best = fastest(able) or present
         gain = best.tokens_per_s / present.tokens_per_s
         if best.roster.sync == roster.sync or gain < GAIN:
             best = present

@@ -16,6 +16,7 @@ from evener.plan.options import (
     WORTH,
     as_trained,
     by_speed,
+    fastest,
     fits_in,
     in_best_buckets,
     in_best_ring,
@@ -61,9 +62,10 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False) -> Predicti
         options = [msgspec.structs.replace(option, speedup_vs_best_host=option.tokens_per_s / baseline)
                    for option in options]  # fmt: skip
     able = [option for option in options if not obstacle(option, cluster, loss_budget)]
-    best = max(able, key=speed, default=None)
+    best = fastest(able)
     if best is not None:  # a gain within what a prediction can err is none: then the simpler way, fewer hosts first
-        near = [option for option in able if best.tokens_per_s < WORTH * option.tokens_per_s]
+        near = [option for option in able if best.tokens_per_s < WORTH * option.tokens_per_s
+                and (best.loss_penalty or not option.loss_penalty)]  # fmt: skip
         best = min(near, key=lambda option: (len(option.roster.hosts), option.name != chosen.name, option.step_s))
     options = [_judged(option, best, cluster, loss_budget) for option in options]
     prediction = Prediction(
@@ -94,7 +96,7 @@ def with_sync(job: Job, cluster: Cluster) -> Job:
         return plain
     priced = [as_trained(_asking_for(job, sync), cluster) for sync in (DDP, *CANDIDATES) if makes_sense(sync, job)]
     able = [option for option in priced if not obstacle(option, cluster, job.spec.train.loss_budget / 100)]
-    best = max(able, key=speed, default=priced[0])
+    best = fastest(able) or priced[0]
     return plain if best.tokens_per_s < WORTH * priced[0].tokens_per_s else _asking_for(job, best.roster.sync)
 
 
@@ -165,7 +167,9 @@ def _judged(option: Option, best: Option | None, cluster: Cluster, loss_budget: 
     if best is None or option.name == best.name:
         return msgspec.structs.replace(option, rejected_because=because)
     slower = best.tokens_per_s / option.tokens_per_s
-    if not because and slower >= WORTH:
+    if not because and slower < 1 and option.loss_penalty:
+        because = f"too little gained over {best.name}, {1 / slower:.2f} times, for {option.loss_penalty:.1%} of loss"
+    elif not because and slower >= WORTH:
         because = f"slower: {best.name} trains {slower:.2f} times as fast"
     elif not because:
         because = f"no faster than {best.name}"

@@ -77,6 +77,8 @@ def _describe(event: dict[str, Any]) -> str:
             )
         case "rechosen":
             return f"step {step}: {event.get('sync')} instead of {event.get('was')}: {event.get('why')}"
+        case "sync.fidelity":
+            return f"step {step}: {event.get('why')}"
         case "own.dropped":
             return f"step {step}: other ranks than before: they go on from the weights that were agreed on last"
         case "own.missing":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from evener.core.step import more_tokens
 from evener.core.units import count, plural, seconds, size
+from evener.plan.penalty import Watch
 from evener.report.causes import CAUSES, Cause, Comparison
 from evener.report.gap import explain_prediction
 from evener.report.ranks import (
@@ -74,10 +75,12 @@ def _gradients(summary: Summary) -> str:
             f"steps for the same loss, and {more:.2f} times as many tokens"
         )
     if found := summary.fidelity:
+        sync, most = summary.manifest.roster.sync, Watch(summary.manifest.roster.sync).most
+        of_what = "changes" if sync.kind == "diloco" else "gradients"
+        measured = f"; where its cost in loss was measured it was {most:.1%} at most" if math.isfinite(most) else ""
         told.append(
-            f"What {summary.manifest.roster.sync} made of the gradients' sums differs from the exact ones by "
-            f"{found.error:.1%} of their length, cosine {found.cosine:.4f} (medians); what is lost in one step is "
-            "added to the next"
+            f"What {sync} made of the {of_what}' sums differs from the exact ones by {found.error:.1%} of their "
+            f"length, cosine {found.cosine:.4f} (medians){measured}; what is lost in one exchange is added to the next"
         )
     return ". ".join(told) + "."
 

@@ -34,7 +34,7 @@ from evener.worker.group import Group
 from evener.worker.record import BLOCKED
 from evener.worker.sync import Backward, Replica, Samples
 from evener.worker.sync.codes import Scaled
-from evener.worker.sync.lane import Slots
+from evener.worker.sync.lane import COMPARED_EVERY, Slots, run_and_compare
 from evener.worker.sync.narrow import Narrow
 
 # Nesterov momentum 0.9 is everybody's. It grows towards that, 0, 1/2, 2/3, 3/4, …, for the first outer steps all go one
@@ -87,6 +87,7 @@ class DiLoCo:
         self._loaded: dict[str, Any] = {}  # until `wrap`
         self._bytes = 0
         self._spans: list[tuple[Any, Any]] = []
+        self._fidelity: Tensor | None = None
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         self._names = {parameter: name for name, parameter in module.named_parameters()}
@@ -135,7 +136,7 @@ class DiLoCo:
                 begin = self._clock.mark()
                 delta = self._difference(fragment)
                 self._lap("optimizer_s")
-                self._bytes += self._sum(i, fragment, delta)
+                self._count(*self._sum(i, fragment, delta))
                 self._lap(BLOCKED)
                 self._spans.append((begin, self._clock.mark()))
                 step(fragment, delta)
@@ -148,7 +149,8 @@ class DiLoCo:
         return num_bytes, lambda: sum(clock.seconds(begin, end) for begin, end in spans)
 
     def take_samples(self) -> Samples:
-        return Samples()  # nobody holds the gradient of the whole batch
+        fidelity, self._fidelity = self._fidelity, None
+        return Samples(fidelity=fidelity)  # nobody holds the gradient of the whole batch
 
     def total(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self._group.control)
@@ -198,12 +200,23 @@ class DiLoCo:
         fragment.tokens = fragment.of_all = 0.0
         return delta
 
-    def _sum(self, index: int, fragment: Fragment, delta: Tensor) -> int:
-        """Make of it the sum over ranks; the bytes that this rank sent."""
-        if self._narrow:
-            return self._narrow.run(Slots(index, fragment.parameters, fragment.views(delta), is_rehearsal=False))
-        dist.all_reduce(delta, group=self._group.gradients)
-        return ring_all_reduce_bytes(delta.nbytes, self._group.world_size)
+    def _sum(self, index: int, fragment: Fragment, delta: Tensor) -> tuple[int, Tensor | None]:
+        """Make of it the sum over ranks: (bytes that this rank sent, how near it came to the exact sum).
+
+        The second now and then, of one fragment, another each time.
+        """
+        if self._narrow is None:
+            dist.all_reduce(delta, group=self._group.gradients)
+            return ring_all_reduce_bytes(delta.nbytes, self._group.world_size), None
+        slots = Slots(index, fragment.parameters, fragment.views(delta), is_rehearsal=False)
+        turn, is_turn = divmod(fragment.rounds, COMPARED_EVERY)
+        if is_turn or index != turn % len(self._fragments):
+            return self._narrow.run(slots), None
+        return run_and_compare(self._group, self._narrow, slots)
+
+    def _count(self, num_bytes: int, fidelity: Tensor | None) -> None:
+        self._bytes += num_bytes
+        self._fidelity = self._fidelity if fidelity is None else fidelity
 
     def _step(self, fragment: Fragment, delta: Tensor) -> None:
         """The outer optimizer's: SGD with Nesterov momentum, as torch.optim.SGD does it. `delta` is used up."""

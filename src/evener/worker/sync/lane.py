@@ -71,6 +71,16 @@ class Exchange(Protocol):
         """See Reduction."""
 
 
+def run_and_compare(group: Group, exchange: Exchange, slots: Slots) -> tuple[int, Tensor]:
+    """Run the exchange, and sum a piece exactly beside it: (bytes that this rank sent in both, (error, cosine))."""
+    piece = max(slots.views, key=len)[:SAMPLE]
+    exact = piece.clone()
+    dist.all_reduce(exact, group=group.gradients)
+    num_bytes = exchange.run(slots) + ring_all_reduce_bytes(exact.nbytes, group.world_size)
+    norms = torch.stack([(piece - exact).norm(), exact.norm(), piece.norm()]).clamp_min(LEAST)
+    return num_bytes, torch.stack([norms[0] / norms[1], torch.dot(piece, exact) / (norms[1] * norms[2])])
+
+
 class Lane:
     """A Reduction whose exchanges run beside backward. `tables` go row by row, all else by `exchange`."""
 
@@ -115,12 +125,8 @@ class Lane:
         if not (samples and self._exchange.is_lossy and not is_turn and slots.bucket == turn % self._num_buckets):
             self._bytes += self._exchange.run(slots)
             return
-        piece = max(slots.views, key=len)[:SAMPLE]
-        exact = piece.clone()
-        dist.all_reduce(exact, group=self._group.gradients)
-        self._bytes += self._exchange.run(slots) + ring_all_reduce_bytes(exact.nbytes, self._group.world_size)
-        norms = torch.stack([(piece - exact).norm(), exact.norm(), piece.norm()]).clamp_min(LEAST)
-        self._fidelity = torch.stack([norms[0] / norms[1], torch.dot(piece, exact) / (norms[1] * norms[2])])
+        num_bytes, self._fidelity = run_and_compare(self._group, self._exchange, slots)
+        self._bytes += num_bytes
 
     def finish(self) -> None:
         going, self._going = self._going, []

@@ -41,7 +41,7 @@ class Flight:
 
     delta: Tensor  # becomes the sum over ranks: (n,)
     going: list[Future[None]]  # empty where it was there when the run was saved
-    num_bytes: int = 0  # that this rank sent, once it is there
+    came_of_it: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._sum`, once it is there
     spans: list[tuple[Any, Any]] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ class Streamed(DiLoCo):
 
         def carry() -> None:
             begin = self._clock.mark()
-            flight.num_bytes = self._sum(i, fragment, flight.delta)
+            flight.came_of_it = self._sum(i, fragment, flight.delta)
             flight.spans.append((begin, self._clock.mark()))
 
         flight.going.append(self._jobs.submit(carry))
@@ -105,7 +105,7 @@ class Streamed(DiLoCo):
             return
         self._jobs.wait(flight.going)
         self._lap(BLOCKED)
-        self._bytes += flight.num_bytes
+        self._count(*flight.came_of_it)
         self._spans += flight.spans
         fragment = self._fragments[i]
         self._step(fragment, flight.delta)
