@@ -1,15 +1,15 @@
 """What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
 
     python bench/fast.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs ddp,packed,int8,auto]
-                         [--pairs 3] [--steps 50] [--out FILE.json]
+                         [--pairs 3] [--steps 50]
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
 before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two.
 16 × 256 tokens a step, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
 clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are planned
-for 2000 steps, as `auto` judges them, and stopped when enough are measured. Needs Linux and root, and nothing else
-running.
+for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every strategy adds a line to
+bench/fast.jsonl, of which `make docs` makes a page. Needs Linux and root, and nothing else running.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
 from evener.report.summary import Summary, summarize
 
+RESULTS = Path(__file__).with_name("fast.jsonl")
 BATCH = 16
 FIRST = 20  # steps in which shares settle and caches fill
 PLANNED = 2000  # steps of the runs that are begun
@@ -46,17 +47,14 @@ def main() -> None:
     parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     cpus = [float(word) for word in options.cpus.split(",")]
-    rows = []
     for rate in options.rates.split(","):
         with tempfile.TemporaryDirectory(prefix="evener-fast-") as folder:
             found = measure(Path(folder), options, rate, cpus)
-        rows += found
         print_table(rate, cpus, found)
-        if options.out:
-            options.out.write_text(json.dumps(rows, indent=1))
+        with RESULTS.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in found)
 
 
 def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[float]) -> list[dict[str, Any]]:
@@ -157,7 +155,7 @@ def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], rates: 
         "rate": rate, "cpus": cpus, "asked": sync, "sync": str(runs[-1].manifest.roster.sync), "of_limit": of_limit,
         "median_of_limit": statistics.median(of_limit), "limits": limits,
         "tokens_per_s": statistics.median(rates),
-        "sent_bytes": runs[-1].ranks[0].bytes, "loss": runs[-1].last_loss,
+        "sent_bytes": runs[-1].ranks[0].bytes, "date": time.strftime("%Y-%m-%d"),
         "predicted_off": statistics.median(predicted) if predicted else None,
     }  # fmt: skip
 
@@ -165,14 +163,14 @@ def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], rates: 
 def print_table(rate: str, cpus: list[float], rows: list[dict[str, Any]]) -> None:
     cores, most = " : ".join(f"{cpu:g}" for cpu in cpus), statistics.median(rows[0]["limits"])
     print(f"\n{rate}, hosts of {cores} core; the limit is {most:.0f} tokens/s\n")
-    print("| | of the limit | turns | tokens/s | sends a step | training loss | predicted |")
-    print("|:--|--:|:--|--:|--:|--:|--:|")
+    print("| | of the limit | turns | tokens/s | sends a step | predicted |")
+    print("|:--|--:|:--|--:|--:|--:|")
     for row in rows:
         name = row["sync"] if row["asked"] == row["sync"] else f"{row['asked']} → {row['sync']}"
         off = "" if row["predicted_off"] is None else f"{row['predicted_off']:+.1%}"
         turns = " ".join(f"{share:.2f}" for share in row["of_limit"])
         print(f"| {name} | {row['median_of_limit']:.3f} | {turns} | {row['tokens_per_s']:.0f} | "
-              f"{row['sent_bytes'] / 1e6:.2f} MB | {row['loss']:.3f} | {off} |", flush=True)  # fmt: skip
+              f"{row['sent_bytes'] / 1e6:.2f} MB | {off} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
