@@ -261,7 +261,7 @@ def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, 
 
 
 RECORDERS = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
@@ -313,6 +313,7 @@ recorder.flush()
 recorder.close()
 dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # Gloo's threads may still let go of a tensor
 """
 
 

@@ -1,7 +1,11 @@
-"""Which programs do the drills run by hand? Plain torch, as anyone would write it; nothing here knows evener."""
+"""Which programs do the drills run by hand? Plain torch, as anyone would write it; nothing here knows evener.
+
+They end by os._exit: while an interpreter ends as usual, a thread of Gloo's that still holds a tensor aborts it, one time
+in some twenty on a busy machine, and a drill would show that instead of its fault.
+"""
 
 ALL_REDUCE = """\
-import time
+import os, time
 import torch
 import torch.distributed as dist
 
@@ -15,11 +19,12 @@ began = time.perf_counter()
 dist.all_reduce(many)
 print(f"rank {rank}: 16 MB added up in {time.perf_counter() - began:.2f} s", flush=True)
 dist.destroy_process_group()
+os._exit(0)
 """
 
 # Two linear models that DDP averages; each host reads a folder of its own, and b's differs.
 TRAIN = """\
-import json, pathlib, torch
+import json, os, pathlib, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -38,10 +43,11 @@ for step in range(3):
             parameter.grad = None
     print(f"rank {rank}: step {step}, loss {loss.item():.3f}", flush=True)
 dist.destroy_process_group()
+os._exit(0)
 """
 
 BIG = """\
-import torch
+import os, torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
@@ -50,6 +56,7 @@ gradients = parameters[:1000].clone()
 dist.all_reduce(gradients)
 print(f"rank {dist.get_rank()}: a model of {parameters.numel() * 4 // 1_000_000} MB, step 0 done", flush=True)
 dist.destroy_process_group()
+os._exit(0)
 """
 
 DIE = """\
@@ -61,6 +68,7 @@ if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory is short
 dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
+os._exit(0)
 """
 
 WAIT = """\
@@ -125,4 +133,5 @@ dist.all_reduce(total)
 if dist.get_rank() == 0:
     print(f"2 ranks x {torch.get_num_threads()} threads: {total.item():.0f} products a second", flush=True)
 dist.destroy_process_group()
+os._exit(0)
 """
