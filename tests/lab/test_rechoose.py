@@ -26,7 +26,7 @@ def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_when_resumed(
     make_lab: MakeLab, tmp_path: Path, corpus: Path
 ) -> None:
     """At 8 Mbit/s ddp's 0.4 MB take 0.4 s, packed ones half of it: however busy the machine is, that is faster."""
-    file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
+    file, run = tmp_path / "mine.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, a=HostSpec(), b=HostSpec())
     link = Link(goodput_Bps=1e9, rtt_s=1e-4)
     rates = Rates(sync_Bps=2e9, copy_Bps=1e10, models={"tiny": ModelRate(tokens_per_s=2e4, dtype="bf16")})
@@ -68,5 +68,6 @@ def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_when_resumed(
                           capture_output=True, text=True, timeout=WITHIN_S, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert str(run.manifest().roster.sync) == "packed"
+    assert run.manifest().spec.train.sync == "auto"  # and it would choose again
     assert run.manifest().result.replicas_agree is True
     lab.down()

@@ -98,8 +98,11 @@ def test_what_every_strategy_adds() -> None:
     assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, weights, 2 * weights)
     assert ddp.buckets == ddp.sync == 0  # the buckets are the gradients
     assert need(GPT2, sync="bf16", num_ranks=4).buckets == 50257 * 768 * 2
-    assert need(GPT2, sync="bf16", num_ranks=4).sync == 0
-    assert need(GPT2, sync="int8", num_ranks=4).sync == weights
+    for sync in ("bf16", "int8", "int4"):  # what was rounded off of gradients, and of a rank's part of the sums
+        assert need(GPT2, sync=sync, num_ranks=2).sync == weights
+        assert need(GPT2, sync=sync, num_ranks=4).sync == weights + weights // 4
+    small = need(GPT2, sync="diloco:100:int8", num_ranks=2, sequences=1)
+    assert small.activations >= 7 * weights  # of a checkpoint: all that is its own, and once more what it copies
     assert need(GPT2, sync="zero1", num_ranks=4).optimizer == 2 * weights // 4
     assert need(GPT2, sync="diloco:100", num_ranks=4).sync == 2 * weights
     table = 50257 * 768 * 4  # the largest fragment: sums, codes there and back, and when streamed what is on its way

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evener.worker.sync.codes import Bf16, Scaled
+from evener.worker.sync import codes
+from evener.worker.sync.codes import FRAME, Bf16, Scaled
 
 CODES = {"bf16": Bf16(), "int8": Scaled(8), "int4": Scaled(4)}
 NUM = (1 << 18) + 3 * 256  # a piece and a bit
@@ -37,6 +38,24 @@ def test_the_error_is_at_most_half_a_step_of_the_blocks_scale(name, largest):
         rows = values[start : start + (1 << 18)].view(code.block, -1)
         bound = rows.abs().amax(0) / largest * (1 + 2**-7) * (1 + 2**-8) / 2
         assert (left[start : start + (1 << 18)].view(code.block, -1).abs() <= bound * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("num", [3 * 256, FRAME, 5 * FRAME, 4 * FRAME + 512])
+def test_what_travels_does_not_depend_on_how_much_a_device_works_on_at_once(name, num, monkeypatch):
+    """A GPU works on many frames at a time, and what it sends is read by a processor that works on one."""
+    values = torch.randn(num, generator=torch.Generator().manual_seed(3))
+    told, left = coded(CODES[name], values)
+    payload = torch.zeros(CODES[name].num_bytes(num), dtype=torch.uint8)
+    monkeypatch.setitem(codes.PIECE, "cpu", codes.PIECE["cuda"])
+    assert all(torch.equal(one, other) for one, other in zip(coded(CODES[name], values), (told, left), strict=True))
+    kept = torch.zeros(num)
+    CODES[name].encode(values, payload, kept=kept)
+    monkeypatch.setitem(codes.PIECE, "cpu", FRAME)
+    read = torch.zeros(num)
+    CODES[name].add(payload, read)
+    assert torch.equal(read, told)
+    assert torch.equal(kept, told)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("int8", 8 + 16 / 256), ("int4", 4 + 16 / 64)])

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -93,7 +93,8 @@ class _Bench:
         self.failed: dict[str, str] = {}
         self.base: str | None = None  # what the others are compared with
         self._names: dict[str, str] = {}
-        self.job = Job(spec=base, shape=resolve(base).shape)  # a mistake is told before anything is measured
+        self.resolved = resolve(base)  # a mistake is told before anything is measured
+        self.job = Job(spec=base, shape=self.resolved.shape)
         if out.exists() and any(out.iterdir()) and not compare.is_comparison(out):
             raise UsageError(f"{out}: exists and is not a bench", hint="another --out")
         if compare.is_comparison(out) and compare.read(out).kind != kind:
@@ -120,7 +121,7 @@ class _Bench:
         self._names[setup.label] = setup.name
         self.say(f"\n{setup.label}")
         try:
-            if self._is_there(rundir, spec):
+            if self._is_there(rundir, spec, setup.hosts):
                 self.say("is there")
             else:
                 self._train(setup, spec, rundir)
@@ -190,13 +191,18 @@ class _Bench:
         print(page)
         return int(bool(self.failed))
 
-    def _is_there(self, rundir: RunDir, spec: RunSpec) -> bool:
-        """Has this very training been run to its end, or to that of its seconds?"""
+    def _is_there(self, rundir: RunDir, spec: RunSpec, hosts: Sequence[str]) -> bool:
+        """Has this very training, of this corpus and on these hosts, been run to its end, or to that of its seconds?"""
         if not rundir.is_run():
             return False
-        manifest = rundir.manifest()
-        ended = "finished" if spec.train.max_s is None else "stopped"
-        return manifest.verdict == ended and (manifest.spec.train, manifest.spec.model) == (spec.train, spec.model)
+        manifest, corpus = rundir.manifest(), self.resolved.corpus.content_hash
+        return (
+            manifest.verdict == ("finished" if spec.train.max_s is None else "stopped")
+            and (manifest.spec.train, manifest.spec.model) == (spec.train, spec.model)
+            and manifest.corpus is not None
+            and manifest.corpus.content_hash == corpus
+            and set(manifest.roster.hosts) == set(hosts)
+        )
 
     def _train(self, setup: Setup, spec: RunSpec, rundir: RunDir) -> None:
         self._write()  # this folder is a bench's

@@ -30,19 +30,19 @@ def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], r
     from evener.launch import fleet as launcher
     from evener.plan.question import ring_order
 
-    name = fleets.rundir_of(resolved).path.name
+    name, to_plan = fleets.rundir_of(resolved).path.name, fleets.as_it_agrees(resolved)
     # Of a run that is resumed the ranks stay where they were.
     order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
     hosts = fleets.in_order(fleet, order)
     prepared = launcher.prepare(hosts, sessions, errors, name, before.id if before else None)
-    roster, seats = prepared.roster(resolved), prepared.seats(resolved.spec.machine)
+    roster, seats = prepared.roster(to_plan), prepared.seats(resolved.spec.machine)
     if before is None:
-        prediction = fleets.predicted(fleet, resolved, seats, as_asked=as_asked)
+        prediction = fleets.predicted(fleet, to_plan, seats, as_asked=as_asked)
     else:
-        prediction = fleets.predicted_again(hosts, resolved, seats, before)
+        prediction = fleets.predicted_again(hosts, to_plan, seats, before)
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
-    roster = fleets.as_before(roster, before)
+    roster = fleets.as_before(roster, resolved)
     if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
         hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
         prepared = launcher.prepare(hosts, {host: sessions[host] for host in hosts.hosts}, errors, name, prepared.id)

@@ -107,6 +107,7 @@ def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_ask
     None where it knows too little to say anything. `as_asked`: it leaves out none, and is not asked what is better.
     """
     from evener.core.errors import UsageError
+    from evener.plan.advice import price_in_loss
     from evener.plan.question import of_training
     from evener.plan.search import flags_of_recommended, in_a_line
 
@@ -114,11 +115,16 @@ def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_ask
         prediction = of_training(fleet, resolved.spec, resolved.shape, seats, leaves_out=not as_asked)
     except UsageError as unknown:  # what stands in the run's own way is told by those who start it
         say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
+        if resolved.spec.train.sync == "auto":
+            say("--sync auto takes ddp where nothing can be predicted")
         return None
     for why in dict.fromkeys(prediction.left_out.values()):
         names = ", ".join(name for name, of_host in prediction.left_out.items() if of_host == why)
         say(f"left out: {names}: {why}\nhint:  --shares equal has all hosts take part")
     say(f"predicted: {in_a_line(prediction)}")
+    if resolved.spec.train.sync == "auto":
+        chosen = prediction.option(prediction.chosen)
+        say(f"--sync auto takes {chosen.roster.sync}{price_in_loss(chosen)}")
     if not as_asked and prediction.recommended != prediction.chosen:
         say(f"warning: {prediction.verdict}")
         if prediction.recommended:
@@ -128,6 +134,8 @@ def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_ask
 
 def predicted_again(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], before: Plan) -> Prediction | None:
     """The same of a run that is resumed: what was said of it before where nothing has changed and nobody knows more."""
+    from evener.core.roster import NO_SYNC, asked_sync
+
     spec, was = resolved.spec, before.spec
     assert was is not None, "a script of the user's own is not resumed"
     same_work = (spec.data, spec.model, spec.machine) == (was.data, was.model, was.machine) and (
@@ -136,6 +144,7 @@ def predicted_again(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], bef
     places = [(seat.host, seat.device) for seat in seats]
     if (
         before.prediction
+        and before.prediction.option(before.prediction.chosen).roster.sync in (NO_SYNC, asked_sync(spec))
         and not fleet.rates
         and same_work
         and places == [(seat.host, seat.device) for seat in before.prediction.cluster.seats]
@@ -144,13 +153,30 @@ def predicted_again(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], bef
     return predicted(fleet, resolved, seats)
 
 
-def as_before(roster: Roster, before: Plan | None) -> Roster:
+def as_it_agrees(resolved: Resolved) -> Resolved:
+    """A run that chooses its way to agree goes on with the one that it had last: its checkpoint is of that one."""
+    import msgspec
+
+    from evener.core.roster import NO_SYNC
+
+    train = resolved.spec.train
+    if resolved.resume is None or train.sync != "auto":
+        return resolved
+    had = rundir_of(resolved).manifest().roster.sync
+    if had == NO_SYNC:
+        return resolved
+    spec = msgspec.structs.replace(resolved.spec, train=msgspec.structs.replace(train, sync=str(had)))
+    return msgspec.structs.replace(resolved, spec=spec)
+
+
+def as_before(roster: Roster, resolved: Resolved) -> Roster:
     """The Roster with the buckets of the run that is resumed: others would add ranks up in another order."""
     import msgspec
 
-    if before is None or before.roster is None or before.roster.sync != roster.sync:
+    if resolved.resume is None:
         return roster
-    return msgspec.structs.replace(roster, bucket_bytes=before.roster.bucket_bytes)
+    was = rundir_of(resolved).manifest().roster
+    return roster if was.sync != roster.sync else msgspec.structs.replace(roster, bucket_bytes=was.bucket_bytes)
 
 
 def predicted_here(resolved: Resolved, seats: Sequence[Seat]) -> Prediction | None:

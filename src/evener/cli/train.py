@@ -72,13 +72,13 @@ def _here(before: Plan | None, resolved: Resolved, detach: bool, dry_run: bool, 
     from evener.launch import fleet as launcher
     from evener.launch import here
 
-    rundir, resumes = fleets.rundir_of(resolved), resolved.resume is not None
+    rundir, resumes, to_plan = fleets.rundir_of(resolved), resolved.resume is not None, fleets.as_it_agrees(resolved)
     with here.this_machine_connected() as sessions:
         ranks, run_id = resolved.spec.machine.ranks, before.id if before else None
         prepared = here.prepare_here(sessions, rundir, ranks=ranks, run_id=run_id)
-        roster = prepared.roster(resolved)
-        prediction = fleets.predicted_here(resolved, prepared.seats(resolved.spec.machine))
-        roster = fleets.as_before(prediction.option(prediction.chosen).roster if prediction else roster, before)
+        roster = prepared.roster(to_plan)
+        prediction = fleets.predicted_here(to_plan, prepared.seats(resolved.spec.machine))
+        roster = fleets.as_before(prediction.option(prediction.chosen).roster if prediction else roster, resolved)
         plan, _ = launcher.plan_training(prepared, resolved, roster, resume=resumes)
         plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:
@@ -142,8 +142,6 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
     from evener.cli.flags import given
     from evener.core.errors import UsageError
     from evener.core.resolve import new_run_path, resolve
-    from evener.core.roster import NO_SYNC
-    from evener.core.rundir import RunDir
     from evener.core.spec import make_spec
 
     texts = given(flags)
@@ -152,9 +150,6 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
         if spec_file is not None or "out" in texts:
             raise UsageError("--resume: a run has its own spec and place", hint="leave out --out and the TOML file")
         base = msgspec.structs.replace(_spec_of(resume), out=resume)
-        had = RunDir(resume).manifest().roster.sync
-        if base.train.sync == "auto" and had != NO_SYNC:  # what its checkpoints hold is of this one
-            base = msgspec.structs.replace(base, train=msgspec.structs.replace(base.train, sync=str(had)))
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
     resolved = resolve(spec, resume=resume is not None)
     return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or new_run_path(spec)))

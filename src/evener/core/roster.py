@@ -280,6 +280,12 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
             hint=f"one for each rank: --shares {':'.join(['1'] * num_ranks)}; or --shares auto",
         )
     shares = equal_shares(batch, num_ranks) if told is None else weighted_shares(batch, told)
+    for rank, share in enumerate(shares):
+        if told is not None and told[rank] and not share:
+            raise UsageError(
+                f"--shares {spec.machine.shares}: of {batch} sequences rank {rank}'s part is less than one",
+                hint="a larger --batch, or 0 for a rank that shall have none",
+            )
     sync = asked_sync(spec)
     if sync == NO_SYNC and num_ranks > 1:
         raise UsageError("--sync none: replicas that never exchange are not one model", hint="--sync ddp")

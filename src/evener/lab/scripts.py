@@ -1,7 +1,7 @@
 """Which programs do the drills run by hand? Plain torch, as anyone would write it; nothing here knows evener.
 
-They end by os._exit: while an interpreter ends as usual, a thread of Gloo's that still holds a tensor aborts it, one time
-in some twenty on a busy machine, and a drill would show that instead of its fault.
+They end by os._exit: while an interpreter ends as usual, a thread of Gloo's that still holds a tensor aborts it, one
+time in some twenty on a busy machine, and a drill would show that instead of its fault.
 """
 
 ALL_REDUCE = """\

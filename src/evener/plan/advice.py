@@ -42,7 +42,7 @@ def verdict_of(prediction: Prediction) -> str:
         return f"{hosts[0]} with {ranks} trains {rate(best.tokens_per_s)}."
     if not left_out:
         gain = f", {best.speedup_vs_best_host:.2f} times the fastest host alone" if best.speedup_vs_best_host else ""
-        return f"Train on {everyone} with {best.name}: {rate(best.tokens_per_s)}{gain}{_price_in_loss(best)}."
+        return f"Train on {everyone} with {best.name}: {rate(best.tokens_per_s)}{gain}{price_in_loss(best)}."
     if what_does_not_fit(chosen, prediction.cluster):
         why = f"{chosen.rejected_because}; a smaller --micro-batch or --recompute needs less"
         return f"Use {listed(its_hosts)} only. With {everyone} it {why}."
@@ -55,7 +55,7 @@ def verdict_of(prediction: Prediction) -> str:
     return f"Leave {listed(left_out)} out: with {'it' if len(left_out) == 1 else 'them'} {with_all}, without {fewer}."
 
 
-def _price_in_loss(option: Option) -> str:
+def price_in_loss(option: Option) -> str:
     """What somebody measured; nothing of what is exact."""
     if not option.loss_penalty:
         return ""

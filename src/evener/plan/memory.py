@@ -83,20 +83,24 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     gradients, activations = sum(worst.gradients), sum(worst.activations)
     recycled = max(_on_heap(moment.activations) for moment in moments) + _on_heap(_gradients(shape))
     heap = int(HOLES * recycled) if device == "cpu" else 0
-    extra = buckets = 0
+    extra = buckets = saving = 0  # saving: what a checkpoint of the rank's own state is made of, beside what it is of
     optimizer = 2 * weights
     if sync.kind in ("bf16", "int8", "int4"):
         compressed = {"bf16": 2, "int8": 1, "int4": 0.5}[sync.kind] / FP32
         buckets = int(max(min(BUCKET_BYTES, weights), *_gradients(shape)) * compressed)  # one in flight
-        extra = weights if sync.kind != "bf16" else 0  # what was rounded off, kept for the next step
+        extra = weights + (weights // num_ranks if num_ranks > 2 else 0)  # what was rounded off, of sums too
+        saving = 2 * weights
     elif sync.kind == "powersgd":
         extra = weights + FP32 * sync.rank * sum(rows + columns for rows, columns in _matrices(shape))
+        saving = weights
     elif sync.kind == "zero1":
         optimizer //= num_ranks
     elif sync.kind == "diloco":
         part = max(min(BUCKET_BYTES, weights), *_gradients(shape))  # exchanged at a time
         extra = 2 * weights  # agreed, outer momentum; the difference is there when gradients and activations are gone
+        saving = 5 * weights  # these, its weights, its optimizer's state
         if sync.bits < 32:  # what was rounded off; sums and codes, whose memory is kept
+            saving += 2 * weights
             extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + part + part * sync.bits // 16
         if sync.streamed:
             extra += part  # a difference on its way
@@ -112,7 +116,7 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations,
+        activations=max(activations, saving),
         buckets=buckets,
         sync=extra,
         heap=heap,

@@ -18,6 +18,8 @@ from evener.core.roster import SyncSpec, parse_sync
 from evener.core.units import median, plural
 from evener.plan.sync import STRATEGIES
 
+HALF_A_DIGIT = 5e-5  # of errors as the bench writes them
+
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What one model lost with one way."""
@@ -47,7 +49,7 @@ def _ours(sync: str, penalty: float, seeds: int, most_error: float | None = None
 
 
 MEASURED = (
-    _ours("bf16", 0.0018, 1),  # its error was 0: these gradients were bf16 numbers
+    _ours("bf16", 0.0018, 1, 0.0),  # these gradients were bf16 numbers anyway
     _ours("int8", 0.0023, 1, 0.0191),
     _ours("int4", 0.0153, 1, 0.2236),
     _ours("powersgd:4", 0.1431, 1, 1.2909),
@@ -102,7 +104,8 @@ class Watch:
 
     def __init__(self, sync: SyncSpec) -> None:
         self.sync = sync
-        self.most = max((row.most_error for row in _rows_of(sync) if row.most_error is not None), default=math.inf)
+        known = [row.most_error + HALF_A_DIGIT for row in _rows_of(sync) if row.most_error is not None]
+        self.most = max(known, default=math.inf)
         self._seen: deque[float] = deque(maxlen=self.SEEN)
         self._is_beyond = False
 

@@ -128,7 +128,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if name in saved}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """A safetensors file of tensors on any device, of any strides, that may share their memory."""
     seen: set[int] = set()
     dense = {}
@@ -139,7 +139,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             ours = ours.clone()
         seen.add(ours.untyped_storage().data_ptr())
         dense[name] = ours
-    save_file(dense, path)
+    save_file(dense, path, metadata)
 
 
 def prune(rundir: RunDir, keep: int, best: int | None) -> None:

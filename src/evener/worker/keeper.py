@@ -19,6 +19,8 @@ from torch import Tensor
 
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, RunError
+from evener.core.machine import this_machine
+from evener.core.roster import asked_sync
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
@@ -26,7 +28,7 @@ from evener.worker import checkpoint as checkpoints
 from evener.worker import rng
 from evener.worker.arithmetic import rounding_of
 from evener.worker.group import Group
-from evener.worker.own import load_own, ranks_that_left, save_own
+from evener.worker.own import forget_after, load_own, ranks_that_left, save_own
 from evener.worker.statetree import pack
 from evener.worker.sync import Sync
 from evener.worker.trained import Trained
@@ -43,7 +45,9 @@ class Keeper:
         self._own_step: int | None = None  # of what this rank kept for itself last
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
         self._best: tuple[float, int] | None = None
-        self._rounds_unlike = len(set(group.gather(rounding_of(group.device).encode()))) > 1
+        # PowerSGD's factors come from a library that chooses its ways by the processor's model.
+        model = this_machine().cpu if asked_sync(spec).kind == "powersgd" else ""
+        self._rounds_unlike = len(set(group.gather(f"{rounding_of(group.device)} {model}".encode()))) > 1
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Become what a checkpoint holds, with this rank's random numbers as they were, or as they begin."""
@@ -72,11 +76,15 @@ class Keeper:
         if resume is None:
             return
         group, step = self._group, resume.step
+        if group.local_rank == 0:
+            forget_after(self._dir, step)
         mine = load_own(self._dir, group.rank, step)
         told = group.gather(b"1" if mine else b"")
         if self._sync.replica != "drifting":
             gone = [rank for rank in ranks_that_left(self._dir, step) if rank >= group.world_size]
-            theirs = [load_own(self._dir, rank, step) for rank in gone] if group.local_rank == 0 else []
+            seen = [from_json(text, list[int]) for text in group.gather(msgspec.json.encode(gone))]
+            theirs = [load_own(self._dir, rank, step) for rank in gone
+                      if group.rank == min(i for i, one in enumerate(seen) if rank in one)]  # fmt: skip
             self._sync.load_own_state((mine or {}).get("sync", {}), [state["sync"] for state in theirs if state])
         elif mine and all(told) and resume.world_size == group.world_size:
             self._trained.load_states(mine["states"])

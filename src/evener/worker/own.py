@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from evener.core.decoding import from_json
 from evener.core.errors import CheckpointError
-from evener.core.files import write_atomic
+from evener.core.files import sync
 from evener.core.rundir import RunDir
+from evener.worker.checkpoint import write_tensors
 from evener.worker.statetree import pack, unpack
 
 KEPT = 2  # newest: one more than is needed, for a rank may die while rank 0 writes its checkpoint
@@ -30,16 +30,20 @@ def save_own(rundir: RunDir, rank: int, step: int, state: dict[str, Any]) -> Non
     """Keep this rank's state of a step; CheckpointError where the disk refuses."""
     folder = _folder(rundir, rank)
     tree, tensors = pack(state, "own")
-    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-                   metadata={"state": msgspec.json.encode(tree).decode()})  # fmt: skip
+    path = _path(folder, step)
+    unfinished = path.with_suffix(".unfinished")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(_path(folder, step), content)
+        write_tensors(unfinished, tensors, {"state": msgspec.json.encode(tree).decode()})
+        sync(unfinished)
+        unfinished.replace(path)
         for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT]:
             old.unlink()
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is either
+        unfinished.unlink(missing_ok=True)
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(
-            f"{folder}: {error.strerror}", hint="the last complete checkpoint is untouched; --resume goes on"
+            f"{folder}: {why}", hint="the last complete checkpoint is untouched; --resume goes on"
         ) from None
 
 
@@ -55,6 +59,13 @@ def load_own(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | None:
     except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}", hint="removed, the run goes on without it") from None
     return state
+
+
+def forget_after(rundir: RunDir, step: int) -> None:
+    """What ranks remembered of later steps, which a run that goes back to this one takes again, is not so any more."""
+    for path in (rundir.path / "own").glob("*/step-*.safetensors"):
+        if path.name > _name(step):
+            path.unlink(missing_ok=True)
 
 
 def ranks_that_left(rundir: RunDir, step: int) -> list[int]:

@@ -12,6 +12,7 @@ from evener.core.prediction import Cluster, Job
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster
 from evener.core.spec import RunSpec
+from evener.plan.options import BUCKETED
 from evener.plan.rebalance import Balancer
 from evener.plan.rechoose import Chooser
 from evener.worker.record import News
@@ -30,7 +31,8 @@ class Fixed:
     def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> None:
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
             self.balance(one_size=one_size)
-        if spec.train.sync == "auto" and resolved is not None and cluster is not None:
+        may_choose = spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED  # replicas that drift go on so
+        if may_choose and resolved is not None and cluster is not None:
             self._chooser = Chooser(Job(spec=spec, shape=resolved.shape), cluster, self.roster)
 
     def balance(self, *, one_size: bool) -> None:

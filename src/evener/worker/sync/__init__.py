@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 Replica = Literal["equal", "drifting", "sharded"]
+LEFT_OF_GRADIENTS = ("mine", "sums", "left", "unused")  # kinds of what a rank has not sent, in its own state
 
 
 class Backward(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from evener.worker.sync import Backward, Replica, Samples
+from evener.worker.sync import LEFT_OF_GRADIENTS, Backward, Replica, Samples
 
 
 class Alone:
@@ -15,15 +15,24 @@ class Alone:
 
     replica: Replica = "equal"
 
+    def __init__(self) -> None:
+        self._left: list[tuple[nn.Parameter, Tensor]] = []
+        self._is_rehearsal = True  # until `settle`
+
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
-        pass
+        self._parameters = dict(module.named_parameters())
 
     def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
         if loss is not None:
             loss.backward()
+        if self._left and not self._is_rehearsal:
+            for parameter, flat in self._left:
+                more = flat.view(parameter.shape)
+                parameter.grad = more if parameter.grad is None else parameter.grad + more
+            self._left = []
 
     def settle(self) -> None:
-        pass
+        self._is_rehearsal = False
 
     def after_update(self, tokens: float, of_all: float) -> None:
         pass
@@ -56,4 +65,11 @@ class Alone:
         return {}
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
-        pass
+        """What several ranks had not sent yet of their gradients belongs to the next one's; replicas that drifted had
+        something else.
+        """
+        for one in (state, *others):
+            for kind in LEFT_OF_GRADIENTS if "agreed" not in one else ():
+                for name, left in one.get(kind, {}).items():
+                    parameter = self._parameters[name]
+                    self._left.append((parameter, left.to(parameter.device)))

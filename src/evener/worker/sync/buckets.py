@@ -28,10 +28,14 @@ from evener.worker.group import Group
 from evener.worker.sync import Backward, Replica, Samples
 
 Future = torch.futures.Future
+UNUSED = "unused"  # of LEFT_OF_GRADIENTS: what waits for a step that uses its parameter
 
 
 class Reduction(Protocol):
     """What makes of each rank's bucket the sum over ranks, in place."""
+
+    is_lossy: bool  # what it loses in one step is sent with another
+    keeps_norm: bool  # sums are as long as the exact ones, within a few percent
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> "Future[Tensor]":
         """A bucket is complete on this rank. What a rehearsal sends is forgotten, and nothing may remember it.
@@ -89,7 +93,7 @@ class Buckets:
 
     def change(self, reduction: Reduction, bucket_bytes: int | None) -> None:
         """Sums come about in another way from the next step on; what the one before has not sent goes out first."""
-        self._left = self._reduction.left_over()
+        self._left += self._reduction.left_over()
         self._reduction = reduction
         self._bucket_MiB = None if bucket_bytes is None else bucket_bytes >> 20
         self._make(all_have_rank_0s_weights=True)
@@ -107,7 +111,7 @@ class Buckets:
             self._make(all_have_rank_0s_weights=True)
         before = self._done.copy()
         self._done.clear()
-        self._add_left()
+        had_left = self._add_left()
         self._ddp.reducer.prepare_for_backward([])
         if loss is not None:
             loss.backward()
@@ -120,11 +124,11 @@ class Buckets:
         if self._settles_next:
             self._settles_next = False
             self._ddp.reducer._rebuild_buckets()
-        if self._samples:
+        if self._buffers:
             self._whole_sq = _squares(self._buffers)
             self._buffers.clear()
         if not self._uses_all:
-            self._forget_unused(used)
+            self._forget_unused(used, keeps_sums=had_left or (self._reduction.is_lossy and not self._is_rehearsal))
 
     def settle(self) -> None:
         if self._uses_all:
@@ -171,10 +175,15 @@ class Buckets:
         pass
 
     def own_state(self) -> dict[str, Any]:
-        return self._reduction.own_state({parameter: name for name, parameter in self._module.named_parameters()})
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        waits = {UNUSED: {names[parameter]: flat for parameter, flat in self._left}} if self._left else {}
+        return self._reduction.own_state(names) | waits
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
-        self._reduction.load_own_state([state, *others], dict(self._module.named_parameters()))
+        parameters = dict(self._module.named_parameters())
+        self._reduction.load_own_state([state, *others], parameters)
+        self._left = [(parameters[name], flat.to(parameters[name].device))
+                      for one in (state, *others) for name, flat in one.get(UNUSED, {}).items()]  # fmt: skip
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._all if parameter.requires_grad]
@@ -211,19 +220,29 @@ class Buckets:
         self._done.clear()
         self._done |= done
 
-    def _add_left(self) -> None:
-        """To this rank's gradients, what it has left of steps before."""
-        left, self._left = self._left, []
+    def _add_left(self) -> bool:
+        """To this rank's gradients, what it has left of steps before; was there any? Frozen parameters' waits."""
+        if self._is_rehearsal:
+            return False
+        trained = set(self._parameters)
+        left = [(parameter, flat) for parameter, flat in self._left if parameter in trained]
+        self._left = [(parameter, flat) for parameter, flat in self._left if parameter not in trained]
         for parameter, flat in left:
             more = flat.view(parameter.shape)
             parameter.grad = more if parameter.grad is None else parameter.grad + more
+        return bool(left)
 
-    def _forget_unused(self, used: set[Tensor]) -> None:
-        """Parameters that no rank used have no gradient, as on one rank."""
+    def _forget_unused(self, used: set[Tensor], *, keeps_sums: bool) -> None:
+        """Parameters that no rank used have no gradient, as on one rank.
+
+        Where ranks had something left of them it is there now, summed: each rank keeps its part for another step.
+        """
         mask = torch.tensor([parameter in used for parameter in self._parameters], dtype=torch.uint8)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group.control)
         for parameter, is_used in zip(self._parameters, mask.tolist(), strict=True):
             if not is_used:
+                if keeps_sums and parameter.grad is not None:
+                    self._left.append((parameter, parameter.grad.reshape(-1) / self._group.world_size))
                 parameter.grad = None
 
     def _start(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -231,7 +250,7 @@ class Buckets:
             return nothing_to_wait_for(bucket)
         if bucket.is_last():
             self._lap("compute_s")  # the last gradient is there: from here on backward only waits
-        if self._samples:
+        if self._samples and self._reduction.keeps_norm:
             self._buffers.append(bucket.buffer())
             self._mine_sq.append(_squares([bucket.buffer()]))
         return self._reduction.start(bucket, is_rehearsal=self._is_rehearsal, samples=self._samples)

@@ -49,6 +49,11 @@ def _check(roster: Roster, module: nn.Module) -> None:
             f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: nothing is smaller",
             hint="a smaller rank, such as powersgd:4",
         )
+    if sync.sparse and not tables_of(module):
+        raise UsageError(
+            f"--sync {sync}: this model has no table that is only looked up: a head that is tied reads it too",
+            hint=f"--sync {str(sync).removesuffix('+sparse')}",
+        )
     if harms_fp16(roster):
         raise UsageError(
             f"--sync {sync} with fp16: what is left to send would be of another loss scale than the next step's",

@@ -8,21 +8,23 @@ A code writes numbers into a payload and leaves what it lost in their place: the
 numbers (error feedback).   [Seide et al. 2014; Karimireddy et al. 2019]
 
 Only conversions, single products and single sums decode: IEEE 754 gives them the same bits on every machine. A block's
-numbers do not lie side by side: a piece of the buffer is seen as rows of blocks, (BLOCK, C), so that its largest values
-and its products are vector operations over whole rows. A piece fits in a processor's cache and scratch memory is kept:
-fresh pages cost more than the arithmetic (43 MB on one core of an AMD EPYC, int8: 90 ms written plainly, 8 ms so).
+numbers do not lie side by side: a frame of the buffer, 2^18 numbers wherever it is coded, is seen as rows of blocks,
+(BLOCK, C), so that its largest values and its products are vector operations over whole rows. A frame fits in a
+processor's cache, a GPU works on many at once, and scratch memory is kept: fresh pages cost more than the arithmetic
+(43 MB on one core of an AMD EPYC, int8: 90 ms written plainly, 8 ms so).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}  # numbers worked on at a time: 1 MiB of fp32 stays in the L2 cache
+FRAME = 1 << 18  # numbers: part of what travels, so the same on all devices
+PIECE = {"cpu": FRAME, "cuda": 256 * FRAME}  # numbers worked on at a time: 1 MiB of fp32 stays in the L2 cache
 LEAST = 1e-30  # a smaller scale is none: its reciprocal would be infinite
 FOUR_BIT_ZERO = 8  # -7 … 7 are kept as 1 … 15
 ABOVE = 1 + 2**-7  # a scale is kept in bf16: rounded down it must still cover the largest number
@@ -49,6 +51,7 @@ class Code(Protocol):
     """One way to write numbers."""
 
     block: int  # buffers hold a multiple of so many numbers
+    keeps_norm: bool  # what it loses is a few percent of the numbers' length at most
 
     def num_bytes(self, num: int) -> int:
         """Of the payload of so many numbers, scales included."""
@@ -66,7 +69,7 @@ class Code(Protocol):
 class Bf16:
     """The nearest bf16."""
 
-    block = 1
+    block, keeps_norm = 1, True
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -96,53 +99,60 @@ class Scaled:
 
     def __init__(self, bits: Literal[4, 8]) -> None:
         self._bits, self._largest, self.block = bits, 2 ** (bits - 1) - 1, {8: 256, 4: 64}[bits]
+        self.keeps_norm = bits == 8
         self._scratch, self._halves = Scratch(torch.float32), Scratch(torch.uint8)
 
     def num_bytes(self, num: int) -> int:
         return self._coded(num) + 2 * (num // self.block)
 
     def encode(self, values: Tensor, payload: Tensor, kept: Tensor | None = None) -> None:
-        sent = kept.split(PIECE[values.device.type]) if kept is not None else repeat(None)
-        for (rows, coded, scales), decoded in zip(self._pieces(values, payload), sent, strict=False):
+        for low, high, coded, scales in self._pieces(values, payload):
+            rows = self._rows(values[low:high])
             work = torch.abs(rows, out=self._scratch.like(rows))
-            scales.copy_(work.amax(0).mul_(ABOVE / self._largest))
-            scale = scales.float().clamp_min_(LEAST)
+            scales.copy_(work.amax(1).mul_(ABOVE / self._largest))
+            scale = scales.float().clamp_min_(LEAST)[:, None]
             torch.mul(rows, scale.reciprocal(), out=work).round_()
-            if decoded is None:
+            if kept is None:
                 rows.addcmul_(work, scale, value=-1)
             else:
-                rows.sub_(torch.mul(work, scale, out=decoded.view(rows.shape)))
+                rows.sub_(torch.mul(work, scale, out=kept[low:high].view(rows.shape)))
             if self._bits == 4:
-                half = len(work) // 2
-                work = work[:half].add_(work[half:], alpha=16).add_(FOUR_BIT_ZERO * 17)
+                half = self.block // 2
+                work = work[:, :half].add_(work[:, half:], alpha=16).add_(FOUR_BIT_ZERO * 17)
                 coded.view(work.shape).copy_(work)
             else:
                 coded.view(torch.int8).view(work.shape).copy_(work)
 
     def add(self, payload: Tensor, total: Tensor) -> None:
-        for rows, coded, scales in self._pieces(total, payload):
+        for low, high, coded, scales in self._pieces(total, payload):
+            rows = self._rows(total[low:high])
             work = self._scratch.like(rows)
             if self._bits == 4:
-                half = len(work) // 2
-                two = coded.view(half, -1)
-                work[:half].copy_(torch.bitwise_and(two, 15, out=self._halves.like(two)))
-                work[half:].copy_(torch.bitwise_right_shift(two, 4, out=self._halves.like(two)))
+                half = self.block // 2
+                two = coded.view(len(rows), half, -1)
+                work[:, :half].copy_(torch.bitwise_and(two, 15, out=self._halves.like(two)))
+                work[:, half:].copy_(torch.bitwise_right_shift(two, 4, out=self._halves.like(two)))
                 work.sub_(FOUR_BIT_ZERO)
             else:
                 work.copy_(coded.view(torch.int8).view(rows.shape))
-            rows.add_(work.mul_(scales.float().clamp_min_(LEAST)))
+            rows.add_(work.mul_(scales.float().clamp_min_(LEAST)[:, None]))
 
     def _coded(self, num: int) -> int:
         return num * self._bits // 8
 
-    def _pieces(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Rows of blocks (BLOCK, C), their bytes, and their scales (C,)."""
+    def _rows(self, values: Tensor) -> Tensor:
+        """(frames, BLOCK, C): whole frames, or one that is shorter."""
+        return values.view(max(1, len(values) // FRAME), self.block, -1)
+
+    def _pieces(self, values: Tensor, payload: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """(begin, end, bytes, scales (frames, C)) of numbers that are whole frames, or the last, shorter one."""
         num, size = len(values), PIECE[values.device.type]
         coded, scales = payload[: self._coded(num)], payload[self._coded(num) :].view(torch.bfloat16)
-        for start in range(0, num, size):
-            end = min(num, start + size)
+        whole = num // FRAME * FRAME
+        for low, high in pairwise([*range(0, whole, size), whole, *([num] if num > whole else [])]):
             yield (
-                values[start:end].view(self.block, -1),
-                coded[self._coded(start) : self._coded(end)],
-                scales[start // self.block : end // self.block],
+                low,
+                high,
+                coded[self._coded(low) : self._coded(high)],
+                scales[low // self.block : high // self.block].view(max(1, (high - low) // FRAME), -1),
             )

@@ -25,6 +25,8 @@ class AllReduce:
         self._bytes = 0
         self._spans: list[tuple[Any, Any]] = []
 
+    is_lossy, keeps_norm = False, True
+
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
         buffer, spans, begin = bucket.buffer(), self._spans, self._clock.mark()
         self._bytes += ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)

@@ -57,6 +57,7 @@ class Exchange(Protocol):
     """How gradients become their sum over ranks, on the lane's thread, in the same order on all ranks."""
 
     is_lossy: bool
+    keeps_norm: bool
 
     def run(self, slots: Slots) -> int:
         """Replace these gradients by their sums; returns the bytes that this rank sent."""
@@ -87,6 +88,7 @@ class Lane:
     def __init__(self, group: Group, clock: Clock, exchange: Exchange, tables: frozenset[nn.Parameter]) -> None:
         self._group, self._clock, self._exchange, self._tables = group, clock, exchange, tables
         self._rows = Rows(group)
+        self.is_lossy, self.keeps_norm = exchange.is_lossy, exchange.keeps_norm
         self._jobs = Jobs(group.device)
         self._going: list[Future[None]] = []
         self._bytes = 0

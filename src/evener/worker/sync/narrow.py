@@ -39,7 +39,7 @@ class Narrow:
     is_lossy = True
 
     def __init__(self, group: Group, code: Code) -> None:
-        self._group, self._code = group, code
+        self._group, self._code, self.keeps_norm = group, code, code.keeps_norm
         self._num_parts = 1 if group.world_size == 2 else group.world_size
         self._outgoing, self._incoming = ([Scratch(torch.uint8) for _ in range(group.world_size)] for _ in range(2))
         self._total = Scratch()

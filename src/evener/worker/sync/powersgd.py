@@ -27,7 +27,7 @@ SEED = 0x5EED
 class PowerSGD:
     """An Exchange of rank `rank`."""
 
-    is_lossy = True
+    is_lossy, keeps_norm = True, False
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank

@@ -18,7 +18,7 @@ from evener.worker.sync.lane import Slots
 class Whole:
     """An Exchange that loses and remembers nothing."""
 
-    is_lossy = False
+    is_lossy, keeps_norm = False, True
 
     def __init__(self, group: Group) -> None:
         self._group, self._together = group, Scratch()
