@@ -73,6 +73,11 @@ def test_shares_that_are_not_numbers_of_ranks():
     assert parse_shares("3:1") == [3, 1]
     with pytest.raises(UsageError, match="3 shares, and the run has 2 ranks"):
         first_roster(RunSpec(machine=MachineSpec(shares="3:1:1")), [CPU, CPU], None)
+
+
+def test_a_share_of_less_than_a_sequence_is_refused():
+    with pytest.raises(UsageError, match="--shares 1000:1: of 16 sequences rank 1's part is less than one"):
+        first_roster(RunSpec(machine=MachineSpec(shares="1000:1")), [CPU, CPU], None)
     with pytest.raises(UsageError, match="more than the 2 sequences"):
         first_roster(RunSpec(train=TrainSpec(batch=2)), [CPU] * 3, None)
 

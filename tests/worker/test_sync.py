@@ -13,9 +13,11 @@ from torch import nn
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
+from evener.worker.sync.alone import Alone
 from evener.worker.sync.choose import make_sync
 from evener.worker.sync.codes import Scaled
 from evener.worker.sync.narrow import Narrow
+from evener.worker.sync.packed import Packed
 from evener.worker.sync.powersgd import PowerSGD
 
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
@@ -172,7 +174,11 @@ def test_a_strategy_that_cannot_be_is_one_line(tmp_path, start, sync, told):
 
 @pytest.mark.parametrize(
     ("sync", "dtype", "told"),
-    [("powersgd:500", "fp32", "no matrix of this model"), ("int8", "fp16", "of another loss scale")],
+    [
+        ("int8+sparse", "fp32", "no table that is only looked up"),
+        ("powersgd:500", "fp32", "no matrix of this model"),
+        ("int8", "fp16", "of another loss scale"),
+    ],
 )
 def test_a_strategy_that_would_do_nothing_or_harm_is_refused(sync, dtype, told):
     member = Member(rank=0, host="a", device="cuda:0", dtype=dtype, share=1, micro_batch=1)
@@ -238,10 +244,10 @@ group = types.SimpleNamespace(rank=rank, world_size=n, gradients=dist.group.WORL
 def roster(name):
     return Roster(members=[], sync=parse_sync(name), backend="gloo")
 
-def off(name):
+def off(name, by_turns):
     module = nn.ModuleList([nn.Linear(70, 40), nn.Linear(64, 64, bias=False)])
     sync = make_sync(roster(name), group, HostClock(), lambda part: None, module)
-    sync.wrap(module, uses_all=True)
+    sync.wrap(module, uses_all=not by_turns)
     draw = torch.Generator().manual_seed(rank)
     parameters = list(module.parameters())
     given, got = ([torch.zeros(p.shape, dtype=torch.float64) for p in parameters] for _ in range(2))
@@ -250,18 +256,21 @@ def off(name):
             change_sync(sync, roster("ddp"), group, HostClock(), module)
         module.zero_grad()
         gradients = [torch.randn(p.shape, generator=draw) for p in parameters]
-        sync.backward(sum((p * g).sum() for p, g in zip(parameters, gradients)))
+        used = set(module[step % 2].parameters() if by_turns and 0 < step < 8 else parameters)
+        sync.backward(sum((p * g).sum() for p, g in zip(parameters, gradients) if p in used))
         if step == 0:
             sync.settle()  # the rehearsal: nothing of it is remembered
             continue
         for total, g, parameter, summed in zip(given, gradients, parameters, got):
-            total += g
-            summed += parameter.grad
+            assert (parameter.grad is not None) == (parameter in used)
+            if parameter in used:
+                total += g
+                summed += parameter.grad
     for total in given:
         dist.all_reduce(total)
     return max(float((total - summed).abs().max()) for total, summed in zip(given, got))
 
-told = {name: off(name) for name in sys.argv[1:]}
+told = {name: off(name, sys.argv[1] == "by turns") for name in sys.argv[2:]}
 if rank == 0:
     print(json.dumps(told), flush=True)
 dist.barrier()
@@ -269,14 +278,41 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 """
 
 
+@pytest.mark.parametrize("which", ["all", "by turns"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_way_has_not_sent_the_next_one_sends(run_script, ranks):
-    """All that optimizers got over eight steps, the last by ddp, is the sum of all gradients: to fp32's rounding."""
-    done = run_script(HANDED_ON, *LOSSY, ranks=ranks)
+def test_what_one_way_has_not_sent_the_next_one_sends(run_script, ranks, which):
+    """All that optimizers got over eight steps, the last by ddp, is the sum of all gradients: to fp32's rounding.
+
+    Also where two models are used by turns: what is left of one waits while the other learns.
+    """
+    done = run_script(HANDED_ON, which, *LOSSY, ranks=ranks)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told.keys() == set(LOSSY)
     assert max(told.values()) < 1e-4
+
+
+def test_what_several_ranks_had_not_sent_one_rank_adds_to_its_first_gradient():
+    module = nn.Linear(3, 2, bias=False)
+    left = {name: torch.randn(6) for name in ("mine", "sums", "left", "unused")}
+    alone = Alone()
+    alone.wrap(module, uses_all=True)
+    alone.load_own_state({"mine": {"weight": left["mine"]}, "sums": {"weight": left["sums"]}},
+                         [{"left": {"weight": left["left"].view(2, 3)}, "factors": {"weight": torch.ones(1)}},
+                          {"unused": {"weight": left["unused"]}}, {"agreed": {}, "left": {"mine": {}}}])  # fmt: skip
+    for step in range(3):
+        module.zero_grad()
+        alone.backward(module(torch.ones(1, 3)).sum())
+        expected = torch.ones(2, 3) + (sum(left.values()).view(2, 3) if step == 1 else 0.0)
+        torch.testing.assert_close(module.weight.grad, expected)
+        if step == 0:  # the rehearsal
+            alone.settle()
+
+
+def test_a_part_without_numbers_is_packed():
+    """Of a bucket with fewer numbers than ranks."""
+    packed = Packed(types.SimpleNamespace(world_size=4, rank=0))
+    assert packed.pack([torch.zeros(0), torch.ones(1)], torch.zeros(16, dtype=torch.uint8)) == [True, True]
 
 
 def test_what_another_way_kept_is_no_obstacle():
