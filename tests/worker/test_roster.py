@@ -215,10 +215,12 @@ def test_a_program_that_weighs_its_ranks_is_balanced_no_more():
 def test_shares_stay_where_a_model_has_several_sizes():
     """Compiled for 9 and 8 sequences, it would be compiled again for others."""
     fixed = fixed_of("--batch", "32", "--shares", "17:15", "--micro-batch", "16")
-    fixed.balance(one_size=True)
+    assert fixed.balance(one_size=True).startswith("shares stay 17 : 15 whatever the ranks' speed: micro-batches of 8")
     assert heard(fixed, range(60), 1.0, 9.0) is None
+    fixed = fixed_of("--batch", "16")
+    assert "micro-batches of 8 sequences" in fixed.balance(one_size=True)  # one each: nothing to choose
     fixed = fixed_of("--batch", "32", "--micro-batch", "4")
-    fixed.balance(one_size=True)
+    assert fixed.balance(one_size=True) == ""
     roster = heard(fixed, range(60), 1.0, 4.0)
     assert [member.micro_batches for member in roster.members] == [[4] * 7, [4]]
 

@@ -77,6 +77,8 @@ def _describe(event: dict[str, Any]) -> str:
             )
         case "rechosen":
             return f"step {step}: {event.get('sync')} instead of {event.get('was')}: {event.get('why')}"
+        case "remark":
+            return str(event.get("what"))
         case "sync.fidelity":
             return f"step {step}: {event.get('why')}"
         case "own.dropped":

@@ -41,8 +41,8 @@ class Journal:
         self._last: StepRecord | None = None  # that was heard of
 
     def begin(self, spec: RunSpec, resolved: Resolved | None, roster: Roster, num_params: int, *,
-              compiled: bool, first: int, resumes: bool) -> None:  # fmt: skip
-        """The run goes on with step `first`."""
+              compiled: bool, first: int, resumes: bool, remark: str) -> None:  # fmt: skip
+        """The run goes on with step `first`; a remark is for whoever reads of it."""
         group = self._group
         params_by_group = resolved.shape.params_by_group() if resolved else {"all": num_params}
         on_gpu = group.device.type == "cuda"
@@ -93,6 +93,9 @@ class Journal:
             f"{', compiled' if compiled else ''}; run directory {self._dir}{begins}",
             flush=True,
         )
+        if remark:
+            self._dir.add_event("remark", what=remark)
+            print(remark, flush=True)
 
     def heard(self, record: StepRecord | None) -> None:
         """All ranks have told of this step, and maybe of others before."""

@@ -211,7 +211,7 @@ class Run:
         check_batch_norm(trained.module, roster)
         # A compiled model is compiled again for every size; and it is one on all ranks, or on none.
         one_size = self.group.sum(float(self._compiled or bool(batch_norms(trained.module))), 0.0)[0] > 0
-        self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=one_size)
+        remark = self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=one_size)
         sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
@@ -219,7 +219,7 @@ class Run:
         sync.wrap(trained.module, uses_all=self._resolved is not None)
         keeper.restore_own(self._resume)
         self._journal.begin(self.spec, self._resolved, roster, trained.num_params, compiled=self._compiled, first=first,
-                            resumes=self._resume is not None)  # fmt: skip
+                            resumes=self._resume is not None, remark=remark)  # fmt: skip
         # Not before the records that a resumed run makes again are gone from its file.
         self._recorder = recorder = Recorder(self.dir, self.rank, roster, self._clock, self.group.control)
         return Engine(self.spec, self.group, data, trained, sync, recorder, self._resolved is None,

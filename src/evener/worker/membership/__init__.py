@@ -17,11 +17,11 @@ class Membership(Protocol):
 
     roster: Roster
 
-    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> None:
+    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
         """What the spec leaves open follows what is measured: shares the ranks' speed, the way to agree the link.
 
         `cluster` is what the planner knows of the machines, None where there was none. With `one_size` a rank's
-        micro-batches stay of the size that they have.
+        micro-batches stay of the size that they have. Returns what a person must know of it, or "".
         """
 
     def hear(self, news: Sequence[News], next_step: int) -> Roster | None:

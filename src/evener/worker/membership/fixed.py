@@ -28,23 +28,30 @@ class Fixed:
         self._whole: int | None = None
         self._chooser: Chooser | None = None
 
-    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> None:
+    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
+        remark = ""
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
-            self.balance(one_size=one_size)
+            remark = self.balance(one_size=one_size)
         may_choose = spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED  # replicas that drift go on so
         if may_choose and resolved is not None and cluster is not None:
             self._chooser = Chooser(Job(spec=spec, shape=resolved.shape), cluster, self.roster)
+        return remark
 
-    def balance(self, *, one_size: bool) -> None:
-        """From now on shares follow the ranks' speed, until one of them tells a weight.
+    def balance(self, *, one_size: bool) -> str:
+        """From now on shares follow the ranks' speed, until one of them tells a weight; or why they do not.
 
-        With `one_size` only in whole micro-batches of the size that all have; where they have several, not at all.
+        With `one_size` only in whole micro-batches of the size that all have, if that leaves something to choose.
         """
-        sizes = {size for member in self.roster.members for size in member.micro_batches}
-        if one_size and len(sizes) > 1:
-            return
-        self._whole = max(sizes) if one_size else None
+        sizes = sorted({size for member in self.roster.members for size in member.micro_batches})
+        if one_size and (len(sizes) > 1 or self.roster.batch // sizes[0] <= self.roster.world_size):
+            shares, told = " : ".join(map(str, self.roster.shares)), " and ".join(map(str, sizes))
+            return (
+                f"shares stay {shares} whatever the ranks' speed: micro-batches of {told} sequences keep their size, for "
+                "a compiled model or a BatchNorm"
+            )
+        self._whole = sizes[-1] if one_size else None
         self._balancer = Balancer(self.roster, self._whole)
+        return ""
 
     def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
         """Other shares, where the ranks' times ask for them or a rank told another weight than before; or another way
