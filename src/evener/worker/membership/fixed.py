@@ -46,8 +46,8 @@ class Fixed:
         if one_size and (len(sizes) > 1 or self.roster.batch // sizes[0] <= self.roster.world_size):
             shares, told = " : ".join(map(str, self.roster.shares)), " and ".join(map(str, sizes))
             return (
-                f"shares stay {shares} whatever the ranks' speed: micro-batches of {told} sequences keep their size, for "
-                "a compiled model or a BatchNorm"
+                f"shares stay {shares} whatever the ranks' speed: micro-batches of {told} sequences keep their size, "
+                "for a compiled model or a BatchNorm"
             )
         self._whole = sizes[-1] if one_size else None
         self._balancer = Balancer(self.roster, self._whole)
