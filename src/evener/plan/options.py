@@ -16,7 +16,7 @@ from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gra
 
 CANDIDATES = tuple(map(parse_sync, (
     "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:10",
-    "diloco:10:int4:streamed", "diloco:30", "diloco:100:int4:streamed",
+    "diloco:10:int8", "diloco:30", "diloco:100:int4:streamed",
 )))  # fmt: skip
 BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
 ALIKE = 0.9  # hosts whose speeds differ by less are alike

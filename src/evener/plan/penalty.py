@@ -54,6 +54,8 @@ MEASURED = (
     _ours("int4", 0.0153, 1, 0.2236),
     _ours("powersgd:4", 0.1431, 1, 1.2909),
     _ours("diloco:10", -0.0068, 1),
+    _ours("diloco:10:int8", -0.0107, 1, 0.0165),
+    _ours("diloco:10:int4:streamed", 0.0168, 1, 0.2649),
     _ours("diloco:30", 0.0295, 1),
     _ours("diloco:30:int8", 0.0333, 1),
     _ours("diloco:30:int4", 0.0353, 1),
