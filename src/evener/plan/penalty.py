@@ -105,15 +105,19 @@ def _rows_of(sync: SyncSpec) -> list[Measured]:
     return [row for row in MEASURED if row.sync == name]
 
 
+def most_error(sync: SyncSpec) -> float:
+    """The largest that was seen where its penalty was measured; infinite where nobody looked."""
+    known = [row.most_error + HALF_A_DIGIT for row in _rows_of(sync) if row.most_error is not None]
+    return max(known, default=math.inf)
+
+
 class Watch:
     """Is what a lossy way makes of gradients still what it was where its penalty was measured? Fed by its samples."""
 
     SEEN = 5  # samples, of which the median counts: each is of another bucket
 
     def __init__(self, sync: SyncSpec) -> None:
-        self.sync = sync
-        known = [row.most_error + HALF_A_DIGIT for row in _rows_of(sync) if row.most_error is not None]
-        self.most = max(known, default=math.inf)
+        self.sync, self.most = sync, most_error(sync)
         self._seen: deque[float] = deque(maxlen=self.SEEN)
         self._is_beyond = False
 

@@ -168,7 +168,7 @@ def _judged(option: Option, best: Option | None, cluster: Cluster, loss_budget: 
         return msgspec.structs.replace(option, rejected_because=because)
     slower = best.tokens_per_s / option.tokens_per_s
     if not because and slower < 1 and option.loss_penalty:
-        because = f"too little gained over {best.name}, {1 / slower:.2f} times, for {option.loss_penalty:.1%} of loss"
+        because = f"not exact, and only {1 / slower:.2f} times as fast as {best.name}"
     elif not because and slower >= WORTH:
         because = f"slower: {best.name} trains {slower:.2f} times as fast"
     elif not because:

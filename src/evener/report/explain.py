@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from evener.core.step import more_tokens
 from evener.core.units import count, plural, seconds, size
-from evener.plan.penalty import Watch
+from evener.plan.penalty import most_error
 from evener.report.causes import CAUSES, Cause, Comparison
 from evener.report.gap import explain_prediction
 from evener.report.ranks import (
@@ -75,7 +75,7 @@ def _gradients(summary: Summary) -> str:
             f"steps for the same loss, and {more:.2f} times as many tokens"
         )
     if found := summary.fidelity:
-        sync, most = summary.manifest.roster.sync, Watch(summary.manifest.roster.sync).most
+        sync, most = summary.manifest.roster.sync, most_error(summary.manifest.roster.sync)
         of_what = "changes" if sync.kind == "diloco" else "gradients"
         measured = f"; where its cost in loss was measured it was {most:.1%} at most" if math.isfinite(most) else ""
         told.append(
