@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,11 +17,13 @@ from torch.utils.data import (
     RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
+from evener.core.decoding import from_json
 from evener.core.errors import UsageError
 from evener.core.spec import RunSpec
-from evener.worker.datasets import as_dataset, to_device
+from evener.worker.datasets import Fingerprint, Indexed, as_dataset, fingerprint, to_device
 
 CPU = torch.device("cpu")
 DATA = TensorDataset(torch.arange(50.0)[:, None], torch.arange(50))
@@ -138,3 +141,42 @@ def test_what_cannot_be_divided_is_refused_with_a_reason(source, message):
         as_dataset(source, SPEC)
     assert message in str(caught.value)
     assert str(caught.value).startswith("run.steps: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_like"),
+    [
+        ({}, True),
+        ({"x": lambda x: x * (1 + 1e-3)}, True),  # resized by another library
+        ({"image": lambda image: image + 1}, True),  # decoded by another
+        ({"x": lambda x: x.flip(1)}, False),  # beside a much larger number
+        ({"x": lambda x: x[:, :5]}, False),
+        ({"y": lambda y: y + 1}, False),
+        ({"image": lambda image: 255 - image}, False),
+        ({"name": lambda name: name + "s"}, False),
+        ({"weight": lambda weight: 2 * weight}, False),
+    ],
+)
+def test_ranks_see_whether_they_have_the_same_data(change, is_like):
+    """By the first sample, up to what machines may round otherwise, each part by itself."""
+    torch.manual_seed(0)
+    image = torch.randint(200, (1, 3, 64, 64), dtype=torch.uint8)
+    image[:, :, :32] = 0  # a border
+    batch = {
+        "x": torch.rand(1, 6), "y": torch.arange(1), "image": image, "name": "verb", "weight": np.float64(0.5),
+        "time": torch.tensor([1.7e9]), "none": None, "ragged": torch.nested.nested_tensor([torch.rand(2)]),
+    }  # fmt: skip
+    other = {name: change.get(name, lambda value: value)(value) for name, value in batch.items()}
+    samples = np.arange(8)
+    ours, theirs = (fingerprint(SimpleNamespace(load=lambda *_, one=one: one), samples) for one in (batch, other))
+    assert from_json(msgspec.json.encode(ours), Fingerprint).is_like(theirs) == is_like
+    assert not ours.is_like(fingerprint(SimpleNamespace(load=lambda *_: batch), samples + 1))
+
+
+def test_of_a_sample_that_is_drawn_anew_nobody_can_tell():
+    class Noisy(TensorDataset):
+        def __getitem__(self, index):
+            return torch.rand(3)
+
+    noisy = Indexed(Noisy(torch.zeros(40)), default_collate, shuffle=False)
+    assert fingerprint(noisy, np.arange(8)) is None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evener.core.errors import UsageError
-from evener.worker.rehearsal import Rehearsal, is_mean
+from evener.worker.rehearsal import Rehearsal, kind_of
 from evener.worker.trained import Trained
 
 GROUP = types.SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: [mine])
@@ -38,10 +38,10 @@ def rehearse(module, loss, size: int, things=(), *, is_compiled: bool = False) -
     rehearsal = Rehearsal(known, GROUP, is_own=True, is_compiled=is_compiled)
     exchanged = []
     for part, exchanges in rehearsal.parts(np.arange(100, 100 + size), [size]):
-        rehearsal.note(float(loss(module, torch.from_numpy(part)).detach()))
+        rehearsal.note([float(loss(module, torch.from_numpy(part)).detach())])
         exchanged.append(exchanges)
     assert exchanged == [False] * (len(exchanged) - 1) + [True]
-    rehearsal.end(True)
+    rehearsal.end(True, None)
     return len(exchanged)
 
 
@@ -70,15 +70,33 @@ def test_a_sum_without_noise_costs_two_parts_more():
     assert rehearse(*program("squares", 0.0, False), 1) == 1  # one sample has no half
 
 
+def test_a_sum_with_something_that_is_none_is_refused():
+    """A penalty on weights, once for each micro-batch: with two ranks it would count twice."""
+    net, loss = program("squares", 0.0, False)
+
+    def penalized(module, part):
+        return loss(module, part) + 0.1 * sum(p.square().sum() for p in module.parameters())
+
+    with pytest.raises(UsageError, match="got a mix of a sum and a mean: on rank 0 some samples give"):
+        rehearse(net, penalized, 8)
+
+
+def test_sums_that_were_rounded_to_bf16_are_sums():
+    torch.manual_seed(0)
+    for size in (2, 5, 16):
+        net, loss = program("squares", 0.0, False)
+        rehearse(net, lambda module, part, loss=loss: loss(module, part).bfloat16(), size)
+
+
 def test_a_loss_that_is_noise_alone_is_hardly_ever_taken_for_a_mean():
     """A critic's, real against made up, before it has learned anything: its sums are random and near 0."""
     draw = np.random.default_rng(3)
     refused = 0
     for _ in range(4000):
         trials: list[tuple[float, float]] = []
-        while (found := is_mean(trials)) is None:
+        while (found := kind_of(trials)) is None:
             trials.append((draw.normal(), draw.normal() * 2**0.5))
-        refused += found
+        refused += found != "sum"
     assert refused <= 4  # ten losses of one sign are one in 512, and then their ratio decides
 
 
@@ -117,9 +135,20 @@ class Counter:
         self.seen = state["seen"]
 
 
+class Table(dict[int, int]):
+    """One that has nothing to say at first."""
+
+    def state_dict(self):
+        return dict(self)
+
+    def load_state_dict(self, state):
+        self.clear()
+        self.update(state)
+
+
 def test_a_rehearsal_leaves_buffers_states_and_generators_as_they_were():
     net = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
-    counter, x = Counter(), torch.randn(200, 16)
+    counter, table, x = Counter(), Table(), torch.randn(200, 16)
 
     def draw():
         return torch.randn(3).tolist(), np.random.randn(3).tolist(), [random.gauss(0, 1) for _ in range(3)]
@@ -127,6 +156,7 @@ def test_a_rehearsal_leaves_buffers_states_and_generators_as_they_were():
     def loss(module, part):
         draw()
         counter.seen += len(part)
+        table[len(part)] = 1
         return module(x[part]).square().sum()
 
     for seed in (torch.manual_seed, np.random.seed, random.seed):
@@ -138,8 +168,9 @@ def test_a_rehearsal_leaves_buffers_states_and_generators_as_they_were():
         seed(4)
     random.gauss(0, 1)
     np.random.randn(1)
-    rehearse(net, loss, 8, [("counter", counter)])
+    rehearse(net, loss, 8, [("counter", counter), ("table", table)])
     assert draw() == expected
     assert counter.seen.tolist() == [0.0, 0.0]
+    assert table == {}
     assert net[1].num_batches_tracked == 0
     assert net[1].running_mean.abs().max() == 0

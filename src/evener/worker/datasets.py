@@ -12,17 +12,24 @@ resumed run goes on with the next ones:
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from evener.core.errors import UsageError
 from evener.core.spec import RunSpec
 from evener.worker.sampling import epoch_indices
+
+LOOKED_AT = 1024  # numbers of a tensor, all over it
+ROUNDING = 0.05  # of the largest number: what differs by more is other data
 
 
 class Dataset(Protocol):
@@ -99,6 +106,52 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {key: to_device(part, device) for key, part in value.items()}
     return value
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """Of a step's samples and of what the first of them is when it is read."""
+
+    exact: str  # digest of the samples' numbers, and of shapes, whole numbers and text
+    floats: list[list[float]]  # of each part: machines may decode an image, or resize it, with other rounding
+
+    def is_like(self, other: Fingerprint) -> bool:
+        """Is it of the same data?"""
+        return (self.exact == other.exact and len(self.floats) == len(other.floats)
+                and all(map(_are_near, self.floats, other.floats)))  # fmt: skip
+
+
+def _are_near(ours: list[float], theirs: list[float]) -> bool:
+    if len(ours) != len(theirs):
+        return False
+    most = ROUNDING * np.max(np.abs(ours), initial=0.0)
+    return bool(np.all(np.abs(np.subtract(ours, theirs)) <= most))
+
+
+def fingerprint(dataset: Dataset, samples: np.ndarray) -> Fingerprint | None:
+    """By which ranks see that they have the same data; None where reading a sample again gives another, as of images
+    that are cropped at random.
+    """
+    once, again = (_fingerprint(samples, dataset.load(samples[:1], torch.device("cpu"))) for _ in range(2))
+    return once if once == again else None
+
+
+def _fingerprint(samples: np.ndarray, batch: Any) -> Fingerprint:
+    digest, floats = hashlib.blake2b(repr(samples.tolist()).encode(), digest_size=16), []
+    for leaf in tree_leaves(batch):
+        values, is_image = [leaf.item() if isinstance(leaf, np.generic) else leaf], False
+        if isinstance(leaf, np.ndarray) or (isinstance(leaf, Tensor) and _is_plain(leaf)):
+            digest.update(repr(tuple(leaf.shape)).encode())
+            flat = leaf.reshape(-1)
+            values = flat[:: max(1, len(flat) // LOOKED_AT)].tolist()
+            is_image = leaf.ndim > 1 and leaf.dtype in (torch.uint8, np.uint8)
+        found = [float(value) for value in values if is_image or isinstance(value, float)]
+        floats.append([value for value in found if math.isfinite(value)])
+        digest.update(repr([value for value in values if isinstance(value, int | str) and not is_image]).encode())
+    return Fingerprint(exact=digest.hexdigest(), floats=floats)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def _of_loader(loader: DataLoader[Any], batch: int) -> Indexed:

@@ -233,6 +233,30 @@ class MeanForSum(Loop):
         self.step.backward(F.cross_entropy(self.net(x), y))
 
 
+class SumAndMean(Loop):
+    def learn(self, x, y, w):
+        self.step.backward(cross_entropy(self.net(x), y))
+        self.step.backward(0.01 * self.net(x).square().mean())
+
+
+class PenaltyOnWeights(Loop):
+    """Once for each micro-batch, of however many samples."""
+
+    def learn(self, x, y, w):
+        penalty = 0.1 * sum(p.square().sum() for p in self.net.parameters())
+        self.step.backward(cross_entropy(self.net(x), y) + penalty)
+
+
+class OtherData(Loop):
+    """Images that every rank draws for itself."""
+
+    def make(self, run):
+        super().make(run)
+        self.data = TensorDataset(
+            torch.randn(SAMPLES, 1, 8, 8, generator=torch.Generator().manual_seed(run.rank)), Y, W
+        )
+
+
 class MeanOfSquares(Loop):
     """Noisy, and of few samples."""
 
@@ -276,6 +300,24 @@ class Muon(TwoOptimizers):
 
     def optimizer(self):
         return torch.optim.Muon([p for p in self.net.parameters() if p.ndim == 2], 1e-2)
+
+
+class MuonInFp32(Muon):
+    """The same, its Newton-Schulz iteration in fp32: what is left is how gradients are added up."""
+
+    def make(self, run):
+        torch.optim._muon._zeropower_via_newtonschulz = self.newton_schulz
+        super().make(run)
+
+    @staticmethod
+    def newton_schulz(grad, coefficients, steps, eps):
+        a, b, c = coefficients
+        x = grad.T if grad.size(0) > grad.size(1) else grad
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.T if grad.size(0) > grad.size(1) else x
 
 
 class OneAfterTheOther(TwoOptimizers):

@@ -63,7 +63,7 @@ def be_rank(job: dict, rank: int, port: int) -> int:
         os.environ.update({name: str(value) for name, value in world.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     os.environ.update({name: value.replace("RANK", str(rank)) for name, value in job["env"].items()})
-    sys.argv = [job["program"], *job["args"]]
+    sys.argv = [job["program"], *(word.replace("RANK", str(rank)) for word in job["args"])]
     sys.path.insert(0, str(Path(job["program"]).parent))
     status = 0
     try:
