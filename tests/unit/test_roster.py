@@ -27,6 +27,7 @@ from evener.core.spec import MachineSpec, RunSpec, TrainSpec, parse_args
 
 CPU, OLD = Seat(host="a", device="cpu", has_bf16=True), Seat(host="b", device="cpu")
 GPU, T4 = Seat(host="c", device="cuda:0", has_bf16=True), Seat(host="d", device="cuda:0")
+GPU_1, T4_1 = (msgspec.structs.replace(seat, device="cuda:1") for seat in (GPU, T4))
 
 
 @given(st.integers(1, 400), st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda w: sum(w) > 1e-3))
@@ -58,8 +59,10 @@ def test_a_strategys_name_is_written_as_it_was_read(text):
 
 @pytest.mark.parametrize("text", ["", "DDP", "powersgd", "powersgd:0", "diloco", "diloco:0", "ddp:2", "diloco:5:int2"])
 def test_a_strategy_that_nobody_knows_is_refused(text):
-    with pytest.raises(UsageError, match="no such strategy"):
+    with pytest.raises(UsageError, match="no such strategy") as caught:
         parse_sync(text)
+    hints = {"diloco": "diloco:H, agreeing every H steps", "powersgd": "powersgd:R of rank R"}
+    assert caught.value.hint.startswith(hints.get(text.partition(":")[0], "one of none, ddp"))
 
 
 @pytest.mark.parametrize("text", ["", "3", "a:b", "-1:2", "0:0", "nan:1", "inf:1", "3;1"])
@@ -88,9 +91,11 @@ def test_a_share_of_less_than_a_sequence_is_refused():
         ([CPU], ["bf16"], "none"),
         ([CPU, CPU], ["bf16", "bf16"], "gloo"),
         ([CPU, OLD], ["bf16", "fp32"], "gloo"),
-        ([GPU, GPU], ["bf16", "bf16"], "nccl"),
+        ([GPU, GPU_1], ["bf16", "bf16"], "nccl"),
+        ([GPU, GPU], ["bf16", "bf16"], "gloo"),  # NCCL refuses two ranks on one device
+        ([GPU, GPU_1, T4, GPU], ["bf16", "bf16", "fp32", "bf16"], "gloo"),
         ([GPU, T4], ["bf16", "fp32"], "nccl"),
-        ([T4, T4], ["fp16", "fp16"], "nccl"),
+        ([T4, T4_1], ["fp16", "fp16"], "nccl"),
         ([GPU, OLD], ["bf16", "fp32"], "gloo"),
         ([T4, CPU], ["fp32", "bf16"], "gloo"),
         ([T4, T4, OLD], ["fp32"] * 3, "gloo"),
@@ -103,7 +108,22 @@ def test_each_has_its_own_arithmetic_and_all_one_backend(seats, dtypes, backend)
     assert roster.backend == backend
     assert roster.sync.kind == ("none" if len(seats) == 1 else "ddp")
     assert set(dtypes_of(seats, "fp32")) == {"fp32"}
-    assert backend_of([seat.device for seat in seats] * 2, "gloo") == "gloo"
+    assert backend_of(seats * 2, "gloo") == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("seats", "where"),
+    [
+        ([GPU, T4, GPU], "rank 2 on c trains on cuda:0, as does another rank"),
+        ([GPU, OLD], "rank 1 on b trains on the processor"),
+    ],
+)
+def test_nccl_without_a_gpu_for_every_rank_is_refused(seats, where):
+    with pytest.raises(UsageError, match=f"--backend nccl: {where}") as refused:
+        first_roster(RunSpec(machine=MachineSpec(backend="nccl")), seats, 64)
+    assert refused.value.hint is not None
+    assert "--backend gloo" in refused.value.hint
+    assert backend_of([GPU, GPU_1, T4], "nccl") == "nccl"
 
 
 def test_devices_of_a_hosts_ranks():

@@ -87,9 +87,9 @@ RIGHT: list[tuple[Any, ...]] = [  # the loop, on how many ranks beside one, flag
     ("Cnn", 2), ("Cnn", 3, "--micro-batch", "5"), ("Sgd", 2), ("Weights", 3), ("Unused", 2), ("Sometimes", 3),
     ("OneRank", 3), ("Frozen", 2), ("Tied", 2), ("Autograd", 2), ("Losses", 2), ("TwoBackwards", 3),
     ("ThreeBackwards", 2), ("Mean", 3), ("Scheduler", 2), ("TwoOptimizers", 2, "--clip", "0.1"),
-    ("OneAfterTheOther", 2, "--clip", "0.1"), ("Muon", 2), ("NoTensorState", 2), ("Groups", 2), ("UserState", 2),
-    ("Spectral", 3),
-    ("SharedBuffers", 2), ("Scaled", 2, "--clip", "0"), ("Clipped", 2, "--clip", "0.05"), ("TorchDataset", 2),
+    ("OneAfterTheOther", 2, "--clip", "0.1"), ("Muon", 2), ("MuonInFp32", 2), ("NoTensorState", 2), ("Groups", 2),
+    ("UserState", 2), ("Spectral", 3), ("SharedBuffers", 2), ("Scaled", 2, "--clip", "0"),
+    ("Clipped", 2, "--clip", "0.05"), ("TorchDataset", 2),
     ("Loader", 3), ("Gan", 2), ("Gan", 3, "--micro-batch", "5"), ("GanInOnePass", 2),
     ("GanInOnePass", 3, "--micro-batch", "5"), ("GanFrozen", 2), ("TwoModels", 2),
     ("BatchNorm", 3, "--micro-batch", "4"), ("BatchNorm", 2, "--micro-batch", "3"), ("Unfreeze", 3), ("Freeze", 2),
@@ -215,6 +215,13 @@ def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hi
     [
         ("MeanForSum", "step.backward got a mean: on rank 0 some samples give", "reduction='sum', or"),
         ("MeanOfSquares --micro-batch=3", "step.backward got a mean: on rank", "reduction='sum', or"),
+        ("SumAndMean", "step.backward got a mean: on rank 0 some samples give", "reduction='sum', or"),
+        (
+            "PenaltyOnWeights",
+            "step.backward got a mix of a sum and a mean: on rank 0",
+            "what is not a sum over the samples",
+        ),
+        ("OtherData", "rank 1 has other data than rank 0: the first step's samples differ", "the same file on every"),
         ("ForgottenOptimizer", "step.update: this AdamW was not given to run.optimizer", "optimizer = run.optimizer"),
         ("ForgottenBackward", "no step.backward in the loop over step.micro_batches()", "step.backward(loss_sum), not"),
         ("ForgottenUpdate", "step 0: there was no step.update: nothing was learned from its batch", "micro-batches of"),
@@ -246,6 +253,16 @@ def test_a_used_folder_and_a_finished_run_are_refused(own):
     folder = first.dir.checkpoint_path(15)
     refused(of_another, f"{folder}: this program has a state 'user/scheduler', and it has none", "")
     assert set(contents(first.dir)) == set(before)
+
+
+def test_what_one_rank_refuses_all_refuse(own):
+    """One that left alone, while another still joins, would leave that one with a connection that broke."""
+    taken = own("Sgd", "join", 1, "--steps", "2", out="apart-1")
+    assert set(taken.statuses) == {0}, taken.logs
+    apart = own("Sgd", "join", 2, out="apart-RANK")
+    assert apart.statuses == [1, 1]
+    for log, who in zip(apart.logs, ("rank 1: ", ""), strict=True):
+        assert f"error: {who}--out {taken.dir}: holds a run already\n" in log
 
 
 def test_a_loop_that_is_left_early_is_saved(own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -142,6 +143,26 @@ def test_shares_follow_the_ranks_speed_and_the_same_is_learned(tmp_path, corpus,
     assert run.manifest().result.replicas_agree is True
 
 
+@pytest.mark.parametrize("sync", ["ddp", "packed"])
+def test_rebalanced_stopped_and_resumed_on_other_ranks_the_same_is_learned(
+    tmp_path, run_script, train, corpus, one_rank, sync
+):
+    """Two ranks, shares that change in the middle, a stop after step 24; then three ranks go on to the end."""
+    flags = ["--data", str(corpus), "--model", "tiny", "--dtype", "fp32", "--threads", "1", "--eval-tokens", "2048"]
+    stopped = TIMED.replace(
+        "        yield step", "        if step.index == 24:\n            return\n        yield step"
+    )
+    done = run_script(stopped, *flags, *STEPS, "--sync", sync, "--out", str(tmp_path / "run"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert RunDir(tmp_path / "run").manifest().verdict == "stopped"
+    run = train(tmp_path / "run", *STEPS, "--sync", sync, "--resume", ranks=3)
+    assert losses(run) == pytest.approx(losses(one_rank), rel=1e-5)
+    assert run.manifest().result.val_loss == pytest.approx(one_rank.manifest().result.val_loss, rel=1e-5)
+    assert [event["shares"] for event in run.events() if event["event"] == "rebalanced"][:1] == [[12, 4]]
+    assert [run.records(1)[step].tokens / 64 for step in (0, 23, 39)] == [8, 4, 5]
+    assert run.manifest().result.replicas_agree is True
+
+
 OWN = """
 import os, sys
 import msgspec, numpy, torch, evener
@@ -218,11 +239,38 @@ def test_shares_stay_where_a_model_has_several_sizes():
     assert fixed.balance(one_size=True).startswith("shares stay 17 : 15 whatever the ranks' speed: micro-batches of 8")
     assert heard(fixed, range(60), 1.0, 9.0) is None
     fixed = fixed_of("--batch", "16")
-    assert "micro-batches of 8 sequences" in fixed.balance(one_size=True)  # one each: nothing to choose
+    told = fixed.balance(one_size=True)  # one each: nothing to choose
+    assert "micro-batches of 8 sequences" in told
+    assert told.endswith("with --micro-batch 4 they would follow it")
     fixed = fixed_of("--batch", "32", "--micro-batch", "4")
     assert fixed.balance(one_size=True) == ""
     roster = heard(fixed, range(60), 1.0, 4.0)
     assert [member.micro_batches for member in roster.members] == [[4] * 7, [4]]
+
+
+def test_a_compiled_model_begins_in_whole_micro_batches_where_the_batch_consists_of_such():
+    fixed = fixed_of("--batch", "16", "--shares", "11:5", "--micro-batch", "2")  # else [2, 2, 2, 2, 2, 1], [2, 2, 1]
+    assert fixed.balance(one_size=True) == ""
+    assert [member.micro_batches for member in fixed.roster.members] == [[2] * 6, [2] * 2]
+    assert fixed.roster.epoch == fixed.roster.from_step == 0
+    assert heard(fixed, range(60), 2.0, 0.5).shares == [6, 10]  # 167 and 125 ms a sequence
+    fixed = fixed_of("--batch", "16", "--shares", "15:1", "--micro-batch", "4")  # nothing would be left for one
+    assert fixed.balance(one_size=True).startswith("shares stay 15 : 1 ")
+    assert fixed.roster.shares == [15, 1]
+
+
+def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
+    """On a GPU a step's news are a step late: what is flushed before a checkpoint must not take its place."""
+    member = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cuda:0")], None)
+    recorder = Recorder(RunWriter(tmp_path / "run"), 0, member, HostClock(), None)
+    for step, weight in ((0, math.nan), (1, 2.0)):
+        recorder.begin()
+        recorder.hear()
+        recorder.pause()
+        recorder.end(want_stop=False, weight=weight, sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4,
+                     bytes=0, lr=0.0, loss_sum=OnHost(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
+    assert recorder.flush() is False
+    assert (recorder.news[0].step, recorder.news[0].weight) == (1.0, 2.0)
 
 
 def test_what_a_rank_tells_of_its_share_is_input_and_computing(tmp_path):
@@ -330,3 +378,48 @@ def test_ranks_of_different_devices_lag_alike(tmp_path, run_script):
         records = RunDir(tmp_path / "run").records(rank)
         assert [record.step for record in records] == list(range(5))
         assert [record.loss for record in records] == [(20.0 * step + 1) / 4 for step in range(5)]
+
+
+DRIFTING = """
+import os, sys, math, torch
+import torch.distributed as dist
+from evener.core.roster import Seat, first_roster
+from evener.core.rundir import RunDir
+from evener.core.spec import parse_args
+from evener.worker.clock import HostClock
+from evener.worker.record import OnHost, Recorder
+
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+seats = [Seat(host=host, device="cpu") for host in "ab"]
+roster = first_roster(parse_args(["--batch", "4", "--sync", "diloco:10"]), seats, None)
+recorder = Recorder(RunDir(sys.argv[1]), rank, roster, HostClock(), dist.group.WORLD)
+for step in range(4):
+    recorder.begin()
+    assert not recorder.hear()
+    recorder.pause()
+    if rank == 0:
+        store.set(f"step {step}", "begun")
+    elif step < 3:
+        store.wait([f"step {step + 1}"])  # ends no step before the other has begun the next
+    recorder.end(want_stop=step == 3 and rank == 0, weight=5.0 if step == 2 and rank == 1 else math.nan,
+                 sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
+                 loss_sum=OnHost(torch.tensor(10.0 * step + rank)), grad_norm=None)
+assert recorder.flush()
+assert [(news.step, news.weight) for news in recorder.news][1] == (3.0, 5.0), recorder.news
+assert [record.step for record in recorder.completed] == [2, 3]
+recorder.close()
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)
+"""
+
+
+def test_no_step_of_replicas_that_drift_waits_for_the_slowest_rank(tmp_path, run_script):
+    """One is a step ahead all the while; what is heard late is heard all the same, and steps end complete."""
+    done = run_script(DRIFTING, str(tmp_path / "run"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert [record.loss for record in RunDir(tmp_path / "run").records(rank)] == [
+            (20.0 * step + 1) / 4 for step in range(4)]  # fmt: skip

@@ -62,6 +62,10 @@ _GRAMMAR = re.compile(
 )
 SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse", "powersgd:4", "fsdp", "zero1",
                  "diloco:30")  # fmt: skip
+_NUMBERED = {
+    "powersgd": "powersgd:R of rank R, at least 1",
+    "diloco": "diloco:H, agreeing every H steps, at least 1; then :int8 or :int4, then :streamed, if wanted",
+}
 
 
 def parse_sync(text: str) -> SyncSpec:
@@ -72,7 +76,8 @@ def parse_sync(text: str) -> SyncSpec:
     """
     found = _GRAMMAR.fullmatch(text)
     if found is None:
-        raise UsageError(f"--sync {text}: no such strategy", hint=f"one of {', '.join(SYNC_EXAMPLES)}")
+        hint = _NUMBERED.get(text.partition(":")[0], f"one of {', '.join(SYNC_EXAMPLES)}")
+        raise UsageError(f"--sync {text}: no such strategy", hint=hint)
     sparse = bool(found["sparse"])
     if name := found["plain"] or found["dense"]:
         return SyncSpec(kind=name, sparse=sparse)  # type: ignore[arg-type]  # the grammar has the same names
@@ -174,6 +179,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """Where a rank's part of the global batch begins: parts lie one behind the other."""
         return sum(self.shares[:rank])
 
+    def micro_batch_of_two_each(self) -> int | None:
+        """The largest size of which the whole batch consists, two and more for every rank; None where there is none."""
+        largest = self.batch // (2 * self.world_size)
+        return next((size for size in range(largest, 0, -1) if self.batch % size == 0), None)
+
     def with_shares(self, shares: Sequence[int], from_step: int, micro_batch: int | None = None, *, why: str = "",
                     is_trial: bool = False) -> Roster:  # fmt: skip
         """The next Roster: these shares of the same batch, in micro-batches as before or of one size for all."""
@@ -193,17 +203,22 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return self.with_shares(weighted_shares(self.batch, weights), from_step, why="the program weighs its ranks so")
 
 
+def wished_device(host: Host, machine: MachineSpec) -> Literal["auto", "cpu", "cuda"]:
+    """What the ranks of a host were asked to compute on: `--device` wins over the host's table."""
+    return machine.device if machine.device != "auto" else host.devices
+
+
 def devices_of(name: str, host: Host, num_gpus: int, machine: MachineSpec) -> list[str]:
     """The device of each rank of a host: one rank a GPU, else as many on the processor as were asked for.
 
-    `--device` wins over the host's table; UsageError where GPUs were asked for and there is none.
+    UsageError where GPUs were asked for and there is none.
 
     >>> devices_of("attic", Host(address="local"), 2, MachineSpec())
     ['cuda:0', 'cuda:1']
     >>> devices_of("laptop", Host(address="192.168.1.28", ranks=2), 0, MachineSpec())
     ['cpu', 'cpu']
     """
-    wish = machine.device if machine.device != "auto" else host.devices
+    wish = wished_device(host, machine)
     if wish == "cuda" and not num_gpus:
         raise UsageError(f"{name}: ranks asked for GPUs, and it has none", hint="--device cpu trains on the processor")
     if wish == "cpu" or not num_gpus:
@@ -211,13 +226,37 @@ def devices_of(name: str, host: Host, num_gpus: int, machine: MachineSpec) -> li
     return [f"cuda:{rank % num_gpus}" for rank in range(host.ranks or num_gpus)]
 
 
-def backend_of(devices: Sequence[str], wish: Literal["auto", "gloo", "nccl"]) -> Backend:
-    """What moves the gradients of these ranks' devices: NCCL where each has a GPU of its own kind, else Gloo."""
-    if len(devices) == 1:
+def backend_of(seats: Sequence[Seat], wish: Literal["auto", "gloo", "nccl"]) -> Backend:
+    """What moves the gradients between these seats: NCCL where each rank has a GPU of its own, else Gloo.
+
+    NCCL moves GPU memory only, and refuses two ranks on one GPU: UsageError where it was asked for all the same.
+    """
+    if len(seats) == 1:
         return "none"
+    rank = rank_without_gpu(seats)
+    if wish == "nccl" and rank is not None:
+        where = "the processor" if seats[rank].device == "cpu" else f"{seats[rank].device}, as does another rank"
+        raise UsageError(
+            f"--backend nccl: rank {rank} on {seats[rank].host} trains on {where}",
+            hint="--backend gloo, or a GPU for every rank",
+        )
     if wish != "auto":
         return wish
-    return "nccl" if all(device != "cpu" for device in devices) else "gloo"
+    return "nccl" if rank is None else "gloo"
+
+
+def rank_without_gpu(seats: Sequence[Seat]) -> int | None:
+    """The first rank on a processor, or on a GPU that a lower rank has; None where each has a GPU of its own.
+
+    >>> rank_without_gpu([Seat(host="attic", device="cuda:0"), Seat(host="attic", device="cuda:0")])
+    1
+    """
+    taken: set[tuple[str, str]] = set()
+    for rank, seat in enumerate(seats):
+        if seat.device == "cpu" or (seat.host, seat.device) in taken:
+            return rank
+        taken.add((seat.host, seat.device))
+    return None
 
 
 def dtypes_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
@@ -297,7 +336,7 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
             for rank, (seat, dtype, share) in enumerate(zip(seats, dtypes, shares, strict=True))
         ],
         sync=NO_SYNC if num_ranks == 1 else sync,
-        backend=backend_of([seat.device for seat in seats], spec.machine.backend),
+        backend=backend_of(seats, spec.machine.backend),
     )
 
 

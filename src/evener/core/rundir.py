@@ -29,12 +29,14 @@ from evener.core.roster import Roster
 from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
+from evener.core.stored import from_stored
 
-FORMAT = 1
-CHECKPOINT_FORMAT = 2
+FORMAT = 2  # of manifest.json and plan.json
+BEFORE = {1: "its batches came from the sampler uniform-1, which this evener has no more: it drew the same samples "
+             "again step after step; start the run again with another --out"}  # fmt: skip
+CHECKPOINT_FORMAT = 3
 # --sampling: what it does, with a version that grows when the same seed and step come to mean other samples. A run is
-# resumed with the sampler with which it began. uniform-1, of manifests that name none, drew the same samples again step
-# after step.
+# resumed with the sampler with which it began.
 SAMPLERS = {"epochs": "epochs-1", "uniform": "uniform-2"}
 
 
@@ -84,9 +86,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     code_hash: str
     params_by_group: dict[str, int]
     num_params: int
-    roster: Roster  # with which it began; what changed it is in the events
+    roster: Roster  # with which its newest start began, or the newest way to agree; changes are in the events
     compiled: bool
-    sampler: str = "uniform-1"  # one of SAMPLERS; "own" of a program with data of its own
+    sampler: str  # one of SAMPLERS; "own" of a program with data of its own
     hosts: list[Machine]
     ranks: list[Rank]
     contention: Contention | None = None
@@ -138,13 +140,7 @@ class RunDir:
             raise UsageError(
                 f"{self.path}: not a run directory: it has no manifest.json", hint="ls runs/ shows the runs made here"
             ) from None
-        try:
-            manifest = from_json(text, Manifest)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{self.manifest_path}: damaged: {error}") from None
-        if manifest.format != FORMAT:
-            raise CheckpointError(f"{self.manifest_path}: format {manifest.format}, this evener reads {FORMAT}")
-        return manifest
+        return from_stored(text, Manifest, FORMAT, self.manifest_path, BEFORE)
 
     def records(self, rank: int) -> list[StepRecord]:
         """Rank's records in order. A half-written last line, which a kill leaves, is passed over."""
@@ -198,22 +194,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]  # name: blake2b
 
 
-class _Format(msgspec.Struct):
-    format: int
-
-
 def describe_checkpoint(folder: Path) -> Checkpoint:
     """The description of a checkpoint; CheckpointError where it is missing, damaged or of another format."""
     path = folder / "state.json"
     try:
         text = path.read_bytes()
-        if (found := from_json(text, _Format).format) != CHECKPOINT_FORMAT:
-            raise CheckpointError(f"{path}: format {found}, this evener reads {CHECKPOINT_FORMAT}")
-        return from_json(text, Checkpoint)
     except OSError as error:
         raise CheckpointError(f"{folder}: not a checkpoint: {error.strerror}: state.json") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
+    return from_stored(text, Checkpoint, CHECKPOINT_FORMAT, path)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

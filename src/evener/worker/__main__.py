@@ -11,6 +11,7 @@ import sys
 import msgspec
 
 from evener.core.errors import EvenerError
+from evener.core.plan import told_roster
 from evener.core.resolve import resolve
 from evener.core.spec import parse_args
 from evener.corpus.check import check_token_ids
@@ -25,7 +26,9 @@ def main() -> int:
         spec = parse_args([word for word in args if word != "--resume"])
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         spec = msgspec.structs.replace(spec, machine=msgspec.structs.replace(spec.machine, ranks=ranks))
-        resolved = resolve(spec, resume=resume)
+        resolved = resolve(
+            spec, resume=resume, roster=told_roster(), ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        )
         check_token_ids(resolved.corpus)
         from evener.worker.loop import train
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from evener.core.decoding import from_json
 from evener.core.errors import RunError
 from evener.core.machine import Machine
-from evener.core.plan import CLUSTER_FILE
+from evener.core.plan import CLUSTER_FILE, told_roster
 from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, Seat, check_built, first_roster
@@ -56,12 +56,11 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
     """
     seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(seat_of(group, machine)))]
     check_built(spec)
-    path = os.environ.get("EVENER_ROSTER")
-    if path is None:
+    roster = told_roster()
+    if roster is None:
         if resolved is None and spec.model.dtype == "auto":  # a program of the user's own computes as torch does
             spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="fp32"))
         return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
-    roster = from_json(Path(path).read_bytes(), Roster)
     planned, there = ([(one.host, one.device) for one in places] for places in (roster.members, seats))
     if planned != there:
         rank = next((i for i, pair in enumerate(zip(planned, there, strict=False)) if pair[0] != pair[1]), len(there))

@@ -24,7 +24,7 @@ from evener.core.collective import Collective, CollectiveSpec, Row, Stopped, Tol
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, UsageError
 from evener.core.machine import this_machine
-from evener.core.roster import backend_of
+from evener.core.roster import Seat, backend_of
 from evener.core.units import median, percentile
 from evener.plan.collectives import bus_factor
 from evener.worker.arithmetic import TORCH_DTYPES
@@ -166,14 +166,14 @@ def run(spec: CollectiveSpec) -> None:
     group = Group(spec.device)
     if group.world_size < 2:
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")
-    devices = [device.decode() for device in group.gather(str(group.device).encode())]
-    group.move_gradients_by(backend_of(devices, spec.backend))
-    hosts = [name.decode() for name in group.gather(this_machine().host.encode())]
+    here = Seat(host=this_machine().host, device=str(group.device))
+    seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(here))]
+    group.move_gradients_by(backend_of(seats, spec.backend))
     _tell(
         group,
         World(
             ranks=group.world_size,
-            hosts=hosts,
+            hosts=[seat.host for seat in seats],
             backend=group.backend,
             device=torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
             interface=_interface(),

@@ -7,18 +7,22 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.core.errors import UsageError
+from evener.core.decoding import from_json
+from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.roster import Backend
 
 TIMEOUT = timedelta(minutes=10)
 SETTLE_S = 2.0
+T = TypeVar("T")
 
 
 class Group:
@@ -60,10 +64,6 @@ class Group:
         together.
         """
         if backend == "nccl":
-            if self.device.type != "cuda":
-                raise UsageError(
-                    f"--backend nccl: rank {self.rank} trains on the processor", hint="--backend gloo, or --device cuda"
-                )
             self.backend = backend
             self.gradients = dist.new_group(backend="nccl", timeout=TIMEOUT, device_id=self.device)
         elif backend == "gloo" and apart:
@@ -81,6 +81,24 @@ class Group:
         everyone = torch.empty(self.world_size, padded.shape[1], dtype=torch.uint8)
         dist.all_gather_single(everyone, padded, group=self.control)
         return [bytes(row[:size].tolist()) for row, size in zip(everyone, sizes.tolist(), strict=True)]
+
+    def all_or_none(self, begin: Callable[[], T]) -> T:
+        """What `begin` returns here; an error on all ranks where one's raises any.
+
+        A rank that left alone would take from the others what they are still joining by.
+        """
+        mine, refusal, told = None, None, []
+        try:
+            mine = begin()
+        except Exception as error:
+            refusal, told = error, [str(error), error.hint if isinstance(error, EvenerError) else ""]
+        everyone = self.gather(msgspec.json.encode(told))
+        if refusal is not None:
+            raise refusal
+        for rank, told in enumerate(from_json(text, list[str]) for text in everyone):
+            if told:
+                raise RunError(f"rank {rank}: {told[0]}", hint=told[1])
+        return cast("T", mine)
 
     def sum(self, *values: float) -> list[float]:
         """Sums over ranks, in double precision."""

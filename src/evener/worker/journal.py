@@ -38,7 +38,6 @@ class Journal:
     def __init__(self, rundir: RunWriter, group: Group, machine: Machine) -> None:
         self._dir, self._group, self._machine = rundir, group, machine
         self._manifest: Manifest | None = None
-        self._last: StepRecord | None = None  # that was heard of
 
     def begin(self, spec: RunSpec, resolved: Resolved | None, roster: Roster, num_params: int, *,
               compiled: bool, first: int, resumes: bool, remark: str) -> None:  # fmt: skip
@@ -75,7 +74,7 @@ class Journal:
             hosts=list({host.host: host for host in hosts}.values()),
             ranks=ranks,
         )
-        self._watch = Watch(roster.sync)
+        self._watch = Watch(roster.sync, roster.world_size)
         if group.rank != 0:
             return
         self._dir.write_manifest(self._manifest)
@@ -83,7 +82,7 @@ class Journal:
             for file in (Path(resolved.corpus.path) / name for name in TOKENIZER_FILES):
                 if file.exists():
                     shutil.copy(file, self._dir.path / file.name)
-        self._dir.add_event("start", step=first, ranks=roster.world_size)
+        self._dir.add_event("start", step=first, ranks=roster.world_size, sync=str(roster.sync))
         groups = ", ".join(f"{name} {count(num)}" for name, num in params_by_group.items() if num)
         print(f"{count(self._manifest.num_params)} parameters: {groups}")
         through = "" if roster.backend == "none" else f"{roster.backend}, "
@@ -97,17 +96,16 @@ class Journal:
             self._dir.add_event("remark", what=remark)
             print(remark, flush=True)
 
-    def heard(self, record: StepRecord | None) -> None:
-        """All ranks have told of this step, and maybe of others before."""
-        if self._group.rank != 0 or record is None or record is self._last:
-            return
-        self._last = record
-        error = None if record.fidelity is None else self._watch.hear(record.fidelity.error)
-        if error is not None:
+    def heard(self, records: Sequence[StepRecord]) -> None:
+        """All ranks have told of these steps."""
+        for record in records if self._group.rank == 0 else ():
+            error = None if record.fidelity is None else self._watch.hear(record.fidelity.error)
+            if error is None:
+                continue
             sync, most = self._watch.sync, self._watch.most
             why = (
-                f"what --sync {sync} makes of gradients is {error:.1%} off their exact sums, and was {most:.1%} at "
-                "most where its cost in loss was measured: compare the loss with ddp's"
+                f"what --sync {sync} makes of gradients is {error:.1%} off their exact sums; its cost in loss, as "
+                f"it was measured, holds up to {most:.1%}: compare the loss with ddp's"
             )
             self._dir.add_event("sync.fidelity", step=record.step, error=error, why=why)
             print(f"step {record.step + 1}: {why}", flush=True)
@@ -119,7 +117,7 @@ class Journal:
         if roster.sync != was.sync:
             assert self._manifest is not None
             self._manifest = msgspec.structs.replace(self._manifest, roster=roster)
-            self._watch = Watch(roster.sync)
+            self._watch = Watch(roster.sync, roster.world_size)
             self._dir.write_manifest(self._manifest)
             self._dir.add_event("rechosen", step=roster.from_step, epoch=roster.epoch, sync=str(roster.sync),
                                 was=str(was.sync), why=roster.why)  # fmt: skip

@@ -20,7 +20,6 @@ from torch import Tensor
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, RunError
 from evener.core.machine import this_machine
-from evener.core.roster import asked_sync
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
@@ -45,9 +44,6 @@ class Keeper:
         self._own_step: int | None = None  # of what this rank kept for itself last
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
         self._best: tuple[float, int] | None = None
-        # PowerSGD's factors come from a library that chooses its ways by the processor's model.
-        model = this_machine().cpu if asked_sync(spec).kind == "powersgd" else ""
-        self._rounds_unlike = len(set(group.gather(f"{rounding_of(group.device)} {model}".encode()))) > 1
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Become what a checkpoint holds, with this rank's random numbers as they were, or as they begin."""
@@ -95,9 +91,13 @@ class Keeper:
             self._dir.add_event("own.missing", step=step, ranks=[rank for rank, one in enumerate(told) if not one])
 
     def save(self, step: int, val_loss: float | None) -> None:
-        """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be."""
+        """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be.
+
+        `val_loss` is that of the replicas as they are: where they have drifted, it is not that of what is saved.
+        """
         if step == self._saved_step:
             return
+        val_loss = val_loss if self._sync.is_agreed() else None
         weights = self._sync.agreed(self._trained.weights())
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
         generators = self._group.gather(safetensors.torch.save(rng.states(self._group.device)))
@@ -123,15 +123,17 @@ class Keeper:
             checkpoints.prune(self._dir, self._spec.checkpoint.keep, self._best[1] if self._best else None)
             self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
 
-    def conclude(self, step: int) -> None:
-        """The run ends here: replicas that drifted become one model, unless it is saved already.
+    def conclude(self, step: int) -> bool:
+        """The run ends here: replicas that drifted become one model. Did they become another than they were?
 
         What each was is kept, so that a run that was stopped goes on as if it had not been. One that has taken all its
         steps, and shall take more, goes on from that model.
         """
-        if self._sync.replica == "drifting" and step != self._saved_step:
-            self._together(lambda: self._save_own(step))
-            self._sync.conclude()
+        if self._sync.is_agreed() or step == self._saved_step:
+            return False
+        self._together(lambda: self._save_own(step))
+        self._sync.conclude()
+        return True
 
     def compare(self, step: int) -> bool | None:
         """Do the replicas hold the same bits, in what they must agree on? None of one rank.
@@ -143,7 +145,7 @@ class Keeper:
         weights = self._sync.agreed(self._trained.weights()) | pack(self._sync.state_dict(), "sync")[1]
         hashes = hash_tensors(weights.items())
         found = differences(list(hashes), gather_hashes(hashes, self._group.world_size, self._group.control))
-        if found and self._rounds_unlike:
+        if found and self._round_unlike():
             return self._reconcile(step, weights)
         if found:
             folder = self._dir.path / "replicas"
@@ -160,6 +162,11 @@ class Keeper:
         if self._group.rank == 0:
             self._dir.add_event("replicas.agree", step=step, tensors=len(hashes))
         return True
+
+    def _round_unlike(self) -> bool:
+        """Do ranks compute on devices that round differently?"""
+        model = this_machine().cpu if self._sync.rounds_by_model else ""
+        return len(set(self._group.gather(f"{rounding_of(self._group.device)} {model}".encode()))) > 1
 
     def _reconcile(self, step: int, weights: dict[str, Tensor]) -> bool:
         """Replicas on unlike devices differ by what these round differently: a little, and then all take rank 0's.

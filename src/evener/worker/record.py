@@ -1,8 +1,9 @@
 """What did every step cost on this rank, and what must the ranks know of each other?
 
 Once a step each rank tells all others its News, a handful of numbers. They go out when a step ends and are heard when
-the next one begins. From them come the loss of the global batch, the division of blocked time into transfer and
-waiting, and what only all ranks together may decide: to stop, that a loss is not finite, who does what from now on.
+the next one begins; where replicas drift, when the one after it does, so that no step waits for the slowest rank. From
+them come the loss of the global batch, the division of blocked time into transfer and waiting, and what only all ranks
+together may decide: to stop, that a loss is not finite, who does what from now on.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
         """Everybody's, by rank, from (ranks, columns)."""
         return [cls(**dict(zip(cls.__struct_fields__, row, strict=True))) for row in gathered.tolist()]
 
+    @classmethod
+    def after(cls, before: list[News], now: list[News]) -> list[News]:
+        """Of two that are heard at once: the later, with what the earlier wished and nobody has acted on yet."""
+        return [msgspec.structs.replace(new, wants_stop=max(new.wants_stop, old.wants_stop),
+                                        weight=old.weight if math.isnan(new.weight) else new.weight)
+                for new, old in zip(now, before, strict=True)] if before else now  # fmt: skip
+
 
 def lag_of(roster: Roster) -> int:
     """Steps by which records are behind: 1 where any rank's device runs ahead of its host, and then on all ranks.
@@ -55,6 +63,13 @@ def lag_of(roster: Roster) -> int:
     A step is then read while the next one runs. It must be the same step everywhere: news of one step are added up.
     """
     return int(any(member.is_gpu for member in roster.members))
+
+
+def slack_of(roster: Roster) -> int:
+    """Steps that a rank may be ahead of the slowest: 1 where replicas drift. What each step takes more on one rank, and
+    less on the next, is then lost once a round, not once a step.
+    """
+    return int(roster.sync.kind == "diloco")
 
 
 class OnHost:
@@ -98,6 +113,7 @@ class Draft(msgspec.Struct, kw_only=True):
     laps: Laps
     wall_s: float
     cpu_s: float
+    ended: float
     sync_s: Callable[[], float | None]  # asked when the step is told: it may wait for the device
     in_flight_s: float | None = None  # the answer
     bytes: int
@@ -119,17 +135,16 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
         self._drafts: deque[Draft] = deque()
-        self._lag = lag_of(roster)
-        self._sent: Tensor | None = None
-        self._gathered: Tensor | None = None
-        self._work: Any = None
-        self.news: list[News] = []  # what all ranks told last
+        self._lag, self._slack = lag_of(roster), slack_of(roster)
+        self._on_way: deque[tuple[Tensor, Tensor, Any]] = deque()  # what was sent, what will be gathered, and by what
+        self.news: list[News] = []  # what all ranks told, as it was heard after the last step
+        self.completed: list[StepRecord] = []  # the steps of which it was
         self.last: StepRecord | None = None
 
     def begin(self) -> None:
         """A step begins now."""
+        self._wall, self._cpu = time.perf_counter(), time.process_time()  # first: no part of a step lies outside it
         self._laps = Laps(self._clock)
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def lap(self, part: str) -> None:
         """Charge the time since the last lap to a part of the step."""
@@ -141,32 +156,25 @@ class Recorder:
 
     def end(self, *, want_stop: bool, weight: float = math.nan, **facts: Any) -> None:
         """The step ended when `pause` was called last; the news of it go out."""
-        self._drafts.append(Draft(laps=self._laps, wall_s=self._wall_s, cpu_s=self._cpu_s, **facts))
-        self._tell(want_stop, weight, lag=self._lag)
+        self.news, self.completed = [], []
+        self._drafts.append(Draft(laps=self._laps, wall_s=self._wall_s, cpu_s=self._cpu_s, ended=time.time(), **facts))
+        self._tell(self._drafts[-1 - self._lag] if len(self._drafts) > self._lag else None, want_stop, weight)
 
     def hear(self) -> bool:
-        """Read the news that went out last, write the step they complete, and say whether all stop now."""
-        if self._gathered is None:
-            return any(news.wants_stop for news in self.news)
-        if self._work is not None:
-            self._work.wait()
-        if self._world_size > 1:
-            self.lap("wait_s")  # a rank whose update took longer sends its news later
-        self.news, self._gathered = News.rows(self._gathered), None
-        if self.news[self._rank].step >= 0:
-            self._write(self._drafts.popleft())
-        return any(news.wants_stop for news in self.news)
+        """Read the news that are due, write the step they complete, and say whether all stop now."""
+        return self._hear(self._slack)
 
-    def flush(self) -> None:
-        """Write the steps that are still on their way; all ranks call it together.
+    def flush(self) -> bool:
+        """Write the steps that are still on their way; all ranks call it together. Do all stop now?
 
         Before a checkpoint too: a rank that dies right after it would have no record of a step that is never repeated.
         """
         self.begin()
-        stops = self.hear()
+        stops = self._hear(0)
         while self._drafts:
-            self._tell(stops, math.nan, lag=0)
-            stops = self.hear()
+            self._tell(self._drafts[0])
+            stops = self._hear(0)
+        return stops
 
     def close(self) -> None:
         """Write what this rank knows of steps that the others will not complete any more."""
@@ -174,10 +182,22 @@ class Recorder:
             self._write_line(self._drafts.popleft(), loss=None, exposed_and_wait=(None, None))
         self._file.close()
 
-    def _tell(self, want_stop: bool, weight: float, lag: int) -> None:
+    def _hear(self, left: int) -> bool:
+        """Until only so many are on their way."""
+        while len(self._on_way) > left:
+            _, gathered, work = self._on_way.popleft()
+            if work is not None:
+                work.wait()
+                self.lap("wait_s")  # a rank whose update took longer sends its news later
+            self.news = News.after(self.news, News.rows(gathered))
+            if self.news[self._rank].step >= 0:
+                self._write(self._drafts.popleft())
+        return any(news.wants_stop for news in self.news)
+
+    def _tell(self, draft: Draft | None, want_stop: bool = False, weight: float = math.nan) -> None:
+        """The news of a step go out, or that there are none yet."""
         news = News(wants_stop=float(want_stop), weight=weight)
-        if len(self._drafts) > lag:
-            draft = self._drafts[0]
+        if draft is not None:
             parts = draft.laps.parts_s()
             took_s = parts.get("data_s", 0.0) + parts.get("compute_s", 0.0)
             draft.in_flight_s = draft.sync_s()
@@ -185,12 +205,13 @@ class Recorder:
             news = msgspec.structs.replace(news, step=float(draft.step), loss_sum=float(draft.loss_sum),
                                            blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s,
                                            in_flight_s=in_flight_s, part_sq=_part_sq(draft))  # fmt: skip
-        self._sent = news.row()  # lives until the work is done
+        sent = news.row()
         if self._world_size == 1:
-            self._gathered = self._sent
+            self._on_way.append((sent, sent, None))
         else:
-            self._gathered = torch.empty(self._world_size, self._sent.shape[1], dtype=torch.float64)
-            self._work = dist.all_gather_single(self._gathered, self._sent, group=self._group, async_op=True)
+            gathered = torch.empty(self._world_size, sent.shape[1], dtype=torch.float64)
+            work = dist.all_gather_single(gathered, sent, group=self._group, async_op=True)
+            self._on_way.append((sent, gathered, work))
 
     def _write(self, draft: Draft) -> None:
         told = {int(news.step) for news in self.news}
@@ -239,8 +260,9 @@ class Recorder:
             fidelity=None
             if draft.fidelity is None
             else Fidelity(**dict(zip(("error", "cosine"), draft.fidelity.tensor().tolist(), strict=True))),
-            ended=time.time(),
+            ended=draft.ended,
         )
+        self.completed.append(self.last)
         self._file.write(msgspec.json.encode(self.last) + b"\n")
 
 

@@ -13,6 +13,7 @@ checkpoints and proof that the replicas agree. Our own loop (`loop.py`) is writt
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -68,7 +69,8 @@ class Run:
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
         self.dir = RunWriter(spec.out or self.group.gather(new_run_path(spec).encode())[0].decode())
         self._journal = Journal(self.dir, self.group, machine)
-        self._resume = resolved.resume if resolved else starting_point(self.dir, spec, resume=resume)
+        begin = functools.partial(starting_point, self.dir, spec, resume=resume)
+        self._resume = resolved.resume if resolved else self.group.all_or_none(begin)
         self._membership: Membership = Fixed(seated(self.group, machine, spec, resolved))
         self.group.move_gradients_by(self.roster.backend, apart=self.roster.sync.streamed)
         self._compiled = compiles(spec, resolved, self.roster, self.dir if self._resume else None)
@@ -76,9 +78,8 @@ class Run:
         self._clock = CudaClock() if self.device.type == "cuda" else HostClock()
         self._recorder: Recorder | None = None
         self._open: tuple[Engine, Keeper, Step] | None = None  # the step that the program is in
-        self._weight = math.nan
         self.contention: Contention | None = None
-        self._stopping = Stopping()
+        self._weight, self._stopping = math.nan, Stopping()
         torch.manual_seed(spec.train.seed)  # the same weights on every rank
 
     # --- what a training program calls ------------------------------------------------------------------------------
@@ -137,9 +138,9 @@ class Run:
             if every.verify_every and done % every.verify_every == 0 and done < train.steps:
                 keeper.compare(done)
             if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
-                engine.recorder.flush()
+                if engine.recorder.flush():
+                    return self._finish(keeper, "stopped", done, step.val_loss)
                 keeper.save(done, step.val_loss)
-        engine.recorder.flush()
         return self._finish(keeper, "finished", train.steps, step.val_loss)
 
     @property
@@ -205,29 +206,29 @@ class Run:
     def _begin(self, data: Any, first: int) -> tuple[Engine, Keeper]:
         """Everything is given: compare, load, and write down what begins."""
         self._only_before_steps("run.steps")
-        trained, roster = self._trained, self.roster
+        trained = self._trained
         trained.check()
-        agree(self.group, self.dir, self.spec, self._resolved, roster, first, trained)
-        check_batch_norm(trained.module, roster)
+        agree(self.group, self.dir, self.spec, self._resolved, self.roster, first, trained)
+        check_batch_norm(trained.module, self.roster)
         # A compiled model is compiled again for every size; and it is one on all ranks, or on none.
         one_size = self.group.sum(float(self._compiled or bool(batch_norms(trained.module))), 0.0)[0] > 0
         remark = self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=one_size)
-        sync = make_sync(roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
+        sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
         keeper.restore(self._resume)
         sync.wrap(trained.module, uses_all=self._resolved is not None)
         keeper.restore_own(self._resume)
-        self._journal.begin(self.spec, self._resolved, roster, trained.num_params, compiled=self._compiled, first=first,
-                            resumes=self._resume is not None, remark=remark)  # fmt: skip
+        self._journal.begin(self.spec, self._resolved, self.roster, trained.num_params, compiled=self._compiled,
+                            first=first, resumes=self._resume is not None, remark=remark)  # fmt: skip
         # Not before the records that a resumed run makes again are gone from its file.
-        self._recorder = recorder = Recorder(self.dir, self.rank, roster, self._clock, self.group.control)
+        self._recorder = recorder = Recorder(self.dir, self.rank, self.roster, self._clock, self.group.control)
         return Engine(self.spec, self.group, data, trained, sync, recorder, self._resolved is None,
                       self._compiled), keeper  # fmt: skip
 
     def _take_up(self, engine: Engine, index: int) -> None:
         """The Roster of step `index`, where the news ask for another one."""
-        self._journal.heard(engine.recorder.last)
+        self._journal.heard(engine.recorder.completed)
         was, news = self.roster, engine.recorder.news
         roster = self._membership.hear(news, index) if news else None
         if roster is None:
@@ -242,11 +243,12 @@ class Run:
         """The program has left its loop by itself, on all ranks: what it has learned is saved."""
         if step.is_updated:
             step.end(want_stop=True, weight=math.nan)
-        engine.recorder.flush()
         self._finish(keeper, "stopped", step.index + step.is_updated, step.val_loss)
 
     def _finish(self, keeper: Keeper, verdict: str, step: int, val_loss: float | None) -> None:
-        keeper.conclude(step)
+        assert self._recorder is not None
+        self._recorder.flush()
+        val_loss = None if keeper.conclude(step) else val_loss  # of the replicas, before they became one
         agreed = keeper.compare(step)
         keeper.save(step, val_loss)
         self._journal.finish(verdict, step, last=self.last_record, val_loss=val_loss, agree=agreed,

@@ -21,7 +21,7 @@ from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster
 from evener.core.spec import RunSpec
 from evener.worker.buffers import MovingBuffers
-from evener.worker.datasets import Dataset
+from evener.worker.datasets import Dataset, fingerprint
 from evener.worker.group import Group
 from evener.worker.record import BLOCKED, OnHost, Recorder
 from evener.worker.rehearsal import Rehearsal
@@ -98,6 +98,7 @@ class Step:
         self._held: Held | None = None
         self._has_backward = False
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.group.device)
+        self._losses: list[Tensor] | None = None  # of each backward, while it is rehearsed
         self._grad_norm: Tensor | None = None
         self._lr = 0.0
 
@@ -143,6 +144,8 @@ class Step:
             )
         loss_sum = (loss if tokens is None else loss * tokens).reshape(())
         self._loss_sum += loss_sum.detach()
+        if self._losses is not None:
+            self._losses.append(loss_sum.detach())
         self._has_backward = True
         self._release()
         trained = self._engine.trained
@@ -260,19 +263,20 @@ class Step:
         rehearsal = Rehearsal(engine.trained, engine.group, is_own=engine.is_own, is_compiled=engine.is_compiled)
         before = self._loss_sum.clone()
         for part, exchanges in rehearsal.parts(*self._to_rehearse()):
-            self._loss_sum.zero_()
+            self._losses = []
             batch = engine.dataset.load(part, engine.group.device)
             self._in_micro_batch, self._is_last = True, exchanges
             yield batch
             self._in_micro_batch = False
-            rehearsal.note(float(self._loss_sum))
+            rehearsal.note([float(loss) for loss in self._losses])
             if exchanges:
                 self._exchange()
                 engine.sync.settle()
         engine.sync.take_cost()
         engine.trained.zero_grad()
-        self._loss_sum = before
-        engine.moved |= rehearsal.end(self._has_backward)
+        self._loss_sum, self._losses = before, None
+        data = fingerprint(engine.dataset, self._samples) if engine.is_own else None
+        engine.moved |= rehearsal.end(self._has_backward, data)
         engine.recorder.begin()
 
     def _to_rehearse(self) -> tuple[np.ndarray, list[int]]:

@@ -136,7 +136,7 @@ class Trained:
     def load_states(self, states: dict[str, Any]) -> None:
         """Become what some of `state_dicts` say."""
         for name, state in states.items():
-            if state:  # a scaler that scales nothing has nothing to say
+            if state or self.states[name] is not self.scaler:  # one that scales nothing has nothing to say
                 self.states[name].load_state_dict(state)
 
     def load(self, folder: Path) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from evener.core.errors import RunError
 from evener.core.prediction import Cluster, Job
 from evener.core.resolve import Resolved
-from evener.core.roster import Roster
+from evener.core.roster import Roster, weighted_shares
 from evener.core.spec import RunSpec
 from evener.plan.options import BUCKETED
 from evener.plan.rebalance import Balancer
@@ -40,31 +42,50 @@ class Fixed:
     def balance(self, *, one_size: bool) -> str:
         """From now on shares follow the ranks' speed, until one of them tells a weight; or why they do not.
 
-        With `one_size` only in whole micro-batches of the size that all have, if that leaves something to choose.
+        With `one_size` only in whole micro-batches of a size that all have, if that leaves something to choose.
         """
-        sizes = sorted({size for member in self.roster.members for size in member.micro_batches})
-        if one_size and (len(sizes) > 1 or self.roster.batch // sizes[0] <= self.roster.world_size):
-            shares, told = " : ".join(map(str, self.roster.shares)), " and ".join(map(str, sizes))
+        self._whole = self._begin_in_whole() if one_size else None
+        if one_size and self._whole is None:
+            sizes = sorted({size for member in self.roster.members for size in member.micro_batches})
+            finer = self.roster.micro_batch_of_two_each()
             return (
-                f"shares stay {shares} whatever the ranks' speed: micro-batches of {told} sequences keep their size, "
-                "for a compiled model or a BatchNorm"
+                f"shares stay {' : '.join(map(str, self.roster.shares))} whatever the ranks' speed: micro-batches of "
+                f"{' and '.join(map(str, sizes))} sequences keep their size, for a compiled model or a BatchNorm"
+                + (f"; with --micro-batch {finer} they would follow it" if finer else "")
             )
-        self._whole = sizes[-1] if one_size else None
         self._balancer = Balancer(self.roster, self._whole)
         return ""
+
+    def _begin_in_whole(self) -> int | None:
+        """The size of which shares consist from now on, of a compiled model: that of all micro-batches, or the largest
+        that was allowed where the batch consists of such. None where it leaves nothing to choose.
+        """
+        roster = self.roster
+        sizes = {size for member in roster.members for size in member.micro_batches}
+        for of_all in (sizes, {member.micro_batch for member in roster.members}):
+            size = min(of_all)
+            if len(of_all) > 1 or roster.batch % size or roster.batch // size <= roster.world_size:
+                continue
+            shares = [size * num for num in weighted_shares(roster.batch // size, roster.shares)]
+            if all(share or not before for share, before in zip(shares, roster.shares, strict=True)):
+                begun = roster.with_shares(shares, roster.from_step, size)
+                self.roster = msgspec.structs.replace(roster, members=begun.members)
+                return size
+        return None
 
     def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
         """Other shares, where the ranks' times ask for them or a rank told another weight than before; or another way
         to agree, where the link does.
         """
+        if not all(math.isnan(told.weight) for told in news):
+            self._balancer = None
+            if (roster := self._weigh(news, next_step)) is not None:
+                return roster
         choice = self._chooser.hear([told.in_flight_s for told in news], self.roster) if self._chooser else None
         if choice is not None:
             found = choice.option.roster
             self.roster = self.roster.with_sync(found.sync, found.bucket_bytes, next_step, why=choice.why)
             return self.roster
-        if not all(math.isnan(told.weight) for told in news):
-            self._balancer = None
-            return self._weigh(news, next_step)
         step = int(news[0].step)
         if self._balancer is None or step < 0:
             return None
