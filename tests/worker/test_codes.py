@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from evener.core.roster import parse_sync
+from evener.plan.penalty import Watch
 from evener.worker.sync import codes
 from evener.worker.sync.codes import FRAME, Bf16, Scaled
 
@@ -76,6 +78,26 @@ def test_whole_multiples_of_a_scale_come_back_as_they_are_and_zeros_stay_zero(na
     codes = torch.arange(NUM).remainder(2 * largest + 1) - largest
     told, _ = coded(code, codes * 0.5)
     assert (told - codes * 0.5).abs().max() <= 0.26  # half a step, and the scale's 1 %
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_bf16_makes_of_fp32_gradients_is_no_more_than_its_limit(ranks):
+    """What each rank's coding lost is added to its next gradient, and of more than two to the next sums as well."""
+    draw, watch = torch.Generator().manual_seed(4), Watch(parse_sync("bf16"), 2)
+    left, left_of_sums, errors = [torch.zeros(NUM) for _ in range(ranks)], torch.zeros(NUM), []
+    for _ in range(6):
+        exact, total = torch.zeros(NUM), torch.zeros(NUM)
+        for rank in range(ranks):
+            gradient = torch.randn(NUM, generator=draw)
+            exact += gradient
+            told, left[rank] = coded(CODES["bf16"], left[rank] + gradient)
+            total += told
+        if ranks > 2:
+            total, left_of_sums = coded(CODES["bf16"], left_of_sums + total)
+        errors.append(float((total - exact).norm() / exact.norm()))
+    assert min(errors) > 1e-3
+    assert all(watch.hear(error) is None for error in errors)
+    assert any(watch.hear(2 * error) is not None for error in errors)
 
 
 def test_bf16_is_torchs_own_rounding():

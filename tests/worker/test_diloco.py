@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evener.core.rundir import RunDir
+from evener.core.rundir import RunDir, read_checkpoint
+from evener.worker.own import load_own
 
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
 CODED = ("", ":int8", ":int4")
@@ -19,10 +20,11 @@ import json, os, sys, types
 import torch, torch.distributed as dist
 from torch import nn
 from evener.core.roster import parse_sync
+from evener.plan import sync as plan
 from evener.worker.clock import HostClock
 from evener.worker.sync import diloco
 
-diloco.FRAGMENT_BYTES = 8000  # several fragments
+plan.FRAGMENT_BYTES = 8000  # several fragments
 rounds = 12
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
@@ -68,10 +70,24 @@ def found_of(spec):
             for ours, theirs in zip(plain, parameters):
                 same &= all(torch.equal(one, theirs) for one in gathered(theirs))
                 worst = max(worst, float((ours - theirs).abs().max()))
+    with torch.no_grad():
+        for parameter in parameters:
+            if tokens[rank]:
+                parameter.add_(torch.randn_like(parameter) * 1e-3)
+    sync.after_update(tokens[rank], sum(tokens))
+    left = {parameter: torch.zeros(parameter.numel()) for parameter in parameters}
+    for parameter, more in sync._narrow.left_over() if sync._narrow else ():
+        left[parameter] += more
+    most_left = max(float(one.abs().max()) for one in left.values())
+    mean = {parameter: sum(one * (weight / sum(tokens)) for one, weight in zip(gathered(parameter), tokens)) -
+                       sum(gathered(left[parameter])).view(parameter.shape) for parameter in parameters}
+    sync.conclude()
+    off = max(float((mean[parameter] - parameter).abs().max()) for parameter in parameters)
     agreed = sync.agreed(dict(module.named_parameters()))
     same &= all(torch.equal(agreed[name], parameter) for name, parameter in module.named_parameters())
-    return {"same": same, "worst": worst, "drifted": drifted, "sent": sent, "compared": compared,
-            "num": sum(parameter.numel() for parameter in parameters), "fragments": len(sync._fragments)}
+    return {"same": same and sync.is_agreed(), "worst": worst, "drifted": drifted, "sent": sent,
+            "compared": compared, "off": off, "left": most_left, "fragments": len(sync._fragments),
+            "num": sum(parameter.numel() for parameter in parameters)}
 
 told = {name: found_of(parse_sync(name)) for name in sys.argv[1:]}
 if rank == n - 1:
@@ -92,6 +108,9 @@ def test_replicas_agree_to_the_bit_by_the_outer_step_of_torchs_own_sgd(run_scrip
         assert found["same"]
         assert found["drifted"] > 1e-3  # between two outer steps they are apart
         assert found["worst"] < (1e-5 if not code else 1e-2)
+        # At last it is the mean of the replicas by tokens, exactly, and what was left is sent with it.
+        assert found["off"] < 3e-7
+        assert (found["left"] > 1e-6) == bool(code)
         # Bytes: all in the step of the exchange, by the formula of the code.
         per_number = {"": 4.0, ":int8": 1 + 2 / 256, ":int4": 1 / 2 + 2 / 64}[code]
         factor = 1 if ranks == 2 else 2 * (ranks - 1) / ranks
@@ -188,7 +207,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks):
     whole = train(tmp_path / "whole", *flags, ranks=ranks)
     shutil.copytree(whole.path, tmp_path / "crashed")
     shutil.rmtree(tmp_path / "crashed" / "checkpoints" / "step-000040")  # the next one is two steps behind an outer one
-    train(tmp_path / "stopped", *flags, "--max-s", "0", ranks=ranks)  # after its first step
+    train(tmp_path / "stopped", *flags, "--max-s", "0", ranks=ranks)  # after its first steps
     for name in ("crashed", "stopped"):
         cut = train(tmp_path / name, *flags, "--resume", ranks=ranks)
         assert [record.loss for record in cut.records(0)] == [record.loss for record in whole.records(0)]
@@ -203,7 +222,7 @@ def assert_same_checkpoint(ours, theirs, step):
 @pytest.mark.parametrize("drops", ["a rank", "a file"])
 def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
     flags = (*FLAGS, "--sync", "diloco:6", "--eval-every", "10")
-    train(tmp_path / "run", *flags, "--max-s", "0", ranks=3)
+    stopped = train(tmp_path / "run", *flags, "--max-s", "0", ranks=3).manifest().result.steps
     ranks = 2 if drops == "a rank" else 3
     if drops == "a file":
         shutil.rmtree(tmp_path / "run" / "own" / "rank-1")
@@ -211,7 +230,7 @@ def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
     assert run.manifest().result.replicas_agree is True
     assert [record.step for record in run.records(0)] == list(range(40))
     assert run.records(0)[-1].loss < 0.9 * run.records(0)[0].loss
-    assert [event["step"] for event in run.events() if event["event"] == "own.dropped"] == [1]
+    assert [event["step"] for event in run.events() if event["event"] == "own.dropped"] == [stopped]
 
 
 def test_what_a_run_ends_with_is_one_model_whatever_its_last_step(tmp_path, train):
@@ -219,6 +238,49 @@ def test_what_a_run_ends_with_is_one_model_whatever_its_last_step(tmp_path, trai
     run = train(tmp_path / "run", *FLAGS, "--steps", "38", "--sync", "diloco:12", ranks=2)
     assert run.manifest().result.replicas_agree is True
     assert [record.step for record in run.records(0) if record.bytes] == [11, 23, 35, 37]
+
+
+def test_a_loss_is_saved_with_the_weights_of_which_it_is(tmp_path, train):
+    """At step 12 all replicas are what was agreed on; at step 6 they have gone on from there for two steps."""
+    flags = (
+        *FLAGS,
+        "--sync",
+        "diloco:4",
+        "--steps",
+        "14",
+        "--checkpoint-every",
+        "6",
+        "--eval-every",
+        "6",
+        "--keep",
+        "9",
+    )
+    run = train(tmp_path / "run", *flags, ranks=2)
+    losses = [read_checkpoint(run.checkpoint_path(step)).val_loss for step in (6, 12, 14)]
+    assert losses[0] is None
+    assert losses[1] == next(event["val_loss"] for event in run.events() if event.get("step") == 12)
+    assert losses[2] == run.manifest().result.val_loss
+
+
+def test_a_stop_where_a_checkpoint_is_due_makes_one_model_too(tmp_path, train):
+    flags = (*FLAGS, "--sync", "diloco:30", "--checkpoint-every", "1", "--shares", "3:1")
+    run = train(tmp_path / "run", *flags, "--max-s", "0", ranks=2)  # stops after its first step
+    assert run.checkpoint_steps() == [1]
+    own = [load_own(run, rank, 1)["sync"]["weights"] for rank in (0, 1)]
+    for name, weight in weights(run).items():
+        torch.testing.assert_close(weight, 0.75 * own[0][name] + 0.25 * own[1][name], rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(own[0][name], own[1][name]) for name in own[0])
+
+
+def test_a_replica_without_a_share_does_not_lag_behind_what_streams_in(tmp_path, train):
+    """It has nothing of its own that half of its weights could keep."""
+    flags = (*FLAGS, "--sync", "diloco:4:streamed", "--steps", "14", "--checkpoint-every", "10", "--shares", "1:0")
+    run = train(tmp_path / "run", *flags, ranks=2)
+    own = load_own(run, 1, 10)["sync"]
+    assert own["weights"].keys() == own["agreed"].keys()
+    assert all(torch.equal(own["weights"][name], agreed) for name, agreed in own["agreed"].items())
+    busy = load_own(run, 0, 10)["sync"]
+    assert not any(torch.equal(busy["weights"][name], agreed) for name, agreed in busy["agreed"].items())
 
 
 @pytest.mark.parametrize(("sync", "ranks"), [("diloco:12:streamed", 2), ("diloco:12:int4:streamed", 3)])

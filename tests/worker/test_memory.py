@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ import pytest
 import torch
 
 from evener.core.corpus import Meta
+from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.shape import preset_shape
 from evener.plan import memory as plan
+from evener.plan.sync import CODED_BUCKET_BYTES, buckets, fragment_bytes, gradients
 from evener.worker import model as worker
 from evener.worker.model import GPT
+from evener.worker.sync import choose, narrow, packed
+from evener.worker.sync.diloco import fragments
+from evener.worker.sync.lane import Slots
 
 from ..conftest import module_argv
 
@@ -60,6 +66,47 @@ def test_what_autograd_saves_of_a_block_is_counted_to_the_byte(preset, change, d
         biases = {place for place, tensor in kept.items() if tensor.dtype == torch.bfloat16 and tensor.dim() == 1}
         found = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in shared | biases)
         assert found - casts == sum(plan.saved(shape, layer, 2 * 160, 4 if dtype == "fp32" else 2))
+
+
+SMALL = preset_shape("gpt2", 6000, 64, num_layers=2, num_heads=4, width=256)
+
+
+def of_strategy(sync: str, num_ranks: int) -> plan.Memory:
+    members = [Member(rank=rank, host="a", device="cpu", dtype="fp32", share=1, micro_batch=1)
+               for rank in range(num_ranks)]  # fmt: skip
+    return plan.memory(SMALL, Roster(members=members, sync=parse_sync(sync), backend="gloo"), 0)
+
+
+def echo(group: Any, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> int:
+    """A swap with ranks that send what they are sent."""
+    for there, back in zip(outgoing[1:], incoming[1:], strict=True):
+        back.copy_(there)
+    return 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("sync", ["packed", "bf16", "int8", "int4"])
+def test_what_an_exchange_keeps_for_its_largest_bucket_is_counted(monkeypatch, sync, num_ranks):
+    for module in (packed, narrow):
+        monkeypatch.setattr(module, "swap", echo)
+    group = types.SimpleNamespace(rank=0, world_size=num_ranks, device=torch.device("cpu"))
+    exchange: Any = choose._exchange(parse_sync(sync), group)
+    for i, (size, _) in enumerate(buckets(gradients(SMALL), CODED_BUCKET_BYTES)):
+        gradient = torch.randn(size // 4 // num_ranks * num_ranks)
+        exchange.run(Slots(i, (torch.nn.Parameter(gradient),), [gradient], is_rehearsal=False))
+    kept = [*exchange._outgoing, *exchange._incoming, *([] if sync == "packed" else [exchange._total])]
+    held = sum(scratch._kept.nbytes for scratch in kept)
+    if sync == "packed" and num_ranks > 2:
+        held += gradient.nbytes // num_ranks  # its own part, beside the sums; the last bucket is the largest
+    assert of_strategy(sync, num_ranks).buckets == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("sync", ["diloco:4:streamed", "diloco:30:streamed"])
+def test_the_fragment_on_its_way_is_as_large_as_the_largest(sync):
+    parameters = list(GPT(SMALL).parameters())
+    found = fragments(parameters, fragment_bytes(parse_sync(sync), sum(one.nbytes for one in parameters)))
+    largest = max(sum(one.nbytes for one in several) for several in found)
+    assert of_strategy(sync, 2).sync - of_strategy(sync.removesuffix(":streamed"), 2).sync == largest
 
 
 def random_corpus(folder: Path, vocab_size: int) -> Path:

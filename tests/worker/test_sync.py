@@ -13,12 +13,16 @@ from torch import nn
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
+from evener.worker.clock import HostClock
 from evener.worker.sync.alone import Alone
+from evener.worker.sync.buckets import Buckets
 from evener.worker.sync.choose import make_sync
 from evener.worker.sync.codes import Scaled
+from evener.worker.sync.lane import Lane, Slots
 from evener.worker.sync.narrow import Narrow
 from evener.worker.sync.packed import Packed
 from evener.worker.sync.powersgd import PowerSGD
+from evener.worker.sync.whole import Whole
 
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
@@ -313,6 +317,38 @@ def test_a_part_without_numbers_is_packed():
     """Of a bucket with fewer numbers than ranks."""
     packed = Packed(types.SimpleNamespace(world_size=4, rank=0))
     assert packed.pack([torch.zeros(0), torch.ones(1)], torch.zeros(16, dtype=torch.uint8)) == [True, True]
+
+
+TAKES = [(Whole, ()), (Packed, ()), (Narrow, ("mine", "sums")), (PowerSGD, ("left",))]
+
+
+@pytest.mark.parametrize(("exchange", "takes"), TAKES)
+def test_what_another_way_had_not_sent_goes_out_with_the_next_gradients(exchange, takes):
+    """A run that died between a change of its way and the next checkpoint goes on from a state of the way before."""
+    group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
+    more = {Narrow: (Scaled(8),), PowerSGD: (4,)}.get(exchange, ())
+    lane = Lane(group, HostClock(), exchange(group, *more), frozenset())
+    buckets = Buckets(group, HostClock(), lambda part: None, lane)
+    buckets._module = nn.ParameterDict({"weight": torch.zeros(40, 70)})
+    parts = {kind: torch.full((40, 70) if kind == "left" else (2800,), 10.0**i)
+             for i, kind in enumerate(("mine", "sums", "left", "unused"))}  # fmt: skip
+    buckets.load_own_state({kind: {"weight": part} for kind, part in parts.items()}, [])
+    kept = sum(float(flat.mean()) for _, flat in buckets._left)
+    assert kept == sum(float(part.mean()) for kind, part in parts.items() if kind not in takes)
+    assert kept + sum(float(flat.mean()) for _, flat in lane.left_over()) == 1111.0
+    buckets.load_own_state({"agreed": {}, "left": {"mine": {}}}, [])  # replicas that drifted kept something else
+    assert buckets._left == []
+
+
+def test_a_first_gradient_of_zeros_does_not_end_what_powersgd_sends():
+    """As below a layer that begins with zeros: here of a table of whose first rows no token ever comes."""
+    powersgd, table = PowerSGD(types.SimpleNamespace(world_size=1, rank=0), 2), nn.Parameter(torch.zeros(64, 32))
+    gradient = torch.zeros(64, 32)
+    for step in range(3):
+        view = gradient.clone().view(-1)
+        powersgd.run(Slots(0, (table,), [view], is_rehearsal=False))
+        assert bool(view.any()) == (step > 0)
+        gradient[8:] = torch.randn(56, 32)
 
 
 def test_what_another_way_kept_is_no_obstacle():

@@ -20,6 +20,16 @@ Replica = Literal["equal", "drifting", "sharded"]
 LEFT_OF_GRADIENTS = ("mine", "sums", "left", "unused")  # kinds of what a rank has not sent, in its own state
 
 
+@dataclass(frozen=True)
+class Traits:
+    """Of what kind is an exchange of gradients?"""
+
+    is_lossy: bool = False  # what it loses in one step is sent with another
+    keeps_norm: bool = True  # sums are as long as the exact ones, within a few percent
+    takes: tuple[str, ...] = ()  # of LEFT_OF_GRADIENTS, what it goes on with itself
+    rounds_by_model: bool = False  # processors of different models, though they have the same units, round differently
+
+
 class Backward(Protocol):
     """A loss, as far as a Sync has to do with it."""
 
@@ -43,6 +53,10 @@ class Sync(Protocol):
     """
 
     replica: Replica
+
+    @property
+    def rounds_by_model(self) -> bool:
+        """See Traits."""
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         """Synchronize this module's gradients from now on; every rank then has rank 0's weights.
@@ -82,6 +96,9 @@ class Sync(Protocol):
 
     def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights that replicas have in common, where this one holds `weights`: what is compared and saved."""
+
+    def is_agreed(self) -> bool:
+        """Is this replica what `agreed` says, so that what was measured of it holds for that?"""
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks remember alike from step to step; empty where that is nothing."""

@@ -14,6 +14,7 @@ class Alone:
     """A world of one."""
 
     replica: Replica = "equal"
+    rounds_by_model = False
 
     def __init__(self) -> None:
         self._left: list[tuple[nn.Parameter, Tensor]] = []
@@ -54,6 +55,9 @@ class Alone:
 
     def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return weights
+
+    def is_agreed(self) -> bool:
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return {}

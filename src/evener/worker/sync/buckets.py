@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.worker.clock import Clock
 from evener.worker.group import Group
-from evener.worker.sync import Backward, Replica, Samples
+from evener.worker.sync import LEFT_OF_GRADIENTS, Backward, Replica, Samples, Traits
 
 Future = torch.futures.Future
 UNUSED = "unused"  # of LEFT_OF_GRADIENTS: what waits for a step that uses its parameter
@@ -34,8 +34,7 @@ UNUSED = "unused"  # of LEFT_OF_GRADIENTS: what waits for a step that uses its p
 class Reduction(Protocol):
     """What makes of each rank's bucket the sum over ranks, in place."""
 
-    is_lossy: bool  # what it loses in one step is sent with another
-    keeps_norm: bool  # sums are as long as the exact ones, within a few percent
+    traits: Traits
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> "Future[Tensor]":
         """A bucket is complete on this rank. What a rehearsal sends is forgotten, and nothing may remember it.
@@ -91,6 +90,10 @@ class Buckets:
         self._mine_sq: list[Tensor] = []
         self._whole_sq: Tensor | None = None
 
+    @property
+    def rounds_by_model(self) -> bool:
+        return self._reduction.traits.rounds_by_model
+
     def change(self, reduction: Reduction, bucket_bytes: int | None) -> None:
         """Sums come about in another way from the next step on; what the one before has not sent goes out first."""
         self._left += self._reduction.left_over()
@@ -128,7 +131,9 @@ class Buckets:
             self._whole_sq = _squares(self._buffers)
             self._buffers.clear()
         if not self._uses_all:
-            self._forget_unused(used, keeps_sums=had_left or (self._reduction.is_lossy and not self._is_rehearsal))
+            self._forget_unused(
+                used, keeps_sums=had_left or (self._reduction.traits.is_lossy and not self._is_rehearsal)
+            )
 
     def settle(self) -> None:
         if self._uses_all:
@@ -168,6 +173,9 @@ class Buckets:
     def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return weights
 
+    def is_agreed(self) -> bool:
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -181,9 +189,13 @@ class Buckets:
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         parameters = dict(self._module.named_parameters())
-        self._reduction.load_own_state([state, *others], parameters)
+        # Replicas that drifted kept something else.
+        states = [{} if "agreed" in one else one for one in (state, *others)]
+        self._reduction.load_own_state(states, parameters)
+        # What another way kept, before a change that was undone, goes out with the next gradients.
+        kinds = [kind for kind in LEFT_OF_GRADIENTS if kind not in self._reduction.traits.takes]
         self._left = [(parameters[name], flat.to(parameters[name].device))
-                      for one in (state, *others) for name, flat in one.get(UNUSED, {}).items()]  # fmt: skip
+                      for one in states for kind in kinds for name, flat in one.get(kind, {}).items()]  # fmt: skip
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._all if parameter.requires_grad]
@@ -250,7 +262,7 @@ class Buckets:
             return nothing_to_wait_for(bucket)
         if bucket.is_last():
             self._lap("compute_s")  # the last gradient is there: from here on backward only waits
-        if self._samples and self._reduction.keeps_norm:
+        if self._samples and self._reduction.traits.keeps_norm:
             self._buffers.append(bucket.buffer())
             self._mine_sq.append(_squares([bucket.buffer()]))
         return self._reduction.start(bucket, is_rehearsal=self._is_rehearsal, samples=self._samples)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from evener.core.errors import UsageError
+from evener.core.resolve import check_useful
 from evener.core.roster import Roster, SyncSpec, harms_fp16
 from evener.plan.sync import bucket_bytes
 from evener.worker.clock import Clock
@@ -44,16 +45,8 @@ def change_sync(sync: Sync, roster: Roster, group: Group, clock: Clock, module: 
 def _check(roster: Roster, module: nn.Module) -> None:
     """UsageError where a strategy would do nothing, or harm."""
     sync = roster.sync
-    if sync.kind == "powersgd" and not any(is_thin(parameter, sync.rank) for parameter in module.parameters()):
-        raise UsageError(
-            f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: nothing is smaller",
-            hint="a smaller rank, such as powersgd:4",
-        )
-    if sync.sparse and not tables_of(module):
-        raise UsageError(
-            f"--sync {sync}: this model has no table that is only looked up: a head that is tied reads it too",
-            hint=f"--sync {str(sync).removesuffix('+sparse')}",
-        )
+    is_thinner = any(is_thin(parameter, sync.rank) for parameter in module.parameters())
+    check_useful(sync, has_tables=bool(tables_of(module)), is_thinner=is_thinner)
     if harms_fp16(roster):
         raise UsageError(
             f"--sync {sync} with fp16: what is left to send would be of another loss scale than the next step's",

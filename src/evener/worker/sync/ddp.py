@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
+from evener.worker.sync import Traits
 
 
 class AllReduce:
@@ -25,7 +26,7 @@ class AllReduce:
         self._bytes = 0
         self._spans: list[tuple[Any, Any]] = []
 
-    is_lossy, keeps_norm = False, True
+    traits = Traits()
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
         buffer, spans, begin = bucket.buffer(), self._spans, self._clock.mark()

@@ -3,7 +3,7 @@
     inside     H steps of each replica's own optimizers, on its share of each global batch; nothing is exchanged
     outside    Δ = Σ (tokens that a replica learned from / tokens of all) · (agreed - its weights)
                m = μ·m + Δ        agreed = agreed - η·(Δ + μ·m)        its weights = agreed
-    at last    agreed = agreed - Δ, which is the mean of the replicas by tokens
+    at last    agreed = agreed - Δ, in fp32: the mean of the replicas by tokens, and what no code has sent yet
 
 A replica divides its loss by its own tokens, so its steps are as long as they would be alone, whatever its share: the
 share counts in Δ. One without a share does not step, weighs 0 and takes part in outer steps. With H = 1, η = 1, μ = 0
@@ -29,6 +29,7 @@ from torch.distributed.utils import _sync_module_states
 from evener.core.errors import UsageError
 from evener.core.roster import SyncSpec
 from evener.plan.collectives import ring_all_reduce_bytes
+from evener.plan.sync import fragment_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
 from evener.worker.record import BLOCKED
@@ -45,7 +46,6 @@ from evener.worker.sync.narrow import Narrow
 # Assumption: 0.6 for 2 to 4.
 OUTER_LR = 0.6
 OUTER_MOMENTUM = 0.9
-FRAGMENT_BYTES = 25 << 20  # of weights that are agreed upon at a time: what is held beside them is that large
 
 
 @dataclass
@@ -77,10 +77,11 @@ class DiLoCo:
     """Replicas that drift apart for `spec.every` steps, and then agree."""
 
     replica: Replica = "drifting"
+    rounds_by_model = False
 
     def __init__(self, group: Group, clock: Clock, lap: Callable[[str], None], spec: SyncSpec, *,
                  lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM) -> None:  # fmt: skip
-        self._group, self._clock, self._lap, self._every = group, clock, lap, spec.every
+        self._group, self._clock, self._lap, self._spec, self._every = group, clock, lap, spec, spec.every
         self._lr, self._momentum = lr, momentum
         self._narrow = Narrow(group, Scaled(8 if spec.bits == 8 else 4)) if spec.bits < 32 else None
         self._fragments: list[Fragment] = []
@@ -125,16 +126,27 @@ class DiLoCo:
             self._exchange(self._step)
 
     def conclude(self) -> None:
-        self._exchange(lambda fragment, delta: fragment.agreed.sub_(delta))
+        left = self._narrow.left_over() if self._narrow else []
+        self._narrow = None  # nothing follows that could send what a code would lose
+
+        def step(fragment: Fragment, delta: Tensor) -> None:
+            fragment.agreed.sub_(delta)
+
+        self._exchange(step, left)
 
     @torch.no_grad()
-    def _exchange(self, step: Callable[[Fragment, Tensor], object]) -> None:
-        """All of it at once, while this rank waits."""
+    def _exchange(self, step: Callable[[Fragment, Tensor], object],
+                  left: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:  # fmt: skip
+        """All of it at once, while this rank waits; with what was `left` of exchanges before."""
         self._lap("optimizer_s")
         for i, fragment in enumerate(self._fragments):
-            if fragment.of_all:
+            if fragment.of_all or left:
                 begin = self._clock.mark()
                 delta = self._difference(fragment)
+                views = dict(zip(fragment.parameters, fragment.views(delta), strict=True))
+                for parameter, more in left:
+                    if parameter in views:
+                        views[parameter].add_(more)
                 self._lap("optimizer_s")
                 self._count(*self._sum(i, fragment, delta))
                 self._lap(BLOCKED)
@@ -161,6 +173,9 @@ class DiLoCo:
         found = self._by_name("agreed")
         return {name: nn.Parameter(found[name], requires_grad=False) if name in found else tensor
                 for name, tensor in weights.items()}  # fmt: skip
+
+    def is_agreed(self) -> bool:
+        return not any(fragment.of_all for fragment in self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": self._by_name("momentum"), "rounds": [fragment.rounds for fragment in self._fragments]}
@@ -191,12 +206,12 @@ class DiLoCo:
             self._narrow.load_own_state([state["left"]], {name: one for one, name in self._names.items()})
 
     def _cut(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
-        return fragments(parameters, FRAGMENT_BYTES)
+        return fragments(parameters, fragment_bytes(self._spec, sum(parameter.nbytes for parameter in parameters)))
 
     def _difference(self, fragment: Fragment) -> Tensor:
         """How far this replica has gone, weighed by what it learned from; and from here it is counted anew."""
         delta = fragment.agreed - fragment.held()
-        delta.mul_(fragment.tokens / fragment.of_all)
+        delta.mul_(fragment.tokens / fragment.of_all if fragment.of_all else 0.0)
         fragment.tokens = fragment.of_all = 0.0
         return delta
 

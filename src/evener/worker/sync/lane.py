@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
+from evener.worker.sync import Traits
 from evener.worker.sync.buckets import nothing_to_wait_for
 from evener.worker.sync.jobs import Jobs
 from evener.worker.sync.sparse import Rows
@@ -56,8 +57,7 @@ LEAST = 1e-30
 class Exchange(Protocol):
     """How gradients become their sum over ranks, on the lane's thread, in the same order on all ranks."""
 
-    is_lossy: bool
-    keeps_norm: bool
+    traits: Traits
 
     def run(self, slots: Slots) -> int:
         """Replace these gradients by their sums; returns the bytes that this rank sent."""
@@ -88,7 +88,7 @@ class Lane:
     def __init__(self, group: Group, clock: Clock, exchange: Exchange, tables: frozenset[nn.Parameter]) -> None:
         self._group, self._clock, self._exchange, self._tables = group, clock, exchange, tables
         self._rows = Rows(group)
-        self.is_lossy, self.keeps_norm = exchange.is_lossy, exchange.keeps_norm
+        self.traits = exchange.traits
         self._jobs = Jobs(group.device)
         self._going: list[Future[None]] = []
         self._bytes = 0
@@ -124,7 +124,7 @@ class Lane:
     def _run(self, slots: Slots, samples: bool) -> None:
         """The exchange; now and then, of one bucket, another each time, a piece beside its exact sum."""
         turn, is_turn = divmod(self._num_sampled, COMPARED_EVERY)
-        if not (samples and self._exchange.is_lossy and not is_turn and slots.bucket == turn % self._num_buckets):
+        if not (samples and self.traits.is_lossy and not is_turn and slots.bucket == turn % self._num_buckets):
             self._bytes += self._exchange.run(slots)
             return
         num_bytes, self._fidelity = run_and_compare(self._group, self._exchange, slots)

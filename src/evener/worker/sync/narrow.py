@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.worker.group import Group
+from evener.worker.sync import Traits
 from evener.worker.sync.codes import Code, Scratch
 from evener.worker.sync.lane import Slots
 from evener.worker.sync.swap import swap
@@ -36,10 +37,9 @@ class _Left:
 class Narrow:
     """An Exchange by a code, with error feedback."""
 
-    is_lossy = True
-
     def __init__(self, group: Group, code: Code) -> None:
-        self._group, self._code, self.keeps_norm = group, code, code.keeps_norm
+        self._group, self._code = group, code
+        self.traits = Traits(is_lossy=True, keeps_norm=code.keeps_norm, takes=("mine", "sums"))
         self._num_parts = 1 if group.world_size == 2 else group.world_size
         self._outgoing, self._incoming = ([Scratch(torch.uint8) for _ in range(group.world_size)] for _ in range(2))
         self._total = Scratch()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.worker.group import Group
+from evener.worker.sync import Traits
 from evener.worker.sync.codes import PIECE, Scratch
 from evener.worker.sync.lane import Slots
 from evener.worker.sync.swap import swap
@@ -31,10 +32,10 @@ LOWER_HALF = 0xFFFF  # of an fp32: what bf16 has not
 class Packed:
     """An Exchange that loses and remembers nothing."""
 
-    is_lossy, keeps_norm = False, True
+    traits = Traits()
 
     def __init__(self, group: Group) -> None:
-        self._group, self._scratch, self._total = group, Scratch(), Scratch()
+        self._group, self._scratch = group, Scratch()
         self._outgoing, self._incoming = ([Scratch(torch.uint8) for _ in range(group.world_size)] for _ in range(2))
 
     def run(self, slots: Slots) -> int:
@@ -87,8 +88,9 @@ class Packed:
         group, here, device = self._group, parts[self._group.rank], self._group.device
         outgoing, told = [], []
         for peer, (part, scratch) in enumerate(zip(parts, self._outgoing, strict=True)):
-            payload = scratch.take(sum(_room(4 * len(view)) for view in part), device)
-            found = self.pack(part, payload) if peer != group.rank else [True] * len(part)
+            sends = peer != group.rank
+            payload = scratch.take(sum(_room(4 * len(view)) for view in part) if sends else 0, device)
+            found = self.pack(part, payload) if sends else [True] * len(part)
             outgoing.append(payload[: _size(found, part)])
             told.append(torch.tensor(found, dtype=torch.uint8, device=device))
         heard = [torch.empty(len(here), dtype=torch.uint8, device=device) for _ in parts]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.plan.sync import is_thin as shrinks
 from evener.worker.group import Group
+from evener.worker.sync import Traits
 from evener.worker.sync.lane import Slots
 
 SEED = 0x5EED
@@ -27,7 +28,7 @@ SEED = 0x5EED
 class PowerSGD:
     """An Exchange of rank `rank`."""
 
-    is_lossy, keeps_norm = True, False
+    traits = Traits(is_lossy=True, keeps_norm=False, takes=("left",), rounds_by_model=True)  # torch.linalg's QR
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
@@ -60,7 +61,8 @@ class PowerSGD:
         for (parameter, view), matrix, basis, own, total in zip(thin, matrices, bases, mine, sums, strict=True):
             torch.mm(basis, total.T, out=view)
             matrix.addmm_(basis, own.T, alpha=-1)
-            factors[parameter] = total
+            # A gradient of nothing but zeros, as below a layer that begins with zeros, says nothing of the next one's.
+            factors[parameter] = torch.where((total != 0).any(), total, factors[parameter])
         return sent
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.worker.record import BLOCKED
-from evener.worker.sync.diloco import DiLoCo, fragments
+from evener.worker.sync.diloco import DiLoCo
 from evener.worker.sync.jobs import Jobs
 
 # The replica's own part of the mixture; the paper's. *Measured*, tiny on the verb corpus, 2 replicas, validation loss
@@ -32,7 +32,6 @@ from evener.worker.sync.jobs import Jobs
 #     H = 10, 80 steps     mixed 2.620    without 2.638    kept 2.657    not streamed 2.570    ddp 2.657
 #     H = 12, 40 steps     mixed 3.24     without 7.84     kept 7.74     not streamed 3.08
 OWN_PART = 0.5
-FRAGMENTS = 10  # at most: smaller ones are taken up sooner after they were sent, larger ones have fewer latencies
 
 
 @dataclass
@@ -41,6 +40,7 @@ class Flight:
 
     delta: Tensor  # becomes the sum over ranks: (n,)
     going: list[Future[None]]  # empty where it was there when the run was saved
+    was_idle: bool  # this replica had learned nothing since the exchange before
     came_of_it: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._sum`, once it is there
     spans: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -49,8 +49,7 @@ class Streamed(DiLoCo):
     """DiLoCo whose exchanges run beside the next steps."""
 
     def _cut(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
-        num_bytes = sum(parameter.nbytes for parameter in parameters)
-        found = fragments(parameters, -(-num_bytes // min(FRAGMENTS, self._every)))
+        found = super()._cut(parameters)
         self._slots = slots([sum(one.nbytes for one in parameters) for parameters in found], self._every)
         return found
 
@@ -74,18 +73,33 @@ class Streamed(DiLoCo):
             self._land(i)
         super().conclude()
 
+    def is_agreed(self) -> bool:
+        return not self._flights and super().is_agreed()
+
     def state_dict(self) -> dict[str, Any]:
         self._wait()
         return super().state_dict() | {"flights": {str(i): flight.delta for i, flight in self._flights.items()}}
 
+    def own_state(self) -> dict[str, Any]:
+        own = super().own_state()
+        sent = {i: (flight.was_idle, flight.came_of_it[0]) for i, flight in self._flights.items()}
+        return own | {"sent": sent}
+
+    @torch.no_grad()
+    def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+        super().load_own_state(state, others)
+        for i, (was_idle, num_bytes) in state["sent"].items():
+            self._flights[i].was_idle, self._flights[i].came_of_it = was_idle, (num_bytes, None)
+
     def _take_up(self, state: dict[str, Any]) -> None:
         super()._take_up(state)
         device = self._group.device
-        self._flights = {int(i): Flight(delta.to(device), []) for i, delta in state.get("flights", {}).items()}
+        self._flights = {int(i): Flight(delta.to(device), [], False) for i, delta in state.get("flights", {}).items()}
 
     def _start(self, i: int) -> None:
         fragment = self._fragments[i]
-        flight = self._flights[i] = Flight(self._difference(fragment), [])
+        was_idle = not fragment.tokens
+        flight = self._flights[i] = Flight(self._difference(fragment), [], was_idle)
 
         def carry() -> None:
             begin = self._clock.mark()
@@ -109,7 +123,10 @@ class Streamed(DiLoCo):
         self._spans += flight.spans
         fragment = self._fragments[i]
         self._step(fragment, flight.delta)
-        fragment.put(fragment.held().mul_(OWN_PART).add_(fragment.agreed * (1 - OWN_PART)))
+        if flight.was_idle and not fragment.tokens:  # it has nothing of its own: half of it would only lag behind
+            fragment.put(fragment.agreed)
+        else:
+            fragment.put(fragment.held().mul_(OWN_PART).add_(fragment.agreed * (1 - OWN_PART)))
         self._lap("optimizer_s")
 
 

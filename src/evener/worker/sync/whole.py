@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.group import Group
+from evener.worker.sync import Traits
 from evener.worker.sync.codes import Scratch
 from evener.worker.sync.lane import Slots
 
@@ -18,7 +19,7 @@ from evener.worker.sync.lane import Slots
 class Whole:
     """An Exchange that loses and remembers nothing."""
 
-    is_lossy, keeps_norm = False, True
+    traits = Traits()
 
     def __init__(self, group: Group) -> None:
         self._group, self._together = group, Scratch()
