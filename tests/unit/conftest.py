@@ -112,6 +112,7 @@ def write_run(
                 RunSpec(train=TrainSpec(batch=BATCH)), [Seat(host="h", device=device)] * num, BLOCK_SIZE
             ),
             compiled=False,
+            sampler="epochs-1",
             hosts=[Machine(host="h", system="Linux", cpu="cpu", cores=cores, memory_bytes=8 << 30, python="3.11.7")],
             ranks=[Rank(rank=rank, host="h", device=device, threads=threads, pid=rank) for rank in range(num)],
             contention=contention,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from evener.core.prediction import Cluster, Job, Option, Wire
-from evener.core.roster import parse_sync
+from evener.core.prediction import EXACT, Cluster, Job, Option, Wire
+from evener.core.roster import SyncSpec, parse_sync
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.spec import parse_args
 from evener.plan.cluster import uniform
@@ -35,6 +36,16 @@ def cluster_of(*rates: float, wire: Wire, names: str = "abcdefgh", devices: tupl
     return msgspec.structs.replace(
         found, hosts={name: msgspec.structs.replace(host, **more) for name, host in found.hosts.items()}
     )
+
+
+def costing(costs: dict[str, float], others: float = 0.0) -> Callable[..., tuple[float, str]]:
+    """In place of `loss_penalty`: what ways cost by their kind; what costs nothing is exact."""
+
+    def penalty(sync: SyncSpec, *_: object) -> tuple[float, str]:
+        cost = costs.get(sync.kind, others)
+        return cost, "me" if cost else EXACT
+
+    return penalty
 
 
 def priced(job: Job, cluster: Cluster, sync: str | None = None) -> Option:

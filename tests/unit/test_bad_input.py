@@ -28,6 +28,8 @@ from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
 from evener.core.spec import FLAGS, RunSpec, parse_args
 from evener.launch import here
+from evener.worker import __main__ as worker
+from evener.worker import loop
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_./ é\n$", min_size=1, max_size=12)
 NUMBERS = [flag for flag in FLAGS.values() if "number" in flag.kind]
@@ -213,8 +215,6 @@ def test_a_damaged_run(world, file, how, where, tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize(
     ("recorded", "flags", "told_of", "hint"),
     [
-        (None, [], "uniform-1, and epochs-1", "start the run again with another --out"),
-        (None, ["--sampling=uniform"], "uniform-1, and uniform-2", "start the run again with another --out"),
         ("uniform-2", [], "uniform-2, and epochs-1", "--sampling uniform"),
         ("epochs-1", ["--sampling=uniform"], "epochs-1, and uniform-2", "--sampling epochs"),
     ],
@@ -224,15 +224,27 @@ def test_a_run_that_began_with_another_sampler(world, recorded, flags, told_of, 
     shutil.copytree(world, ".", dirs_exist_ok=True)
     path = Path("runs/good/manifest.json")
     manifest = json.loads(path.read_text())
-    if recorded is None:
-        del manifest["sampler"]
-    else:
-        manifest["sampler"] = recorded
+    manifest["sampler"] = recorded
     path.write_text(json.dumps(manifest))
     assert_refused(tmp_path, "train", "--resume", "runs/good", *flags)
     _, told = call("train", "--resume", "runs/good", *flags)
     assert f"its batches came from the sampler {told_of} would go on with others" in told
     assert hint in told
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "plan.json"])
+def test_a_run_of_the_first_format_is_refused_by_the_name_of_its_sampler(world, file, tmp_path, monkeypatch):
+    """What else such a file says is not looked at: it has fields that this evener does not know, and lacks others."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(world, ".", dirs_exist_ok=True)
+    Path("runs/good", file).write_text('{"format":1,"verdict":"finished","sync":"ddp","spec":{"machine":{"probe":1}}}')
+    for verb in (["train", "--resume"], ["report"]):
+        if verb == ["report"] and file == "plan.json":
+            continue
+        assert_refused(tmp_path, *verb, "runs/good")
+        _, told = call(*verb, "runs/good")
+        assert f"{file}: format 1, this evener reads 2" in told
+        assert "its batches came from the sampler uniform-1, which this evener has no more" in told
 
 
 def test_a_run_goes_on_with_its_sampler(world, monkeypatch):
@@ -309,6 +321,54 @@ def test_what_ranks_keep_for_themselves_needs_room_too(world, monkeypatch):
     for sync in ("int8", "diloco:10"):
         with pytest.raises(UsageError, match="GB free, the checkpoints need"):
             resolve(parse_args([*flags, f"--sync={sync}"]))
+
+
+def test_a_machine_needs_room_for_its_own_ranks_and_by_the_strategy_of_the_roster(world, monkeypatch, tmp_path):
+    """As the worker asks: of 4 ranks one is here, and --sync auto is what the launcher chose."""
+    monkeypatch.chdir(world)
+    usage = shutil.disk_usage(".")
+    flags = ["--data=data/verbs", "--model=tiny", "--keep=1", "--out", str(tmp_path / "run"), "--sync"]
+    params = resolve(parse_args([*flags, "ddp"])).shape.num_params()
+    path = tmp_path / "roster.json"
+    monkeypatch.setattr(sys, "argv", ["evener.worker", *flags, "auto"])
+    monkeypatch.setattr(loop, "train", mock.Mock(side_effect=Launched))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def start(sync: str, ranks_here: int, room: int) -> int:
+        """The worker's exit status with room for three checkpoints and so much more a parameter."""
+        seats = [Seat(host=name, device="cpu") for name in "abcd"]
+        path.write_bytes(msgspec.json.encode(first_roster(parse_args([*flags, sync]), seats, 64)))
+        monkeypatch.setenv("EVENER_ROSTER", str(path))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=(36 + room) * params))
+        try:
+            return worker.main()
+        except Launched:
+            return 0
+
+    diloco = 28 * 3
+    assert start("ddp", 1, 0) == 0
+    assert start("diloco:30", 1, diloco) == 0
+    assert start("diloco:30", 1, diloco - 1) == UsageError.exit_status
+    assert start("diloco:30", 2, diloco) == UsageError.exit_status
+    assert start("diloco:30", 2, 2 * diloco) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--model=gpt2", "--sync=ddp+sparse"), "no table that is only looked up: a head that is tied reads it too"),
+        (("--model=tiny", "--width=128", "--sync=powersgd:64"), "no matrix of this model has both sides above 128"),
+    ],
+)
+def test_a_strategy_that_has_nothing_to_do_is_refused_before_anything_is_started(world, monkeypatch, flags, told):
+    monkeypatch.chdir(world)
+    data = ("--data=data/verbs", "--block-size=32")
+    assert_refused(world, "train", *data, *flags)
+    with pytest.raises(UsageError, match=told):
+        resolve(parse_args([*data, *flags]))
+    resolve(parse_args([*data, "--model=d4", "--sync=int8+sparse"]))
+    resolve(parse_args([*data, "--model=tiny", "--width=132", "--sync=powersgd:64"]))
 
 
 def test_a_place_that_may_not_be_written(world, monkeypatch):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from evener.cli import fleet_run
 from evener.core.errors import HostError
 from evener.core.fleet import Fleet, Host, Link
+from evener.core.shape import preset_shape
+from evener.core.spec import MachineSpec, parse_args
 from evener.hosts.checks import check
 from evener.hosts.facts import Address, Candidate, Facts, GlooChoice, Interface, Limit, Process
 from evener.hosts.pairs import Network, Pair, Try
 from evener.hosts.seen import Seen
 from evener.hosts.ways import NAMED, Way, choose, in_order, only_host, ways_of
+from evener.launch import fleet as launcher
 
 GIGABIT_BPS = 118e6
 NAMES = ("attic", "laptop")
@@ -83,6 +88,7 @@ class World:
         self.reached: dict[str, dict[str, int | None]] = {name: {way.address: 1} for name, way in self.ways.items()}
         self.errors: dict[str, HostError] = {}
         self.links: dict[str, dict[str, Link]] = {}
+        self.machine = MachineSpec()
 
     def change(self, name: str, **more: Any) -> None:
         self.facts[name] = msgspec.structs.replace(self.facts[name], **more)
@@ -109,8 +115,8 @@ class World:
         fleet = Fleet(hosts=self.hosts, links=self.links)
         candidates = {name: ways_of(one, self.hosts[name]) for name, one in self.facts.items()}
         network = Network(ways=self.ways, pairs=list(self.pairs.values()), resolved=self.resolved, reached=self.reached)
-        return check(Seen(fleet=fleet, facts=self.facts, candidates=candidates, network=network, errors=self.errors,
-                          port=29500, own_hash="same"))  # fmt: skip
+        return check(Seen(fleet=fleet, machine=self.machine, facts=self.facts, candidates=candidates, network=network,
+                          errors=self.errors, port=29500, own_hash="same"))  # fmt: skip
 
 
 def test_a_healthy_fleet_gives_no_finding():
@@ -276,6 +282,63 @@ def test_each_failure_gives_its_finding_and_no_other(check_id, severity, host, p
     assert [(one.check, one.severity, one.host, one.peer) for one in found] == [(check_id, severity, host, peer)]
     assert found[0].evidence
     assert found[0].fix
+
+
+def test_of_a_mixed_fleet_each_rank_computes_in_its_own_type():
+    world = World()
+    world.change("laptop", bf16_units=[])
+    (found,) = world.findings()
+    assert found.evidence == "its processor has no units for bf16, others have: each rank computes in its own type"
+    assert found.fix == "leave --dtype at auto, which takes fp32 there"
+    world.change("attic", bf16_units=[])
+    (found,) = world.findings()
+    assert found.evidence == "attic, laptop: its processor has no units for bf16"
+
+
+def test_the_run_that_begins_is_asked_about_and_no_other():
+    def found(world: World, **asked: Any) -> list[tuple[str, str]]:
+        world.machine = MachineSpec(**asked)
+        return [(one.check, one.severity) for one in world.findings()]
+
+    world = World()
+    gpus(world, torch_version="2.13.0+cpu")
+    assert found(world) == [("gpu.missing", "error")]
+    assert found(world, device="cpu") == []
+
+    world = World()
+    assert found(world, device="cuda") == [("gpu.missing", "error")] * 2
+    assert {one.fix for one in world.findings()} == {"--device cpu"}
+    world.host("laptop", devices="cuda")
+    assert found(world, device="cpu") == []  # the flag wins
+
+    world = World()
+    assert found(world, ranks=9) == [("cpu.oversubscribed", "warning")] * 2
+    assert found(world, threads=16) == [("cpu.oversubscribed", "warning")] * 2
+    assert found(world, ranks=64, threads=1).count(("limit.nofile", "warning")) == 2
+
+    world = World()
+    for name in NAMES:
+        world.change(name, gpus=["H200"], torch_version="2.13.0+cu128", environment={"NCCL_DEBUG": "INFO"})
+    assert found(world) == []
+    for asked in ({"device": "cpu"}, {"backend": "gloo"}):
+        assert found(world, **asked) == [("env.ineffective", "info")]
+    world.host("laptop", ranks=2)  # on one GPU: NCCL takes no two ranks there
+    assert found(world) == [("env.ineffective", "info")]
+
+
+def test_a_training_has_its_own_machines_looked_at(monkeypatch):
+    class Looked(Exception):
+        """At the hosts, for this run."""
+
+    def survey(*_: Any, machine: MachineSpec, **__: Any) -> Any:
+        raise Looked(machine)
+
+    monkeypatch.setattr(launcher, "survey", survey)
+    spec = parse_args(["--device=cpu", "--ranks=2", "--out=runs/x"])
+    resolved: Any = SimpleNamespace(spec=spec, shape=preset_shape("tiny", 256), resume=None)
+    with pytest.raises(Looked) as looked:
+        fleet_run.planned(Fleet(hosts=World().hosts), {}, {}, resolved)
+    assert looked.value.args == (spec.machine,)
 
 
 def test_every_failure_that_can_be_seen_before_a_launch_has_a_row():

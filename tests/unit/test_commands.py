@@ -82,7 +82,7 @@ GPU, OTHER = ["NVIDIA H200"] * 2, ["NVIDIA GeForce RTX 4070"]
     [
         ([place("a", gpus=GPU), place("b", gpus=GPU)], [], "nccl", ["bf16"] * 4, ["cuda:0", "cuda:1"] * 2),
         ([place("a", gpus=GPU), place("b", gpus=OTHER)], [], "nccl", ["bf16"] * 3, ["cuda:0", "cuda:1", "cuda:0"]),
-        ([place("a", gpus=OTHER, old=True)] * 2, [], "nccl", ["fp16"] * 2, ["cuda:0"] * 2),
+        ([place(name, gpus=OTHER, old=True) for name in "ab"], [], "nccl", ["fp16"] * 2, ["cuda:0"] * 2),
         ([place("a", gpus=OTHER, old=True), place("b", gpus=OTHER)], [], "nccl", ["fp32", "bf16"], ["cuda:0"] * 2),
         ([place("a", gpus=OTHER), place("b", bf16=False)], [], "gloo", ["bf16", "fp32"], ["cuda:0", "cpu"]),
         ([place("a", gpus=OTHER, old=True), place("b")], [], "gloo", ["fp32", "bf16"], ["cuda:0", "cpu"]),

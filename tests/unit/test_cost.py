@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from evener.core.prediction import Cluster, Wire
-from evener.core.roster import SYNC_EXAMPLES, parse_sync
+from evener.core.roster import SYNC_EXAMPLES, Member, Roster, parse_sync
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.step import PARTS
 from evener.plan.balance import Pace, fastest_shares
 from evener.plan.cluster import uniform
+from evener.plan.collectives import sent_bytes
 from evener.plan.cost import BACKWARD
 from evener.plan.penalty import loss_penalty
 from evener.plan.sync import STRATEGIES, buckets, exchange, gradients
@@ -135,6 +136,29 @@ def test_gradients_come_once_each_and_in_order(preset):
     assert sum(size for size, _ in buckets(found)) == 4 * shape.num_params()
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_shape_has_tables_where_a_gradient_is_of_one(name):
+    shape = preset_shape(name, 512)
+    assert shape.has_tables == any(gradient.is_lookup for gradient in gradients(shape))
+    assert max(min(gradient.rows, gradient.columns) for gradient in gradients(shape)) == shape.width
+
+
+def test_a_table_goes_whole_where_its_rows_would_be_more():
+    """Of d8's five tables 8192 tokens touch as many rows: 252 MB to 15 others, where an all-reduce sends 126 MB."""
+    shape = preset_shape("d8", 32768)
+
+    def sent(name: str, num_ranks: int) -> float:
+        own = {"host": "a", "device": "cpu", "dtype": "fp32", "share": 8192 // shape.block_size, "micro_batch": 1}
+        members = [Member(rank=rank, **own) for rank in range(num_ranks)]
+        work = exchange(shape, Roster(members=members, sync=parse_sync(name), backend="gloo"))
+        return sum(sent_bytes(one.collective, one.size_bytes, num_ranks) for one in work.transfers)
+
+    table, rows = 4 * 512 * 32768, 8192 * (4 * 512 + 4)
+    assert sent("ddp", 2) - sent("ddp+sparse", 2) == pytest.approx(5 * (table - rows))
+    assert sent("ddp+sparse", 16) == pytest.approx(sent("ddp", 16))
+    assert 15 * rows > 252e6 > 2 * sent_bytes("all_reduce", table, 16) > 251e6
+
+
 def test_every_strategy_has_a_price_and_its_penalty_a_source():
     assert {parse_sync(example).kind for example in SYNC_EXAMPLES} == set(STRATEGIES)
     for sync in map(parse_sync, SYNC_EXAMPLES):
@@ -143,7 +167,8 @@ def test_every_strategy_has_a_price_and_its_penalty_a_source():
         assert (penalty == 0.0) == (STRATEGIES[sync.kind].is_exact)
     assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 4) == (0.020, "arXiv 2503.09799, H = 30")
     assert loss_penalty(parse_sync("diloco:30:int8"), 35_000_000, 4)[0] is None
-    assert loss_penalty(parse_sync("diloco:30"), 10**8, 3)[0] is None  # nobody published three replicas
+    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 3)[0] == 0.020  # of three nobody did: four lose more
+    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 9)[0] is None
 
 
 # --- the notes --------------------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ def manifest(job: Job, option: Option) -> Manifest:
              for member in option.roster.members]  # fmt: skip
     return Manifest(
         verdict="finished", started=0.0, argv=[], versions={}, spec=job.spec, shape=SHAPE, corpus=None, code_hash="",
-        params_by_group={}, num_params=SHAPE.num_params(), compiled=False, roster=option.roster, hosts=hosts,
+        params_by_group={}, num_params=SHAPE.num_params(), compiled=False, sampler="epochs-1",
+        roster=option.roster, hosts=hosts,
         ranks=ranks,
     )  # fmt: skip
 

@@ -97,7 +97,11 @@ def test_what_every_strategy_adds() -> None:
     ddp = need(GPT2, sync="ddp", num_ranks=4)
     assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, weights, 2 * weights)
     assert ddp.buckets == ddp.sync == 0  # the buckets are the gradients
-    assert need(GPT2, sync="bf16", num_ranks=4).buckets == 50257 * 768 * 2
+    last = 4 * 768 * (50257 + 1024 + 2)  # of the tables and the first norm: the largest bucket
+    assert need(GPT2, sync="packed", num_ranks=2).buckets == 2 * last  # goes and comes
+    assert need(GPT2, sync="bf16", num_ranks=4).buckets == 2 * last  # sums; half of it goes, half comes
+    assert need(GPT2, sync="int8", num_ranks=2).buckets == int(last * (1 + 2 * (1 + 2 / 256) / 4))
+    assert need(D8, sync="int8+sparse", num_ranks=2).buckets < need(D8, sync="int8", num_ranks=2).buckets  # the head's
     for sync in ("bf16", "int8", "int4"):  # what was rounded off of gradients, and of a rank's part of the sums
         assert need(GPT2, sync=sync, num_ranks=2).sync == weights
         assert need(GPT2, sync=sync, num_ranks=4).sync == weights + weights // 4
@@ -107,7 +111,7 @@ def test_what_every_strategy_adds() -> None:
     assert need(GPT2, sync="diloco:100", num_ranks=4).sync == 2 * weights
     table = 50257 * 768 * 4  # the largest fragment: sums, codes there and back, and when streamed what is on its way
     coded = need(GPT2, sync="diloco:100:int4", num_ranks=4).sync
-    assert coded == 3 * weights + weights // 4 + table + table // 4
+    assert coded == 3 * weights + weights // 4 + int(table * (1 + 2 * 0.53125 / 4))
     assert need(GPT2, sync="diloco:100:int4:streamed", num_ranks=4).sync == coded + table
     low_rank = need(GPT2, sync="powersgd:4", num_ranks=4).sync - weights
     matrices = [(50257, 768), (1024, 768), *[(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12]

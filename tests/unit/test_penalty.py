@@ -22,7 +22,7 @@ def measured(sync: str, ranks: int) -> dict[int, dict]:
             (sync, ranks, "small", 2000)}  # fmt: skip
 
 
-@pytest.mark.parametrize("row", OURS, ids=lambda row: row.sync)
+@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.sync}-{row.ranks}")
 def test_our_own_are_those_of_the_bench(row):
     alone, found = measured("one process", 1), measured(row.sync, row.ranks)
     seeds = sorted(alone.keys() & found.keys())
@@ -36,9 +36,9 @@ def test_our_own_are_those_of_the_bench(row):
 
 def test_what_the_bench_measured_is_in_the_table():
     alone = measured("one process", 1)
-    for sync in {row["sync"] for row in ROWS if row["ranks"] == 2}:
-        if measured(sync, 2).keys() & alone.keys() and loss_penalty(parse_sync(sync), 10**6, 2)[1] != "exact":
-            assert sync in {row.sync for row in OURS}
+    for sync, ranks in {(row["sync"], row["ranks"]) for row in ROWS if row["ranks"] > 1}:
+        if measured(sync, ranks).keys() & alone.keys() and loss_penalty(parse_sync(sync), 10**6, ranks)[1] != "exact":
+            assert (sync, ranks) in {(row.sync, row.ranks) for row in OURS}
 
 
 def test_packed_has_the_loss_of_ddp_to_the_last_digit():
@@ -54,9 +54,20 @@ def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypa
     assert [round(loss_penalty(diloco, 10**power, 2)[0], 6) for power in (5, 6, 7, 8, 9)] == [
         0.02, 0.02, 0.015, 0.01, 0.01]  # fmt: skip
     assert loss_penalty(diloco, 10**8, 4)[0] == 0.05
-    assert loss_penalty(diloco, 10**6, 3)[0] is None  # of three replicas nobody said anything
+    assert loss_penalty(diloco, 10**6, 3)[0] == 0.05  # at most what four lose
+    assert loss_penalty(diloco, 10**6, 5)[0] is None  # of more nobody said anything
     assert loss_penalty(diloco, 10**6, 2, num_steps=1199)[0] is None  # and not of fewer outer steps
     assert loss_penalty(diloco, 10**6, 2, num_steps=1200)[0] == 0.02
+
+
+def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured():
+    told = [loss_penalty(parse_sync("diloco:10:int8"), num_params, 2, 2000)
+            for num_params in (10**5, 4 * 10**5, 10**6, 3 * 10**6, 4 * 10**6, 124 * 10**6)]  # fmt: skip
+    gain, cost = (next(row.penalty for row in OURS if row.sync == sync) for sync in ("diloco:10:int8", "int8"))
+    assert gain < 0 < cost
+    assert [one for one, _ in told] == [0.0, gain, gain, gain, 0.0, 0.0]
+    assert "exact" not in {source for _, source in told}
+    assert loss_penalty(parse_sync("int8"), 124 * 10**6, 2)[0] == cost  # a loss holds anywhere
 
 
 def test_errors_of_coded_gradients_hold_for_any_number_of_ranks_and_steps_and_beside_tables():
@@ -66,7 +77,7 @@ def test_errors_of_coded_gradients_hold_for_any_number_of_ranks_and_steps_and_be
 
 
 def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back():
-    watch = Watch(parse_sync("int8"))
+    watch = Watch(parse_sync("int8"), 2)
     assert 0 < watch.most < 0.03
     within, beyond = watch.most / 2, 2 * watch.most
     errors = [within] * 8 + [beyond] * 9 + [within] * 5 + [beyond] * 5
@@ -76,5 +87,13 @@ def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back()
 
 
 def test_where_nothing_was_measured_nothing_is_beyond_it():
-    watch = Watch(parse_sync("powersgd:1"))
+    watch = Watch(parse_sync("powersgd:1"), 2)
     assert all(watch.hear(1e9) is None for _ in range(20))
+
+
+def test_a_limit_is_that_of_as_many_replicas_as_it_was_measured_with():
+    seen = {ranks: max(error for row in measured("diloco:10:int8", ranks).values() for error in row["errors"])
+            for ranks in (2, 4)}  # fmt: skip
+    assert seen[2] < seen[4]
+    for ranks, like in ((2, 2), (3, 4), (4, 4)):
+        assert penalty.most_error(parse_sync("diloco:10:int8"), ranks) == pytest.approx(seen[like], abs=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from evener.bench.table import rows as bench_rows
 from evener.core.files import write_atomic
 from evener.core.plan import Plan, write_plan
-from evener.core.prediction import Cluster, HostRates, Option, Prediction, RankCost, Wire
+from evener.core.prediction import EXACT, Cluster, HostRates, Option, Prediction, RankCost, Wire
 from evener.core.roster import Member, Roster, Seat, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
@@ -69,7 +69,7 @@ def option(*costs: dict[str, float | None], name: str = "ddp", hosts: tuple[str,
     step_s = max(rank.cost.total_s for rank in ranks)
     given = {"roster": Roster(members=members, sync=parse_sync(sync), backend="gloo"), "ranks": ranks, "step_s": step_s,
              "tokens_per_s": 1024 / step_s, "speedup_vs_best_host": 1.2, "bytes_per_rank": BYTES,
-             "loss_penalty": 0.0}  # fmt: skip
+             "loss_penalty": 0.0, "loss_source": EXACT}  # fmt: skip
     return Option(name=name, **(given | other))
 
 
@@ -438,7 +438,7 @@ FAST = option(ATTIC | {"exposed_sync_s": 1.7}, LAPTOP | {"exposed_sync_s": 1.7},
 ALONE = option(
     ATTIC | {"compute_s": 40.0, "exposed_sync_s": 0.0, "wait_s": 0.0}, name="without laptop", hosts=("attic",)
 )
-INT4 = option(ATTIC, LAPTOP, name="int4", sync="int4", loss_penalty=0.004, is_built=False)
+INT4 = option(ATTIC, LAPTOP, name="int4", sync="int4", loss_penalty=0.004, loss_source="", is_built=False)
 
 
 def test_what_if_beside_this_runs_prediction():

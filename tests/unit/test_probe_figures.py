@@ -217,6 +217,11 @@ def test_all_hosts_use_one_backend(gpus, device, backend, settled):
     ]
     spec = _settled(CollectiveSpec(device=device, backend=backend), places)
     assert (spec.device, spec.backend) == settled
+    alone = [msgspec.structs.replace(places[0], host=Host(address="a", ranks=2))]
+    shared = _settled(CollectiveSpec(device=device, backend=backend), alone)
+    assert (shared.device, shared.backend) == ("cpu", "gloo")  # two ranks, and one GPU at most
+    with pytest.raises(UsageError, match="two ranks or more"):
+        _settled(CollectiveSpec(), places[:1])
 
 
 def test_a_fleet_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path):

@@ -15,8 +15,10 @@ ROWS = MODULE["rows"]()
 STATED = [row for found in ROWS.values() for row in found if row.is_stated]
 
 
-def test_the_page_is_up_to_date():
-    assert (DOCS / "published.md").read_text() == MODULE["page"](), "make docs writes it anew"
+@pytest.mark.parametrize("name", ["published", "fast"])
+def test_the_page_is_up_to_date(name):
+    module = MODULE if name == "published" else runpy.run_path(str(DOCS / f"{name}.py"))
+    assert (DOCS / f"{name}.md").read_text() == module["page"](), "make docs writes it anew"
 
 
 def test_every_published_figure_is_on_the_page():

@@ -13,7 +13,7 @@ from evener.plan.cluster import scaled
 from evener.plan.cost import price
 from evener.plan.options import as_trained
 from evener.plan.rechoose import WINDOW, Chooser
-from tests.unit.planner import cluster_of, job_of
+from tests.unit.planner import cluster_of, costing, job_of
 
 JOB = job_of(preset_shape("char", 65), batch=16, sync="ddp", dtype="bf16", loss_budget=0.0)
 FAST = cluster_of(3400.0, 3400.0, wire=Wire(latency_s=1e-4, bandwidth_Bps=1e9), coding_Bps={"packed": 1e10})
@@ -74,7 +74,7 @@ def test_a_prediction_that_errs_is_no_change_and_one_that_is_far_off_is():
 
 
 def test_what_costs_too_much_loss_is_not_chosen(monkeypatch):
-    monkeypatch.setattr(cost, "loss_penalty", lambda sync, *_: ({"int8": 0.02}.get(sync.kind, 0.0), "test"))
+    monkeypatch.setattr(cost, "loss_penalty", costing({"int8": 0.02}))
     chosen = simulated([1.0] * 100 + [0.01] * 100)[0]
     assert chosen
     assert "int8" not in [sync for _, sync in chosen]

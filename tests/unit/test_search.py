@@ -11,19 +11,19 @@ import pytest
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import NAMED, parse_link
-from evener.core.prediction import Cluster, Job, Wire
+from evener.core.prediction import EXACT, Cluster, Job, Wire
 from evener.core.roster import Seat
 from evener.core.shape import PRESETS, preset_shape
 from evener.plan import penalty
 from evener.plan.cluster import NotMeasuredError, cluster_of, scaled, uniform
 from evener.plan.cost import price
 from evener.plan.divide import first_roster_by_speed
-from evener.plan.options import larger
+from evener.plan.options import fastest, larger, simplest
 from evener.plan.question import of_training
 from evener.plan.search import flags_of_recommended, predict, what_if, why_left_out
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, buckets, gradients
 from tests.unit import planner
-from tests.unit.planner import changed, job_of, priced
+from tests.unit.planner import changed, costing, job_of, priced
 
 SHAPE = preset_shape("char", 512)
 JOB = job_of(SHAPE, batch=24, micro_batch=12)
@@ -115,9 +115,10 @@ def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
     monkeypatch.setattr("evener.plan.cost.BUILT", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     long = changed(JOB, steps=2000)
-    assert predict(changed(long, loss_budget=5.0), slow).recommended == "diloco:30"
+    assert predict(changed(long, loss_budget=5.0), slow).recommended == "diloco:10:int8"
     strict = predict(long, slow)
     assert strict.recommended == "a alone"
+    assert strict.option("diloco:10:int8").rejected_because == "costs 1.7% of loss, more than 1.0%"
     assert strict.option("diloco:30").rejected_because == "costs 2.0% of loss, more than 1.0%"
     short = predict(changed(JOB, loss_budget=5.0), slow)  # 200 steps are 6 outer ones
     assert short.option("diloco:30").rejected_because == "nobody measured what it costs in loss"
@@ -260,14 +261,40 @@ def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothi
     assert predict(auto, slower).chosen == "int8"
     assert "; its loss was 0.2% higher at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
     assert predict(auto, fast).chosen == "ddp"
-    costs = {"int4": 0.02, "diloco": 1.0}
-    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (costs.get(sync.kind, 0.0), "me"))
+    monkeypatch.setattr("evener.plan.cost.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
     assert predict(auto, slow).chosen == "powersgd:4"
     assert predict(changed(auto, loss_budget=0.0), slow).chosen == "powersgd:4"
-    costs = {"ddp": 0.0, "diloco": 1.0}
-    monkeypatch.setattr("evener.plan.cost.loss_penalty", lambda sync, *_: (costs.get(sync.kind, 0.02), "me"))
+    monkeypatch.setattr("evener.plan.cost.loss_penalty", costing({"ddp": 0.0, "diloco": 1.0}, others=0.02))
     assert predict(auto, slow).chosen == "ddp"
     assert predict(changed(auto, loss_budget=2.0), slow).chosen == "powersgd:4"
+
+
+def test_what_is_not_exact_has_to_gain_something_and_what_costs_loss_more():
+    option = predict(JOB, cluster(1000.0, 1000.0)).options[0]
+    exact, lossless, lossy = (
+        msgspec.structs.replace(option, name=name, tokens_per_s=rate, loss_penalty=cost, loss_source=source)
+        for name, rate, cost, source in (
+            ("exact", 1000.0, 0.0, EXACT), ("lossless", 1030.0, -0.01, "me"), ("lossy", 1040.0, 0.002, "me"))
+    )  # fmt: skip
+    assert fastest([exact, lossless, lossy]) is lossless
+    assert fastest([exact, lossy]) is exact
+    assert fastest([exact, msgspec.structs.replace(lossless, tokens_per_s=1010.0)]) is exact
+    faster = msgspec.structs.replace(lossy, tokens_per_s=1100.0)
+    assert fastest([exact, lossless, faster]) is faster
+    lossy = msgspec.structs.replace(lossy, step_s=option.step_s / 2)
+    assert simplest([exact, lossless, lossy], lossless, "ddp") is lossless  # no loss for one percent more
+    assert simplest([exact, lossless, lossy], lossy, "lossless") is lossless
+
+
+def test_without_a_budget_what_is_not_exact_is_not_chosen_whatever_its_loss_was():
+    slow = cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=8e6))
+    auto = changed(JOB, sync="auto", steps=2000)
+    drifting = predict(auto, slow)
+    assert drifting.chosen == drifting.recommended == "diloco:10:int8"
+    assert "; its loss was no higher at equal tokens (bench/loss.py: 1.0M" in drifting.verdict
+    strict = predict(changed(auto, loss_budget=0.0), slow)
+    assert strict.option(strict.chosen).is_exact
+    assert strict.option(drifting.chosen).rejected_because == "not exact, and no loss may be spent"
 
 
 def test_buckets_are_small_where_a_link_is_slow_and_large_where_every_message_costs():

@@ -6,6 +6,7 @@ needed later to follow, stop or resume the run, from this machine or after a res
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from evener.core.files import write_atomic
 from evener.core.fleet import Host
 from evener.core.prediction import Prediction
 from evener.core.roster import Roster
-from evener.core.rundir import RunDir
+from evener.core.rundir import BEFORE, FORMAT, RunDir
 from evener.core.spec import RunSpec
+from evener.core.stored import from_stored
 
-FORMAT = 1
 ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
 CLUSTER_FILE = "cluster.json"  # beside it, where the ranks may choose another way to agree
 
@@ -106,16 +107,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return next(host for host in self.hosts if host.first_rank <= rank < host.first_rank + host.num_ranks)
 
 
+def told_roster() -> Roster | None:
+    """The Roster that the launcher made for this process; None of one that was started by hand."""
+    path = os.environ.get("EVENER_ROSTER")
+    return None if path is None else from_json(Path(path).read_bytes(), Roster)
+
+
 def find_plan(rundir: RunDir) -> Plan | None:
-    """The plan of a run; None where there is none, as of a worker that was started by hand."""
+    """The plan of a run; None where there is none, as of a worker that was started by hand. CheckpointError where it
+    is damaged.
+    """
     try:
-        return from_json(_path(rundir).read_bytes(), Plan)
+        text = _path(rundir).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UsageError(f"{_path(rundir)}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{_path(rundir)}: damaged: {error}") from None
+    return from_stored(text, Plan, FORMAT, _path(rundir), BEFORE)
 
 
 def read_plan(rundir: RunDir) -> Plan:

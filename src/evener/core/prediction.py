@@ -16,6 +16,8 @@ from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
 from evener.core.step import StepCost
 
+EXACT = "exact"  # the source of a penalty of 0 that nobody has to measure
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What is trained: a run as it was asked for, and the shape of its model."""
@@ -100,10 +102,15 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     speedup_vs_best_host: float | None  # None: no host can hold the model alone, or its rate is not known
     bytes_per_rank: int  # of the rank that sends most
-    loss_penalty: float | None  # relative to ddp: 0.01 = 1 % more loss; 0 = exact; None = nobody measured it
-    loss_source: str = ""  # who did
+    loss_penalty: float | None  # relative to ddp: 0.01 = 1 % more loss; None = nobody measured it
+    loss_source: str = ""  # who did, or EXACT
     is_built: bool = True  # does `train` know how to run it?
     rejected_because: str = ""  # "" = recommended
+
+    @property
+    def is_exact(self) -> bool:
+        """Does it lose nothing by itself? A penalty of 0 may be what was measured of one that does."""
+        return self.loss_source == EXACT
 
     @property
     def last(self) -> Member:

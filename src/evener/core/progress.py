@@ -61,5 +61,6 @@ class Progress:
         left_s = step_s * (self._num_steps - self.done)
         if self._max_s is not None:
             left_s = min(left_s, max(0.0, self._max_s - self._spent_s))
-        parts.append(f"left {seconds(left_s)}")
+        if left_s:
+            parts.append(f"left {seconds(left_s)}")
         return "  ".join(parts)

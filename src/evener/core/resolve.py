@@ -11,7 +11,7 @@ import msgspec
 
 from evener.core.corpus import Corpus, check_block, load_corpus
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.roster import NO_SYNC, asked_sync, check_built
+from evener.core.roster import NO_SYNC, Roster, SyncSpec, asked_sync, check_built
 from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
@@ -31,8 +31,13 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     resume: Checkpoint | None  # the checkpoint to go on from
 
 
-def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
-    """Look up what a spec names and check that it can run; EvenerError where it cannot."""
+def resolve(
+    spec: RunSpec, *, resume: bool = False, roster: Roster | None = None, ranks_here: int | None = None
+) -> Resolved:
+    """Look up what a spec names and check that it can run; EvenerError where it cannot.
+
+    `roster` is what the launcher made of the spec, where it has; `ranks_here` of its ranks are on this machine [all].
+    """
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
     model = spec.model
@@ -42,10 +47,13 @@ def resolve(spec: RunSpec, *, resume: bool = False) -> Resolved:
         raise UsageError(f"--init-from {model.init_from}: no such file")
     rundir = RunDir(spec.out or "runs")
     check_built(spec)
+    sync = asked_sync(spec)
+    check_useful(sync, has_tables=shape.has_tables, is_thinner=shape.width > 2 * sync.rank)
     checkpoint = starting_point(rundir, spec, resume=resume)
     if checkpoint is not None:
         _check_fits(rundir, shape, corpus, spec)
-    _check_disk(rundir, shape, spec)
+    sync = roster.sync if roster else asked_sync(spec) if spec.machine.ranks > 1 else NO_SYNC
+    _check_disk(rundir, shape, spec, OWN_BYTES_PER_PARAM.get(sync.kind, 0) * (ranks_here or spec.machine.ranks))
     return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
 
 
@@ -59,6 +67,23 @@ def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
 
 
+def check_useful(sync: SyncSpec, *, has_tables: bool, is_thinner: bool) -> None:
+    """UsageError where a strategy has nothing to do in this model.
+
+    `has_tables`: it has some that are only looked up; `is_thinner`: factors of PowerSGD's rank are, than some matrix.
+    """
+    if sync.kind == "powersgd" and not is_thinner:
+        raise UsageError(
+            f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: nothing is smaller",
+            hint="a smaller rank, such as powersgd:4",
+        )
+    if sync.sparse and not has_tables:
+        raise UsageError(
+            f"--sync {sync}: this model has no table that is only looked up: a head that is tied reads it too",
+            hint=f"--sync {str(sync).removesuffix('+sparse')}",
+        )
+
+
 def new_run_path(spec: RunSpec) -> str:
     """A run directory for a run that was given none."""
     return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
@@ -67,7 +92,7 @@ def new_run_path(spec: RunSpec) -> str:
 def starting_point(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint | None:
     """The checkpoint with which a run begins, None where it is a new one; EvenerError where it can do neither there."""
     if resume:
-        return _newest_checkpoint(rundir, spec.train.steps)
+        return _newest_checkpoint(rundir, spec)
     _check_free(spec)
     return None
 
@@ -83,11 +108,16 @@ def _check_free(spec: RunSpec) -> None:
         raise UsageError(f"--out {rundir}: a file is in the way")
 
 
-def _newest_checkpoint(rundir: RunDir, steps: int) -> Checkpoint:
-    """What a run is to go on from up to `steps`; CheckpointError where there is nothing or it is damaged, UsageError
-    where it has taken all its steps.
+def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
+    """What a run is to go on from; CheckpointError where there is nothing, it is damaged or holds nothing of the
+    strategy that was asked for, UsageError where it has taken all its steps.
     """
-    rundir.manifest()
+    had, steps = rundir.manifest().roster.sync, spec.train.steps
+    if had != NO_SYNC and spec.train.sync != "auto" and asked_sync(spec) != had:
+        raise CheckpointError(
+            f"{rundir}: its replicas agree by {had}, and its checkpoints hold nothing of {spec.train.sync}",
+            hint=f"--sync {had}, or a new run from its weights",
+        )
     saved = rundir.checkpoint_steps()
     if not saved:
         raise CheckpointError(f"{rundir}: it has no complete checkpoint to resume from", hint="start it again")
@@ -106,22 +136,16 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
             hint=f"--data {manifest.corpus.path}",
         )
     if manifest.sampler != SAMPLERS[spec.train.sampling]:
-        flag = next((name for name, sampler in SAMPLERS.items() if sampler == manifest.sampler), None)
+        flag = next(name for name, sampler in SAMPLERS.items() if sampler == manifest.sampler)
         raise CheckpointError(
             f"{rundir}: its batches came from the sampler {manifest.sampler}, and "
             f"{SAMPLERS[spec.train.sampling]} would go on with others",
-            hint=f"--sampling {flag}" if flag else "this evener has it no more; start the run again with another --out",
-        )
-
-    had = manifest.roster.sync
-    if had != NO_SYNC and spec.train.sync != "auto" and asked_sync(spec) != had:
-        raise CheckpointError(
-            f"{rundir}: its replicas agree by {had}, and its checkpoints hold nothing of {spec.train.sync}",
-            hint=f"--sync {had}, or a new run from its weights",
+            hint=f"--sampling {flag}",
         )
 
 
-def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:
+def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, own_bytes_per_param: int) -> None:
+    """UsageError where there is no room for the checkpoints, and for what the ranks here keep for themselves."""
     place = rundir.path.absolute()
     while not place.exists():
         place = place.parent
@@ -131,8 +155,7 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec) -> None:
         raise UsageError(f"{place}: may not be written", hint="another --out")
     num_kept = spec.checkpoint.keep + 2  # the best, and one in the making
     needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * num_kept
-    if spec.machine.ranks > 1:  # what each rank keeps for itself: the newest two, and one in the making
-        needed += shape.num_params() * OWN_BYTES_PER_PARAM.get(asked_sync(spec).kind, 0) * 3 * spec.machine.ranks
+    needed += shape.num_params() * own_bytes_per_param * 3  # the newest two, and one in the making
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UsageError(

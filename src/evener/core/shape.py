@@ -44,6 +44,11 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Does this layer, counted from 0, have one? Every second one has, ending with the last."""
         return self.value_embeddings and (self.num_layers - 1 - layer) % 2 == 0
 
+    @property
+    def has_tables(self) -> bool:
+        """Are there tables that are only looked up? The token embedding is one unless a tied head reads it too."""
+        return not self.tied_head or self.value_embeddings
+
     def params_by_group(self) -> dict[str, int]:
         """Parameters by group, in closed form. What the shape does not have counts 0, so does a tied head.
 

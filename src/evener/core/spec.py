@@ -70,9 +70,11 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     sync: Annotated[
         str,
         Meta(description="how replicas agree: ddp, packed, bf16, int8, int4, powersgd:4, each also with +sparse; "
-                         "diloco:30, diloco:30:int4; auto: the fastest within --loss-budget"),
+                         "diloco:10, diloco:10:int8:streamed; auto: the fastest within --loss-budget"),
     ] = "ddp"  # fmt: skip
-    loss_budget: Annotated[float, Meta(ge=0, le=100, description="percent of loss that --sync auto may cost")] = 1.0
+    loss_budget: Annotated[
+        float, Meta(ge=0, le=100, description="percent of loss that --sync auto may cost; 0: exact ways alone")
+    ] = 1.0
     lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NotNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
     warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None
@@ -105,7 +107,7 @@ class MachineSpec(Section, frozen=True, kw_only=True):
     ranks: Annotated[Few, Meta(description="processes on this machine")] = 1
     threads: Annotated[Few | None, Meta(description="processor threads per rank [cores / ranks]")] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where every rank has one")] = "auto"
-    backend: Annotated[Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl on GPUs, else gloo")] = "auto"
+    backend: Annotated[Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl with a GPU a rank")] = "auto"
     shares: Annotated[
         str, Meta(description="parts of a batch by rank: auto: by measured speed; equal; or such as 3:1, 0: none")
     ] = "auto"

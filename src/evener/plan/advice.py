@@ -57,10 +57,10 @@ def verdict_of(prediction: Prediction) -> str:
 
 def price_in_loss(option: Option) -> str:
     """What somebody measured; nothing of what is exact."""
-    if not option.loss_penalty:
+    if option.is_exact or option.loss_penalty is None:
         return ""
-    told = "higher" if option.loss_penalty > 0 else "lower"
-    return f"; its loss was {abs(option.loss_penalty):.1%} {told} at equal tokens ({option.loss_source})"
+    told = f"{abs(option.loss_penalty):.1%} {'higher' if option.loss_penalty > 0 else 'lower'}"
+    return f"; its loss was {told if option.loss_penalty else 'no higher'} at equal tokens ({option.loss_source})"
 
 
 def advice_of(prediction: Prediction) -> list[str]:
@@ -75,7 +75,7 @@ def advice_of(prediction: Prediction) -> list[str]:
     if prediction.job.noise_tokens is not None and fits_in(chosen, cluster):
         found.append(_larger_batch(prediction, prediction.job.noise_tokens))
     faster = [option for option in prediction.options
-              if not option.is_built and option.loss_penalty == 0.0 and fits_in(option, cluster)]  # fmt: skip
+              if not option.is_built and option.is_exact and fits_in(option, cluster)]  # fmt: skip
     top = max(faster, key=speed, default=None)
     recommended = prediction.recommended and prediction.option(prediction.recommended)
     if top and recommended and top.tokens_per_s > WORTH * recommended.tokens_per_s:

@@ -15,7 +15,7 @@ from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, HostRates, Job, Wire
-from evener.core.roster import Dtype, Seat, devices_of, dtypes_of, largest_micro_batch
+from evener.core.roster import Dtype, Seat, devices_of, dtypes_of, largest_micro_batch, wished_device
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.units import link_rate
 from evener.plan.compute import MATMUL_SHARE, roofline
@@ -101,8 +101,7 @@ def _seats(name: str, host: Host, rates: Mapping[str, Rates], job: Job) -> list[
     A GPU of which nobody said what it was measured in is taken to have it.
     """
     gpus = _gpus(rates)
-    wish = host.devices if job.spec.machine.device == "auto" else job.spec.machine.device
-    if wish == "cuda" and not gpus:
+    if wished_device(host, job.spec.machine) == "cuda" and not gpus:
         raise _not_measured(name, "GPUs", job)
     found = []
     for device in devices_of(name, host, len(gpus), job.spec.machine):

@@ -19,6 +19,8 @@ import msgspec
 
 from evener.core.roster import Roster
 from evener.core.shape import MLP_EXPANSION, GPTShape
+from evener.plan.sync import BLOCKS, bucket_bytes, buckets, element_bytes, fragment_bytes
+from evener.plan.sync import gradients as in_their_order
 
 FP32 = 4
 # Resident bytes of a process with a model of next to nothing: interpreter, torch, our worker, a group. CPU: *measured*,
@@ -27,7 +29,6 @@ FP32 = 4
 # kernels: an *assumption*; torch.cuda.max_memory_allocated, which a run records there, does not count them.
 BASE_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
 STRIP_ROWS = 128  # of attention with dropout on a CPU, as in evener.worker.model
-BUCKET_BYTES = 25 << 20  # DDP's cap; a larger gradient has a bucket of its own
 
 BF16_BYTES = 12_000_000  # more, once a product ran in bf16 on a CPU: oneDNN's kernels (*measured*, as above)
 
@@ -48,7 +49,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     gradients: int
     optimizer: int  # AdamW's two moments
     activations: int  # what autograd saved, cast copies of weights, logits and their gradient, backward's temporaries
-    buckets: int  # beside the gradients, which are views into DDP's buckets
+    buckets: int  # beside the gradients, which are views into DDP's buckets: what the largest one's exchange keeps
     sync: int  # what the strategy adds: error feedback, anchors, gathered layers
     heap: int  # free, but held by the allocator between blocks in use
     base: int  # the process without a model
@@ -83,11 +84,15 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     gradients, activations = sum(worst.gradients), sum(worst.activations)
     recycled = max(_on_heap(moment.activations) for moment in moments) + _on_heap(_gradients(shape))
     heap = int(HOLES * recycled) if device == "cpu" else 0
-    extra = buckets = saving = 0  # saving: what a checkpoint of the rank's own state is made of, beside what it is of
+    extra = of_bucket = saving = 0  # saving: what a checkpoint of the rank's own state is made of, beside what it is of
     optimizer = 2 * weights
-    if sync.kind in ("bf16", "int8", "int4"):
-        compressed = {"bf16": 2, "int8": 1, "int4": 0.5}[sync.kind] / FP32
-        buckets = int(max(min(BUCKET_BYTES, weights), *_gradients(shape)) * compressed)  # one in flight
+    tensors = in_their_order(shape)
+    dense = [tensor for tensor in tensors if not (sync.sparse and tensor.is_lookup)]
+    largest = max(size for size, _ in buckets(dense, bucket_bytes(roster)))
+    if sync.kind == "packed":
+        of_bucket = 2 * largest  # what is sent and what comes, where no part of it fits into bf16
+    elif sync.kind in ("bf16", "int8", "int4"):
+        of_bucket = _coding_bytes(largest, {"bf16": 16, "int8": 8, "int4": 4}[sync.kind])
         extra = weights + (weights // num_ranks if num_ranks > 2 else 0)  # what was rounded off, of sums too
         saving = 2 * weights
     elif sync.kind == "powersgd":
@@ -96,12 +101,12 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     elif sync.kind == "zero1":
         optimizer //= num_ranks
     elif sync.kind == "diloco":
-        part = max(min(BUCKET_BYTES, weights), *_gradients(shape))  # exchanged at a time
+        part = max(size for size, _ in buckets(tensors[::-1], fragment_bytes(sync, weights)))  # exchanged at a time
         extra = 2 * weights  # agreed, outer momentum; the difference is there when gradients and activations are gone
         saving = 5 * weights  # these, its weights, its optimizer's state
-        if sync.bits < 32:  # what was rounded off; sums and codes, whose memory is kept
+        if sync.bits < 32:  # what was rounded off
             saving += 2 * weights
-            extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + part + part * sync.bits // 16
+            extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _coding_bytes(part, sync.bits)
         if sync.streamed:
             extra += part  # a difference on its way
     elif sync.kind == "fsdp":
@@ -117,7 +122,7 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
         gradients=gradients,
         optimizer=optimizer,
         activations=max(activations, saving),
-        buckets=buckets,
+        buckets=of_bucket,
         sync=extra,
         heap=heap,
         base=BASE_BYTES[device] + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
@@ -212,6 +217,11 @@ class _MicroBatch:
         product = [FP32 * N * C, *masked, e * N * hidden, FP32 * C * hidden]
         powers = 3 if self.shape.activation == "relu2" else 1  # 2·relu(x) · gradient, step by step
         return max(product, [FP32 * N * C, *[e * N * hidden] * powers], key=sum)
+
+
+def _coding_bytes(size: int, bits: int) -> int:
+    """What coding so many bytes of fp32 keeps: their sums, and payloads that go and come."""
+    return int(size * (1 + 2 * element_bytes(bits, BLOCKS.get(bits, 1)) / FP32))
 
 
 def _on_heap(sizes: list[int]) -> int:

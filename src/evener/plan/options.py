@@ -16,12 +16,12 @@ from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gra
 
 CANDIDATES = tuple(map(parse_sync, (
     "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:10",
-    "diloco:10:int8", "diloco:30", "diloco:100:int4:streamed",
+    "diloco:10:int8", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30",
 )))  # fmt: skip
 BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
-WORTH_LOSS = 1.05  # what costs loss must gain as much over all that costs none
+WORTH_LOSS = 1.05  # what costs loss must gain as much over what is exact
 
 
 def as_trained(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, name: str = "") -> Option:
@@ -178,12 +178,24 @@ def speed(option: Option) -> float:
 
 
 def fastest(options: Sequence[Option]) -> Option | None:
-    """The one with most tokens/s; one that costs loss only where it is clearly faster than those that cost none."""
-    best = max(options, key=speed, default=None)
-    exact = max((option for option in options if not option.loss_penalty), key=speed, default=None)
-    if best is None or exact is None or best.tokens_per_s >= WORTH_LOSS * exact.tokens_per_s:
-        return best
-    return exact
+    """The one with most tokens/s, where what is not exact has to gain something for that, and what costs loss more."""
+    return max(options, key=lambda option: speed(option) / has_to_gain(option), default=None)
+
+
+def has_to_gain(option: Option) -> float:
+    """Times as fast as what is exact it must be to be worth it."""
+    if option.is_exact:
+        return 1.0
+    return WORTH_LOSS if option.loss_penalty is None or option.loss_penalty > 0 else WORTH
+
+
+def simplest(options: Sequence[Option], best: Option, chosen: str) -> Option:
+    """Of those that are as good, for a gain within what a prediction can err is none: fewer hosts first, then what was
+    chosen.
+    """
+    near = [option for option in options if best.tokens_per_s < WORTH * option.tokens_per_s
+            and has_to_gain(option) <= has_to_gain(best)]  # fmt: skip
+    return min(near, key=lambda option: (len(option.roster.hosts), option.name != chosen, option.step_s))
 
 
 def fits_in(option: Option, cluster: Cluster) -> bool:
@@ -214,6 +226,8 @@ def obstacle(option: Option, cluster: Cluster, loss_budget: float) -> str:
         return "what is left to send would be of another loss scale than the next step's"
     if option.loss_penalty is None:
         return "nobody measured what it costs in loss"
+    if not loss_budget and not option.is_exact:
+        return "not exact, and no loss may be spent"
     if option.loss_penalty > loss_budget:
         return f"costs {option.loss_penalty:.1%} of loss, more than {loss_budget:.1%}"
     return ""

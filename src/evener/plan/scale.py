@@ -171,7 +171,6 @@ def scenario_of(job: Job, cluster: Cluster, *, strong: bool, jitter: float | Non
     alone = job.roster(cluster.seats[:1])
     (first,), names = alone.members, cluster.names
     outer, local = cluster.wires[names[0]][names[1]], cluster.hosts[names[0]].local
-    devices = [seat.device for seat in cluster.seats]
     jitter, mtbf_days = JITTER if jitter is None else jitter, MTBF_DAYS if mtbf_days is None else mtbf_days
     return Scenario(
         compute_s=job.tokens / cluster.tokens_per_s(first),
@@ -180,10 +179,10 @@ def scenario_of(job: Job, cluster: Cluster, *, strong: bool, jitter: float | Non
         sequence_tokens=job.shape.block_size,
         gradient_bytes=GRADIENT_BYTES * job.shape.num_params(),
         buckets=buckets(gradients(job.shape)),
-        per_node=len(devices) // len(names),
+        per_node=len(cluster.seats) // len(names),
         inner=local or outer,
         outer=outer,
-        has_trees=backend_of(devices, job.spec.machine.backend) == "nccl",
+        has_trees=backend_of(cluster.seats, job.spec.machine.backend) == "nccl",
         kind="strong" if strong else "weak",
         jitter=jitter,
         mtbf_s=86400 * mtbf_days,

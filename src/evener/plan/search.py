@@ -28,6 +28,7 @@ from evener.plan.options import (
     on_the_best,
     on_those_that_fit,
     otherwise_divided,
+    simplest,
     slowest_Bps,
     speed,
     what_does_not_fit,
@@ -63,10 +64,8 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False) -> Predicti
                    for option in options]  # fmt: skip
     able = [option for option in options if not obstacle(option, cluster, loss_budget)]
     best = fastest(able)
-    if best is not None:  # a gain within what a prediction can err is none: then the simpler way, fewer hosts first
-        near = [option for option in able if best.tokens_per_s < WORTH * option.tokens_per_s
-                and (best.loss_penalty or not option.loss_penalty)]  # fmt: skip
-        best = min(near, key=lambda option: (len(option.roster.hosts), option.name != chosen.name, option.step_s))
+    if best is not None:
+        best = simplest(able, best, chosen.name)
     options = [_judged(option, best, cluster, loss_budget) for option in options]
     prediction = Prediction(
         job=job,
@@ -167,7 +166,7 @@ def _judged(option: Option, best: Option | None, cluster: Cluster, loss_budget: 
     if best is None or option.name == best.name:
         return msgspec.structs.replace(option, rejected_because=because)
     slower = best.tokens_per_s / option.tokens_per_s
-    if not because and slower < 1 and option.loss_penalty:
+    if not because and slower < 1 and not option.is_exact:
         because = f"not exact, and only {1 / slower:.2f} times as fast as {best.name}"
     elif not because and slower >= WORTH:
         because = f"slower: {best.name} trains {slower:.2f} times as fast"

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.roster import Kind, Roster
+from evener.core.roster import Kind, Roster, SyncSpec
 from evener.core.shape import MLP_EXPANSION, GPTShape
+from evener.plan.collectives import ring_all_reduce_bytes
 
 INDEX_BYTES = 4  # of a table's row
 GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
@@ -20,6 +21,8 @@ BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB
 FIRST_BUCKET_BYTES = 1 << 20
 # What is coded before it travels: the last bucket hides behind nothing, so all of them are small.
 CODED_BUCKET_BYTES = 4 << 20
+FRAGMENT_BYTES = 25 << 20  # of weights that DiLoCo agrees upon at a time: what is held beside them is that large
+FRAGMENTS = 10  # when streamed, at most: smaller ones are taken up sooner after they were sent, larger ones are fewer
 BLOCKS = {8: 256, 4: 64}  # numbers that share a scale, by their bits
 
 
@@ -114,6 +117,11 @@ def bucket_bytes(roster: Roster) -> int | None:
     return roster.bucket_bytes or (None if is_plain else CODED_BUCKET_BYTES)
 
 
+def fragment_bytes(sync: SyncSpec, num_bytes: int) -> int:
+    """So much of so many bytes of weights is in one of DiLoCo's fragments, what the tensor that fills it has aside."""
+    return -(-num_bytes // min(FRAGMENTS, sync.every)) if sync.streamed else FRAGMENT_BYTES
+
+
 def buckets(tensors: Sequence[Gradient], most_bytes: int | None = None) -> list[tuple[int, float]]:
     """DDP's buckets as (bytes, ready): each closes with the tensor that fills it.   [torch, reducer.cpp]
 
@@ -181,9 +189,14 @@ def _ddp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchan
 
 
 def _rows(shape: GPTShape, roster: Roster, tensor: Gradient) -> Transfer:
-    """A table that is only looked up: the rows that were touched, at most one a token, with their numbers."""
+    """A table that is only looked up: the rows that were touched, at most one a token, with their numbers.
+
+    All of it where that is less to send.
+    """
     touched = min(max(roster.shares) * shape.block_size, tensor.rows)
-    size = touched * (GRADIENT_BYTES * tensor.columns + INDEX_BYTES)
+    size, whole = touched * (GRADIENT_BYTES * tensor.columns + INDEX_BYTES), GRADIENT_BYTES * tensor.num_params
+    if (roster.world_size - 1) * size > ring_all_reduce_bytes(whole, roster.world_size):
+        return Transfer(collective="all_reduce", size_bytes=float(whole), ready=tensor.ready)
     return _swap(float(size), tensor.ready, roster.world_size)
 
 

@@ -1,0 +1,32 @@
+"""Is a file that evener wrote one that this evener reads? Its format is looked at before anything else in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from evener.core.decoding import from_json
+from evener.core.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def from_stored(text: bytes, kind: type[T], form: int, path: Path, hints: Mapping[int, str] | None = None) -> T:
+    """What the JSON of a file of this format holds; CheckpointError where it is damaged, or of another one, of which
+    a hint may say what to do.
+    """
+    try:
+        if (found := from_json(text, _Format).format) != form:
+            raise CheckpointError(
+                f"{path}: format {found}, this evener reads {form}", hint=(hints or {}).get(found, "")
+            )
+        return from_json(text, kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
