@@ -18,8 +18,8 @@ from evener.core.units import plural
 from evener.plan.options import makes_sense
 
 MOST_PROCESSES = 8  # on one host's processor
-SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:30", "diloco:30:int8",
-         "diloco:30:int4:streamed", "packed+sparse", "int8+sparse")  # fmt: skip
+SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8",
+         "diloco:10:int8:streamed", "diloco:30", "packed+sparse", "int8+sparse")  # fmt: skip
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

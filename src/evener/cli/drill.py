@@ -280,8 +280,19 @@ class Screen:
 
 
 def gist(told: Heard, limit: int = LINES) -> list[str]:
-    """The lines of a program's output that say most: its last errors, else its last lines."""
-    return [line if len(line) <= 300 else line[:299] + "…" for line in _errors(told)[-2:] or _lines(told)[-limit:]]
+    """The lines of a program's output that say most: its last errors, else its last lines.
+
+    Of one that ended well the last lines but torch's warnings: the store's owner may leave first, which is no error.
+    """
+    said = _errors(told)[-2:] if told.status != 0 else [line for line in _lines(told) if not _is_warning(line)]
+    return [line if len(line) <= 300 else line[:299] + "…" for line in said or _lines(told)[-limit:]][-limit:]
+
+
+def _is_warning(line: str) -> bool:
+    """One of torch's, or of the stack below it."""
+    import re
+
+    return bool(re.match(r"\[W\d{4} |Exception raised from |frame #\d+:", line))
 
 
 def _lines(told: Heard) -> list[str]:

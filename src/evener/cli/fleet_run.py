@@ -34,8 +34,9 @@ def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], r
     # Of a run that is resumed the ranks stay where they were.
     order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
     hosts = fleets.in_order(fleet, order)
-    prepared = launcher.prepare(hosts, sessions, errors, name, before.id if before else None)
-    roster, seats = prepared.roster(to_plan), prepared.seats(resolved.spec.machine)
+    machine = resolved.spec.machine
+    prepared = launcher.prepare(hosts, sessions, errors, name, before.id if before else None, machine=machine)
+    roster, seats = prepared.roster(to_plan), prepared.seats(machine)
     if before is None:
         prediction = fleets.predicted(fleet, to_plan, seats, as_asked=as_asked)
     else:
@@ -45,7 +46,8 @@ def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], r
     roster = fleets.as_before(roster, resolved)
     if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
         hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
-        prepared = launcher.prepare(hosts, {host: sessions[host] for host in hosts.hosts}, errors, name, prepared.id)
+        mine = {host: sessions[host] for host in hosts.hosts}
+        prepared = launcher.prepare(hosts, mine, errors, name, prepared.id, machine=machine)
     fleets.tell_warnings(prepared)
     plan, trees = launcher.plan_training(prepared, resolved, roster, resume=resolved.resume is not None)
     return msgspec.structs.replace(plan, prediction=prediction), trees, prepared

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from evener.core.errors import HostError
@@ -198,11 +198,16 @@ def predicted_here(resolved: Resolved, seats: Sequence[Seat]) -> Prediction | No
     return None
 
 
-def with_ranks(fleet: Fleet, ranks: int | None) -> Fleet:
-    """The fleet with so many ranks on every host."""
+def with_ranks(fleet: Fleet, ranks: int | None, device: Literal["auto", "cpu", "cuda"] = "auto") -> Fleet:
+    """The fleet with so many ranks on every host, and these on such devices."""
     import msgspec
 
-    hosts = {name: msgspec.structs.replace(host, ranks=ranks or host.ranks) for name, host in fleet.hosts.items()}
+    hosts = {
+        name: msgspec.structs.replace(
+            host, ranks=ranks or host.ranks, devices=host.devices if device == "auto" else device
+        )
+        for name, host in fleet.hosts.items()
+    }
     return msgspec.structs.replace(fleet, hosts=hosts)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.core.progress import Progress
 from evener.core.resolve import Resolved
-from evener.core.roster import asked_sync
+from evener.core.roster import parse_sync
 from evener.core.rundir import Manifest
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
@@ -51,7 +51,7 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
 
     spec = resolved.spec
     tokens = spec.train.batch * resolved.shape.block_size
-    progress = Progress(spec.train.steps, tokens, spec.train.max_s, asked_sync(spec).every)
+    progress = Progress(spec.train.steps, tokens, spec.train.max_s)
     with contextlib.ExitStack() as stack:
         shown = None
         if console.is_terminal and not console.quiet:
@@ -62,7 +62,7 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
         told = time.monotonic()
 
         def observe(news: StepRecord | dict[str, Any]) -> None:
-            nonlocal told
+            nonlocal told, progress
             if isinstance(news, StepRecord):
                 progress.add(news)
                 if shown is not None:
@@ -70,6 +70,8 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
                 elif time.monotonic() - told > PLAIN_EVERY_S or progress.done == spec.train.steps:
                     told = time.monotonic()
                     console.print(progress.line())
+            elif news["event"] == "start":
+                progress = Progress(spec.train.steps, tokens, spec.train.max_s, parse_sync(news["sync"]).every)
             elif news["event"] == "evaluation":
                 console.print(f"step {news['step']}: validation loss {news['val_loss']:.4f}")
             elif news["event"] == "rechosen":

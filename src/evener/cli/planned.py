@@ -227,7 +227,7 @@ def _prices(found: Prediction) -> object:
             option.name,
             size(option.bytes_per_rank) if option.bytes_per_rank else "–",
             size(max(rank.memory_bytes or 0 for rank in option.ranks)),
-            "same" if penalty == 0 else "?" if penalty is None else f"{penalty:+.1%}".replace("-", "−"),
+            "same" if option.is_exact else "?" if penalty is None else f"{penalty:+.1%}".replace("-", "−"),
             option.rejected_because or "← recommended",
             style="bold" if option.name == found.recommended else None,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from evener.cli.fleets import connected, fleet_path, say
+from evener.cli.fleets import connected, fleet_path, say, with_ranks
 
 if TYPE_CHECKING:
     from evener.core.collective import CollectiveSpec, Row, Told
@@ -273,12 +273,12 @@ def _told_of_collectives(
         yield wire_Bps, (decode(line) for line in lines_here(ranks or 2, module, arg))
         return
     with connected(path) as (known, sessions, errors):
-        prepared = _prepared(known, sessions, errors)
+        prepared = _prepared(with_ranks(known, ranks, spec.device), sessions, errors)
         addresses = {place.name: place.address for place in prepared.places}
         arg = msgspec.json.encode(_settled(spec, prepared.places)).decode()
         several = len(known.hosts) > 1
         wire_Bps = wires.ring_Bps(sessions, addresses, list(addresses)) if several else _loopback_Bps()
-        lines = lines_of_fleet(prepared, sessions, module, dict.fromkeys(addresses, arg), num_ranks=ranks)
+        lines = lines_of_fleet(prepared, sessions, module, dict.fromkeys(addresses, arg))
         with contextlib.closing(lines):
             yield wire_Bps, (decode(line) for _, line in lines)
 
@@ -287,11 +287,14 @@ def _settled(spec: CollectiveSpec, places: Sequence[Place]) -> CollectiveSpec:
     """One backend for all hosts. What Gloo moves lies in the processors' memory: a GPU's would only be copied there."""
     import msgspec
 
+    from evener.core.errors import UsageError
     from evener.core.roster import backend_of
     from evener.core.spec import MachineSpec
 
-    devices = [seat.device for place in places for seat in place.seats(MachineSpec(device=spec.device))]
-    backend = backend_of(devices * 2, spec.backend)  # two ranks at least
+    seats = [seat for place in places for seat in place.seats(MachineSpec(device=spec.device))]
+    backend = backend_of(seats, spec.backend)
+    if backend == "none":
+        raise UsageError("collectives need two ranks or more", hint="--ranks 2")
     device = spec.device if spec.device != "auto" else "cuda" if backend == "nccl" else "cpu"
     return msgspec.structs.replace(spec, backend=backend, device=device)
 
@@ -313,7 +316,7 @@ def _told_of_hosts(
         yield ((spec.host, decode(line)) for line in lines_here(1, module, msgspec.json.encode(spec).decode()))
         return
     with connected(path) as (known, sessions, errors):
-        prepared = _prepared(known, sessions, errors)
+        prepared = _prepared(with_ranks(known, None, spec.device), sessions, errors)
         prepared = msgspec.structs.replace(prepared, places=[_as_one_rank(place) for place in prepared.places])
         args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=name)).decode() for name in known.hosts}
         turns = [[place] for place in prepared.places] if one_by_one else [prepared.places]

@@ -19,10 +19,11 @@ from evener.core.errors import HostError
 from evener.core.finding import Finding, by_severity
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.rundir import code_hash
+from evener.core.spec import MachineSpec
 from evener.hosts.checks import check, names_to_resolve
 from evener.hosts.facts import Facts, to_facts
 from evener.hosts.pairs import Asker, Network, Pair, examine
-from evener.hosts.seen import Seen
+from evener.hosts.seen import AS_THE_FLEET_SAYS, Seen
 from evener.hosts.session import Sessions
 from evener.hosts.ways import Way, only_host, ways_of
 
@@ -56,9 +57,13 @@ def survey(
     *,
     quick: bool = False,
     port: int = RENDEZVOUS_PORT,
+    machine: MachineSpec = AS_THE_FLEET_SAYS,
     told: Callable[[str], None] = lambda text: None,
 ) -> Survey:
-    """Look at every host and every pair. `errors`: hosts that could not be reached; `told` hears of progress."""
+    """Look at every host and every pair. `errors`: hosts that could not be reached; `told` hears of progress.
+
+    `machine` is what the run that begins asks of its machines.
+    """
     began = time.monotonic()
     own_hash = code_hash()
     failed = dict(errors)
@@ -82,7 +87,8 @@ def survey(
         )
     facts = {name: facts[name] for name in facts if name not in failed}
     findings = check(Seen(
-        fleet=fleet, facts=facts, candidates=ways, network=network, errors=failed, port=port, own_hash=own_hash,
+        fleet=fleet, machine=machine, facts=facts, candidates=ways, network=network, errors=failed, port=port,
+        own_hash=own_hash,
     ))  # fmt: skip
     return Survey(
         hosts=list(fleet.hosts),

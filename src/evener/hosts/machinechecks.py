@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from evener.core.finding import Finding
 from evener.core.fleet import Host
+from evener.core.roster import rank_without_gpu
 from evener.core.units import seconds, size
 from evener.hosts.facts import Facts
 from evener.hosts.seen import Seen, each, finding_of, listed
@@ -45,20 +46,22 @@ def check_machines(seen: Seen) -> list[Finding]:
 
 
 def _gpu(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
-    wanted = seen.fleet.hosts[name].devices
+    wanted = seen.wished_device(name)
     if wanted == "cpu":
         return
+    do_without = "--device cpu" if seen.machine.device == "cuda" else f'[hosts.{name}] devices = "cpu"'
     if facts.gpu_error is not None and not facts.gpus and (facts.gpu_cards or wanted == "cuda"):
         cards = f"{facts.gpu_cards or 'no'} NVIDIA card{'s' * (facts.gpu_cards != 1)}"
         yield Finding(
             check="gpu.driver", severity="error" if wanted == "cuda" else "warning", host=name,
             evidence=f"{cards} on the bus; {facts.gpu_error}",
-            fix=f'on {name}: install the driver (Ubuntu: sudo ubuntu-drivers install) and reboot; or devices = "cpu"',
+            fix=f'on {name}: install the driver (Ubuntu: sudo ubuntu-drivers install) and reboot; or {do_without}',
         )  # fmt: skip
     elif wanted == "cuda" and not facts.gpus:
         yield Finding(
-            check="gpu.missing", severity="error", host=name, evidence="devices is cuda, and there is no NVIDIA GPU",
-            fix=f'[hosts.{name}] devices = "cpu"' + ("; or docker run --gpus all" if facts.in_container else ""),
+            check="gpu.missing", severity="error", host=name,
+            evidence="its ranks were asked to compute on GPUs, and there is no NVIDIA GPU",
+            fix=do_without + ("; or docker run --gpus all" if facts.in_container else ""),
         )  # fmt: skip
     if facts.gpus and facts.torch_version is not None and facts.torch_version.endswith("+cpu"):
         release = facts.torch_version.partition("+")[0]
@@ -66,7 +69,7 @@ def _gpu(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
             check="gpu.missing", severity="error", host=name,
             evidence=f"{len(facts.gpus)} × {facts.gpus[0]}, but torch {facts.torch_version} is built without CUDA",
             fix=f"on {name}: {facts.python} -m pip install --force-reinstall torch=={release}; "
-            f'or [hosts.{name}] devices = "cpu"',
+            f"or {do_without}",
         )  # fmt: skip
     if facts.gpu_iommu and len(facts.gpus) > 1:
         yield Finding(
@@ -140,7 +143,7 @@ def _limits(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
 
 def _processor(seen: Seen, name: str, facts: Facts, host: Host) -> Iterator[Finding]:
     ranks = seen.num_ranks(name)
-    threads = host.threads or max(1, facts.cores // ranks)
+    threads = host.threads or seen.machine.threads or max(1, facts.cores // ranks)
     if ranks * threads > facts.cores:
         fits = max(1, facts.cores // ranks)
         yield Finding(
@@ -204,8 +207,8 @@ def _slow_bf16(seen: Seen) -> Iterator[Finding]:
         mixed = len(slow) < len(seen.facts)
         yield finding_of(slow, "dtype.slow", "info",
                   f"{each(slow, lambda name: 'its processor has no units for bf16')}"
-                  + (", others have: all ranks compute in one type" if mixed else ""),
-                  "leave --dtype at auto, which takes fp32 here")  # fmt: skip
+                  + (", others have: each rank computes in its own type" if mixed else ""),
+                  "leave --dtype at auto, which takes fp32 there")  # fmt: skip
 
 
 # --- environment -------------------------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ def _nccl_matches(value: str, names: Sequence[str]) -> bool:
 
 
 def _nccl_on_gloo(seen: Seen) -> Iterator[Finding]:
-    if all(seen.uses_gpu(name) for name in seen.facts):
+    if seen.machine.backend != "gloo" and rank_without_gpu(seen.seats()) is None:
         return
     usual = {"NCCL_VERSION"}  # which every image of NVIDIA's sets
     found = {name: sorted(one for one in facts.environment if one.startswith("NCCL_") and one not in usual)
@@ -260,5 +263,5 @@ def _nccl_on_gloo(seen: Seen) -> Iterator[Finding]:
     hosts = [name for name, variables in found.items() if variables]
     if hosts:
         yield finding_of(hosts, "env.ineffective", "info",
-                  f"{each(hosts, lambda name: listed(found[name]))}: this fleet runs on Gloo, which reads none of it",
+                  f"{each(hosts, lambda name: listed(found[name]))}: its ranks agree by Gloo, which reads none of it",
                   "of Gloo's own: GLOO_SOCKET_IFNAME; evener sets it for its runs")  # fmt: skip

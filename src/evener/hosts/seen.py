@@ -10,17 +10,20 @@ import msgspec
 from evener.core.errors import HostError
 from evener.core.finding import Finding, Severity
 from evener.core.fleet import Fleet
-from evener.core.roster import devices_of
+from evener.core.roster import Seat, devices_of, wished_device
 from evener.core.spec import MachineSpec
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Network
 from evener.hosts.ways import Way
+
+AS_THE_FLEET_SAYS = MachineSpec()  # of a run that asks nothing of its machines beside the fleet file
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known when the findings are made."""
 
     fleet: Fleet
+    machine: MachineSpec = AS_THE_FLEET_SAYS  # on what the run that begins was asked to run
     facts: Mapping[str, Facts]  # of the hosts that answered
     candidates: Mapping[str, Sequence[Way]]
     network: Network
@@ -41,13 +44,21 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     def devices(self, name: str) -> list[str]:
         """Of the ranks that a run starts there; GPUs that it should have and has not are a finding of their own."""
-        host = self.fleet.hosts[name]
-        if host.devices == "cuda":
-            host = msgspec.structs.replace(host, devices="auto")
-        return devices_of(name, host, len(self.facts[name].gpus), MachineSpec())
+        wish = self.wished_device(name)
+        host = msgspec.structs.replace(self.fleet.hosts[name], devices="cpu" if wish == "cpu" else "auto")
+        machine = msgspec.structs.replace(self.machine, device="auto")
+        return devices_of(name, host, len(self.facts[name].gpus), machine)
+
+    def seats(self) -> list[Seat]:
+        """What the ranks of all hosts take."""
+        return [Seat(host=name, device=device) for name in self.facts for device in self.devices(name)]
+
+    def wished_device(self, name: str) -> str:
+        """What its ranks were asked to compute on: auto, cpu or cuda."""
+        return wished_device(self.fleet.hosts[name], self.machine)
 
     def uses_gpu(self, name: str) -> bool:
-        """Will its ranks have a GPU each?"""
+        """Will its ranks compute on GPUs?"""
         return "cpu" not in self.devices(name)
 
     def num_ranks(self, name: str) -> int:

@@ -7,6 +7,7 @@ import re
 import shutil
 
 from evener.core.errors import CheckpointError
+from evener.core.files import digest_of
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.hosts.session import RemoteError, Sessions, for_each, open_session
@@ -41,10 +42,12 @@ def bring_checkpoint(rundir: RunDir, plan: Plan) -> int | None:
 def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
     """Put on every host of a run that is resumed what it has of it here: a host goes on from nothing of its own.
 
-    Its own files may be those of an earlier start, after which the run went on elsewhere.
+    Its own files may be those of an earlier start, after which the run went on elsewhere, to checkpoints of the same
+    names.
     """
     checkpoint = rundir.checkpoint_path(step)
     parts = ["state.json", *read_checkpoint(checkpoint).files]
+    wanted = digest_of(checkpoint / "state.json")
 
     def put(name: str) -> None:
         host, session = plan.host(name), sessions[name]
@@ -54,10 +57,13 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
         paths += [path for rank in ranks for path in (rundir.steps_path(rank), rundir.log_path(name, rank))]
         files = {path.relative_to(rundir.path).as_posix(): path for path in paths if path.exists()}
         try:
+            is_there = session.call(
+                "runs", "go_back", run=run, checkpoint=checkpoint.name, wanted=wanted, timeout_s=WORK_S
+            )
             ours = {path: [file.size, file.digest] for path, file in pack(files).files.items()}
             lacking = session.call("runs", "lacking", run=run, files=ours, timeout_s=WORK_S)
             files = {path: files[path] for path in lacking}
-            if checkpoint.name not in session.call("runs", "checkpoints", run=run):
+            if not is_there:
                 files |= {f"checkpoints/{checkpoint.name}/{part}": checkpoint / part for part in parts}
             if files:
                 arrived = send_to(session, host.host.workdir, pack(files))

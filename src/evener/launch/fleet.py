@@ -33,6 +33,7 @@ from evener.core.spec import MachineSpec
 from evener.core.step import StepRecord
 from evener.core.units import size
 from evener.hosts.doctor import Survey, survey
+from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
 from evener.launch.commands import Place, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
@@ -71,10 +72,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], name: str, run_id: str | None = None,
-            port: int | None = None) -> Prepared:  # fmt: skip
-    """Look at the hosts as `doctor` does, quickly; RunError with the findings where they cannot train together."""
+            port: int | None = None, machine: MachineSpec = AS_THE_FLEET_SAYS) -> Prepared:  # fmt: skip
+    """Look at the hosts as `doctor` does, quickly; RunError with the findings where they cannot train together.
+
+    `machine` is what the run asks of them beside its fleet file.
+    """
     wanted = port or RENDEZVOUS_PORT
-    found = _examined(fleet, sessions, errors, wanted)
+    found = _examined(fleet, sessions, errors, wanted, machine)
     first = next(iter(fleet.hosts))
     low, high = found.facts[first].port_range
     free = sessions[first].call(
@@ -83,7 +87,7 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
     if free != wanted:
         if port is not None or free is None:
             raise RunError(f"{first}: port {wanted} is taken", hint="evener doctor names who holds it")
-        found = _examined(fleet, sessions, errors, free)  # is this one open to the others, too?
+        found = _examined(fleet, sessions, errors, free, machine)  # is this one open to the others, too?
     run_id = run_id or secrets.token_hex(6)
     places = [
         Place(
@@ -105,8 +109,10 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
     return Prepared(id=run_id, places=places, port=free, findings=warnings)
 
 
-def _examined(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], port: int) -> Survey:
-    found = survey(fleet, sessions, errors, quick=True, port=port)
+def _examined(
+    fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], port: int, machine: MachineSpec
+) -> Survey:
+    found = survey(fleet, sessions, errors, quick=True, port=port, machine=machine)
     if found.errors:
         raise RunError(
             f"{len(found.errors)} {'obstacle' if len(found.errors) == 1 else 'obstacles'} on the fleet",

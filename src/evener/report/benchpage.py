@@ -10,6 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from evener.core.rundir import RunDir
+from evener.core.stored import from_stored
 from evener.core.units import count, plural, seconds
 from evener.report import figures
 from evener.report.explain import Story, scaling_story, speedup, worth_it
@@ -17,7 +18,6 @@ from evener.report.gap import NO_PREDICTION
 from evener.report.markup import Fact, document
 from evener.report.predicted import against
 from evener.report.ranks import first_done
-from evener.report.stored import read_stored
 from evener.report.summary import Summary, summarize
 
 NAME = "bench.json"
@@ -52,7 +52,7 @@ def is_bench(folder: Path) -> bool:
 
 def read(folder: Path) -> dict[str, list[str]]:
     """Run directories, relative to the folder, by corpus."""
-    return read_stored(folder / NAME, Series, FORMAT).series
+    return from_stored((folder / NAME).read_bytes(), Series, FORMAT, folder / NAME).series
 
 
 def summaries(folder: Path) -> dict[str, list[Summary]]:

@@ -14,11 +14,11 @@ import msgspec
 
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
+from evener.core.stored import from_stored
 from evener.core.units import count, seconds, size
 from evener.report import figures
 from evener.report.markup import Fact, document
 from evener.report.predicted import against
-from evener.report.stored import read_stored
 from evener.report.summary import Summary, summarize
 
 NAME = "compare.json"
@@ -51,7 +51,7 @@ def is_comparison(folder: Path) -> bool:
 
 def read(folder: Path) -> Compared:
     """CheckpointError where it is damaged."""
-    return read_stored(folder / NAME, Compared, FORMAT)
+    return from_stored((folder / NAME).read_bytes(), Compared, FORMAT, folder / NAME)
 
 
 def write(folder: Path, compared: Compared) -> None:

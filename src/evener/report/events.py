@@ -62,7 +62,7 @@ def _describe(event: dict[str, Any]) -> str:
     step = event.get("step")
     match event.get("event"):
         case "start":
-            return f"ranks: {event.get('ranks')}, from step {step}"
+            return f"ranks: {event.get('ranks')}, --sync {event.get('sync')}, from step {step}"
         case "evaluation":
             loss = event.get("val_loss")
             return f"step {step}: validation loss " + (f"{loss:.4f}" if isinstance(loss, float) else "not measured")

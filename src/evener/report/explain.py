@@ -75,9 +75,10 @@ def _gradients(summary: Summary) -> str:
             f"steps for the same loss, and {more:.2f} times as many tokens"
         )
     if found := summary.fidelity:
-        sync, most = summary.manifest.roster.sync, most_error(summary.manifest.roster.sync)
+        roster = summary.manifest.roster
+        sync, most = roster.sync, most_error(roster.sync, roster.world_size)
         of_what = "changes" if sync.kind == "diloco" else "gradients"
-        measured = f"; where its cost in loss was measured it was {most:.1%} at most" if math.isfinite(most) else ""
+        measured = f"; its cost in loss, as it was measured, holds up to {most:.1%}" if math.isfinite(most) else ""
         told.append(
             f"What {sync} made of the {of_what}' sums differs from the exact ones by {found.error:.1%} of their "
             f"length, cosine {found.cosine:.4f} (medians){measured}; what is lost in one exchange is added to the next"

@@ -97,4 +97,4 @@ def what_if_table(
 def _penalty(option: Option) -> str:
     if option.loss_penalty is None:
         return "not measured"
-    return f"{100 * option.loss_penalty:+.1f}%".replace("-", "−") if option.loss_penalty else "the same"
+    return "the same" if option.is_exact else f"{100 * option.loss_penalty:+.1f}%".replace("-", "−")

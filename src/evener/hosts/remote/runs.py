@@ -30,12 +30,7 @@ def start(run, spec, supervisor, code=None, files=None):
     """
     run = _absolute(run)
     folder = os.path.join(run, "host")
-    deadline = time.monotonic() + END_S
-    while _is_alive(folder):
-        state = _read_state(folder)
-        if state is None or state["state"] == "running" or time.monotonic() >= deadline:
-            raise RuntimeError("this run is running here already")
-        time.sleep(0.02)  # it has told its end and is about to go
+    _check_over(folder)
     end_leftovers(run)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     for name in ("state.json", "failures.json"):
@@ -145,6 +140,32 @@ def checkpoints(run):
     return sorted((name for name in names if re.fullmatch("step-[0-9]{6,12}", name)), key=lambda name: int(name[5:]))
 
 
+def go_back(run, checkpoint, wanted):
+    """Before a run is resumed from the checkpoint of this name: is it here, with a state.json of this blake2b?
+
+    state.json holds the digests of all other files. One of another content goes, and with it what ranks kept of that
+    step for themselves; so does all that is of later steps. An earlier start left it, and the run went on elsewhere.
+    """
+    run = _absolute(run)
+    _check_over(os.path.join(run, "host"))
+    state = _read_file(os.path.join(run, "checkpoints", checkpoint, "state.json"))
+    is_here = state is not None and hashlib.blake2b(state).hexdigest() == wanted
+    saved = checkpoints(run)
+    first = int(checkpoint[5:]) + (is_here or checkpoint not in saved)  # step that is not so any more
+    for name in saved:
+        if int(name[5:]) >= first:
+            removed = os.path.join(run, "checkpoints", f".{name}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            os.rename(os.path.join(run, "checkpoints", name), removed)  # killed here, it is no checkpoint any more
+            shutil.rmtree(removed)
+    for root, _, names in os.walk(os.path.join(run, "own")):
+        for name in names:
+            found = re.fullmatch("step-([0-9]+)[.]safetensors", name)
+            if found and int(found.group(1)) >= first:
+                os.remove(os.path.join(root, name))
+    return is_here
+
+
 def lacking(run, files):
     """Of {path: [size, blake2b]} the paths whose file here does not begin with that content."""
     found = []
@@ -167,7 +188,7 @@ def adopt(run, tree):
     """Before a run is resumed: the files of a tree take the place of the run's own."""
     run, tree = _absolute(run), _absolute(tree)
     for root, _, names in os.walk(tree):
-        for name in names:
+        for name in sorted(names, key="state.json".__eq__):  # last: a checkpoint that has it is complete
             source = os.path.join(root, name)
             target = os.path.join(run, os.path.relpath(source, tree))
             os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -243,6 +264,16 @@ def _copy_tree(source, target):
                 os.chmod(path, os.stat(path).st_mode | 0o200)
     os.chmod(temporary, 0o700)
     os.rename(temporary, target)
+
+
+def _check_over(folder):
+    """RuntimeError where the run is running here; one that has told its end may take a while to go."""
+    deadline = time.monotonic() + END_S
+    while _is_alive(folder):
+        state = _read_state(folder)
+        if state is None or state["state"] == "running" or time.monotonic() >= deadline:
+            raise RuntimeError("this run is running here already")
+        time.sleep(0.02)
 
 
 def _is_alive(folder):
