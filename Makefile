@@ -39,6 +39,7 @@ endif
 docs: .venv/installed
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/published.py
+	$(BIN)/python docs/fast.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -65,7 +65,8 @@ def resolved(model: str, batch: int, steps: int, *flags: str) -> Resolved:
             [
                 *("--data", str(corpus()), "--model", model, "--batch", str(batch), "--steps", str(steps)),
                 *("--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--verify-every", "0"),
-                *("--compile", "off", "--dtype", "fp32", "--out", str(Path(tempfile.mkdtemp()) / "run"), *flags),
+                *("--compile", "off", "--dtype", "fp32", "--shares", "equal"),
+                *("--out", str(Path(tempfile.mkdtemp()) / "run"), *flags),
             ]
         )
     )

@@ -1,22 +1,22 @@
 """What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
 
     python bench/fast.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs ddp,packed,int8,auto]
-                         [--pairs 3] [--steps 50]
+                         [--turns 3] [--steps 50]
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
 before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two.
 16 × 256 tokens a step, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
 clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are planned
-for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every strategy adds a line to
-bench/fast.jsonl, of which `make docs` makes a page. Needs Linux and root, and nothing else running.
+for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every run adds a line to bench/fast.jsonl;
+more turns can follow another day, and docs/fast.py shows them all. Needs Linux and root, and nothing else running.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +28,7 @@ from evener.core.roster import weighted_shares
 from evener.core.rundir import RunDir
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
-from evener.report.summary import Summary, summarize
+from evener.report.summary import summarize
 
 RESULTS = Path(__file__).with_name("fast.jsonl")
 BATCH = 16
@@ -41,53 +41,50 @@ COMMON = {"model": "char", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "c
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True,
+                        help="a prepared folder: evener data text FILE --tokenizer char --out …")  # fmt: skip
     parser.add_argument("--rates", default="1Gbit,100Mbit")
     parser.add_argument("--cpus", default="1,1", help="processor of each host, in cores")
     parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4")
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
     cpus = [float(word) for word in options.cpus.split(",")]
     for rate in options.rates.split(","):
         with tempfile.TemporaryDirectory(prefix="evener-fast-") as folder:
-            found = measure(Path(folder), options, rate, cpus)
-        print_table(rate, cpus, found)
-        with RESULTS.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in found)
+            measure(Path(folder), options, rate, cpus)
 
 
-def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[float]) -> list[dict[str, Any]]:
-    """The turns of one lab, as one row a strategy."""
+def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[float]) -> None:
+    """The turns of one lab; every run between two of the limit."""
     names = "abcdefgh"[: len(cpus)]
-    hosts = {name: HostSpec(rate=rate, cpus=cpu if cpu < 1 else None, cores=(i % 2,))
-             for i, (name, cpu) in enumerate(zip(names, cpus, strict=True))}  # fmt: skip
-    fleet, syncs = folder / "fleet.toml", options.syncs.split(",")
+    taken, hosts = [0.0] * (os.cpu_count() or 1), {}
+    for name, cpu in zip(names, cpus, strict=True):
+        core = taken.index(min(taken))
+        taken[core] += cpu
+        hosts[name] = HostSpec(rate=rate, cpus=cpu if cpu < 1 else None, cores=(core,))
+    if max(taken) > 1:
+        raise SystemExit(f"--cpus: {', '.join(map(str, cpus))} do not fit on {len(taken)} cores")
+    fleet, shares = folder / "fleet.toml", dict(zip(names, cpus, strict=True))
     lab = Lab.up(LabSpec(name="fast", hosts=hosts), out=fleet)
     try:
-        evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3", "--no-trials")
-        evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one")
-        runs: dict[str, list[Summary]] = {sync: [] for sync in syncs}
-        rates: dict[str, list[float]] = {sync: [] for sync in syncs}
-        limits: dict[str, list[float]] = {sync: [] for sync in syncs}
-        shares = dict(zip(names, cpus, strict=True))
+        evener(folder, "probe", "wire", "--fleet", str(fleet), "--no-iperf3", "--no-trials")
+        evener(folder, "probe", "host", "--fleet", str(fleet))  # all at once, as they train: they share caches
         before = limit(folder, fleet, options, shares, "limit")
-        for turn in range(options.pairs):
-            for sync in syncs:
+        for turn in range(options.turns):
+            for sync in options.syncs.split(","):
                 run = RunDir(folder / f"{sync}-{turn}")
-                train(
-                    folder, fleet, run, flags_of(options, batch=BATCH, sync=sync, out=run, steps=PLANNED), options.steps
-                )
-                runs[sync].append(summarize(run))
-                rates[sync].append(throughput(run))
+                flags = flags_of(options, batch=BATCH, sync=sync, out=run, steps=PLANNED)
+                train(folder, fleet, run, flags, options.steps)
                 after = limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
-                limits[sync].append((before + after) / 2)
-                before = after
-                print(f"{rate} turn {turn + 1}: {sync} {rates[sync][-1]:.0f} of {limits[sync][-1]:.0f} tokens/s",
+                row = row_of(rate, cpus, sync, run, (before + after) / 2)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{rate} turn {turn + 1}: {sync} {row['tokens_per_s']:.0f} of {row['limit']:.0f} tokens/s",
                       flush=True)  # fmt: skip
+                before = after
     finally:
         lab.down()
-    return [row_of(rate, cpus, sync, runs[sync], rates[sync], limits[sync]) for sync in syncs]
 
 
 def train(folder: Path, fleet: Path, run: RunDir, flags: list[str], steps: int) -> None:
@@ -119,7 +116,7 @@ def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str
     outs = {}
     for host, share in zip(cpus, weighted_shares(BATCH, list(cpus.values())), strict=True):
         outs[host] = folder / f"{name}-{host}"
-        flags = flags_of(options, batch=share, out=outs[host])
+        flags = flags_of(options, batch=share, out=outs[host], steps=FIRST + options.steps // 2)
         evener(folder, "train", "--fleet", str(fleet), "--hosts", host, "--detach", *flags)
     for out in outs.values():
         evener(folder, "logs", "-f", str(out))
@@ -137,7 +134,7 @@ def throughput(rundir: RunDir) -> float:
 
 
 def flags_of(options: argparse.Namespace, **more: object) -> list[str]:
-    flags = COMMON | {"data": options.data.absolute(), "steps": FIRST + options.steps} | more
+    flags = COMMON | {"data": options.data.absolute()} | more
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
@@ -147,30 +144,14 @@ def evener(folder: Path, *args: str) -> None:
         raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
 
 
-def row_of(rate: str, cpus: list[float], sync: str, runs: list[Summary], rates: list[float],
-           limits: list[float]) -> dict[str, Any]:  # fmt: skip
-    of_limit = [mine / most for mine, most in zip(rates, limits, strict=True)]
-    predicted = [run.predicted.step_s / (run.step_p50_s or 1.0) - 1 for run in runs if run.predicted]
+def row_of(rate: str, cpus: list[float], asked: str, rundir: RunDir, limit: float) -> dict[str, Any]:
+    """What a run came to, beside the limit of its minutes."""
+    run, mine = summarize(rundir), throughput(rundir)
     return {
-        "rate": rate, "cpus": cpus, "asked": sync, "sync": str(runs[-1].manifest.roster.sync), "of_limit": of_limit,
-        "median_of_limit": statistics.median(of_limit), "limits": limits,
-        "tokens_per_s": statistics.median(rates),
-        "sent_bytes": runs[-1].ranks[0].bytes, "date": time.strftime("%Y-%m-%d"),
-        "predicted_off": statistics.median(predicted) if predicted else None,
+        "rate": rate, "cpus": cpus, "asked": asked, "sync": str(run.manifest.roster.sync), "of_limit": mine / limit,
+        "limit": limit, "tokens_per_s": mine, "sent_bytes": run.ranks[0].bytes, "date": time.strftime("%Y-%m-%d"),
+        "predicted_off": run.predicted.step_s / run.step_p50_s - 1 if run.predicted and run.step_p50_s else None,
     }  # fmt: skip
-
-
-def print_table(rate: str, cpus: list[float], rows: list[dict[str, Any]]) -> None:
-    cores, most = " : ".join(f"{cpu:g}" for cpu in cpus), statistics.median(rows[0]["limits"])
-    print(f"\n{rate}, hosts of {cores} core; the limit is {most:.0f} tokens/s\n")
-    print("| | of the limit | turns | tokens/s | sends a step | predicted |")
-    print("|:--|--:|:--|--:|--:|--:|")
-    for row in rows:
-        name = row["sync"] if row["asked"] == row["sync"] else f"{row['asked']} → {row['sync']}"
-        off = "" if row["predicted_off"] is None else f"{row['predicted_off']:+.1%}"
-        turns = " ".join(f"{share:.2f}" for share in row["of_limit"])
-        print(f"| {name} | {row['median_of_limit']:.3f} | {turns} | {row['tokens_per_s']:.0f} | "
-              f"{row['sent_bytes'] / 1e6:.2f} MB | {off} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

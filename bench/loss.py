@@ -32,7 +32,8 @@ from evener.core.rundir import RunDir
 RESULTS = Path(__file__).with_name("loss.jsonl")
 SHAPES = {"small": ["--num-layers", "5", "--num-heads", "4", "--width", "128"], "char": []}
 SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "powersgd:16", "diloco:10", "diloco:30", "diloco:100",
-         "diloco:30:int8", "diloco:30:int4", "diloco:30:int4:streamed", "diloco:100:int4:streamed")  # fmt: skip
+         "diloco:10:int8", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30:int8",
+         "diloco:30:int4")  # fmt: skip
 LAST = 100  # steps whose losses are the training loss
 Key = tuple[str, str, str, int, int, int]  # corpus, shape, sync, ranks, steps, seed
 Line = dict[str, Any]  # what a run came to, in RESULTS

@@ -1,0 +1,121 @@
+"""Write docs/fast.md and its picture: what machines make of what they could do together. `make docs`.
+
+bench/fast.py measures; bench/fast.jsonl holds what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from evener.core.prediction import EXACT
+from evener.core.roster import parse_sync
+from evener.core.shape import preset_shape
+from evener.core.units import median
+from evener.plan.penalty import loss_penalty
+from evener.report.figures import SERIES_COLOURS
+from evener.report.picture import INK, LINE, MARKERS, SOFT
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parent / "bench" / "fast.jsonl"
+NUM_PARAMS = preset_shape("char", vocab_size=65).num_params()
+STEPS = 2000
+BEGINNING = """# Slow links and unequal machines, measured
+
+Emulated hosts, each pinned to a core of this machine or to a part of one, real ssh, links that the kernel shapes.
+`char` (10.7M parameters) on tinyshakespeare, 16 × 256 tokens a step in bf16, no dropout. Everything is a share of the
+limit: what the same hosts train at once, each by itself and exchanging nothing, measured before and after every run;
+the median of some turns. "predicted" is how far off the step was that `plan` said before. Loss is what `bench/loss.py`
+measured at equal tokens with 1.0M parameters; see `src/evener/plan/penalty.py`. `python bench/fast.py` goes on with it.
+
+![shares of the limit](fast.png)
+"""
+
+
+def setups() -> dict[str, list[dict[str, Any]]]:
+    """The ways by setup, in the order in which they were first measured: medians over their turns."""
+    turns: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for line in RESULTS.read_text().splitlines():
+        row = json.loads(line)
+        turns[setup_of(row)][row["asked"], row["sync"]].append(row)
+    return {setup: [typical(rows) for rows in ways.values()] for setup, ways in turns.items()}
+
+
+def typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the turns of one way in one setup."""
+    off = [row["predicted_off"] for row in rows if row["predicted_off"] is not None]
+    return rows[-1] | {
+        "turns": [row["of_limit"] for row in rows],
+        "predicted_off": median(off),
+        "of_limit": statistics.median(row["of_limit"] for row in rows),
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
+    }
+
+
+def setup_of(row: dict[str, Any]) -> str:
+    """Machines and links of a row."""
+    return f"{row['rate']}, hosts of {' : '.join(f'{cpu:g}' for cpu in row['cpus'])} core"
+
+
+def loss_of(row: dict[str, Any]) -> str:
+    """What its way costs."""
+    penalty, source = loss_penalty(parse_sync(row["sync"]), NUM_PARAMS, len(row["cpus"]), STEPS)
+    if penalty is None or source == EXACT:
+        return source
+    return f"{penalty:+.1%}" if penalty > 0 else "no higher"
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """The way, and what auto made of it."""
+    return row["sync"] if row["asked"] == row["sync"] else f"{row['asked']}: {row['sync']}"
+
+
+def page() -> str:
+    """docs/fast.md."""
+    lines = [BEGINNING]
+    for setup, found in setups().items():
+        lines += [f"## {setup}\n", "| `--sync` | of the limit | turns | tokens/s | a step sends | loss | predicted |",
+                  "|:--|--:|:--|--:|--:|--:|--:|"]  # fmt: skip
+        for row in found:
+            turns = " ".join(f"{share:.2f}" for share in row["turns"])
+            off = "" if row["predicted_off"] is None else f"{row['predicted_off']:+.1%}".replace("-", "−")
+            lines.append(f"| {name_of(row)} | {row['of_limit']:.2f} | {turns} | {row['tokens_per_s']:.0f} | "
+                         f"{row['sent_bytes'] / 1e6:.1f} MB | {loss_of(row)} | {off} |")  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(path: Path) -> None:
+    """A line of dots for each setup, a dot for each way."""
+    found = setups()
+    ways = list(dict.fromkeys(row["asked"] for rows in found.values() for row in rows))
+    figure = Figure(figsize=(8, 1.2 + 0.6 * len(found)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for i, way in enumerate(ways):
+        mine = [(row["of_limit"], y) for y, rows in enumerate(found.values()) for row in rows if row["asked"] == way]
+        axes.plot(*zip(*mine, strict=True), linestyle="", marker=MARKERS[i % len(MARKERS)], markersize=9,
+                  color=SERIES_COLOURS[i % len(SERIES_COLOURS)], label=way)  # fmt: skip
+    axes.axvline(1.0, color=SOFT, linewidth=1)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xlim(0, 1.05)
+    axes.set_title("tokens/s, of what the hosts train by themselves", loc="left", fontsize=13, color=INK, pad=14)
+    axes.grid(color=LINE)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=11, length=0, labelcolor=SOFT)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=10, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    (FOLDER / "fast.md").write_text(page())
+    draw(FOLDER / "fast.png")
+    print(f"{FOLDER / 'fast.md'} written")
