@@ -108,7 +108,7 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
             saving += 2 * weights
             extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _coding_bytes(part, sync.bits)
         if sync.streamed:
-            extra += part  # a difference on its way
+            extra += 2 * part  # a difference on its way, and the weights it was taken of
     elif sync.kind == "fsdp":
         root, block = _root_bytes(shape), max(sum(_block_gradients(shape, layer)) for layer in range(shape.num_layers))
         extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered
