@@ -1,7 +1,7 @@
 """What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
 
     python bench/fast.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs ddp,packed,int8,auto]
-                         [--turns 3] [--steps 50]
+                         [--model char] [--turns 3] [--steps 50] [--first 20]
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
@@ -32,11 +32,10 @@ from evener.report.summary import summarize
 
 RESULTS = Path(__file__).with_name("fast.jsonl")
 BATCH = 16
-FIRST = 20  # steps in which shares settle and caches fill
 PLANNED = 2000  # steps of the runs that are begun
 EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
-COMMON = {"model": "char", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0, "verify-every": 0,
-          "compile": "off"}  # fmt: skip
+COMMON = {"block-size": 256, "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0,
+          "verify-every": 0, "compile": "off"}  # fmt: skip
 
 
 def main() -> None:
@@ -46,8 +45,10 @@ def main() -> None:
     parser.add_argument("--rates", default="1Gbit,100Mbit")
     parser.add_argument("--cpus", default="1,1", help="processor of each host, in cores")
     parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4")
+    parser.add_argument("--model", default="char")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--first", type=int, default=20, help="steps before them: shares settle and caches fill")
     options = parser.parse_args()
     cpus = [float(word) for word in options.cpus.split(",")]
     for rate in options.rates.split(","):
@@ -69,15 +70,17 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
     lab = Lab.up(LabSpec(name="fast", hosts=hosts), out=fleet)
     try:
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--no-iperf3", "--no-trials")
-        evener(folder, "probe", "host", "--fleet", str(fleet))  # all at once, as they train: they share caches
+        evener(
+            folder, "probe", "host", "--fleet", str(fleet), "--model", options.model
+        )  # all at once, as they train: they share caches
         before = limit(folder, fleet, options, shares, "limit")
         for turn in range(options.turns):
             for sync in options.syncs.split(","):
                 run = RunDir(folder / f"{sync}-{turn}")
                 flags = flags_of(options, batch=BATCH, sync=sync, out=run, steps=PLANNED)
-                train(folder, fleet, run, flags, options.steps)
+                train(folder, fleet, run, flags, options)
                 after = limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
-                row = row_of(rate, cpus, sync, run, (before + after) / 2)
+                row = row_of(options, rate, cpus, sync, run, (before + after) / 2)
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{rate} turn {turn + 1}: {sync} {row['tokens_per_s']:.0f} of {row['limit']:.0f} tokens/s",
@@ -87,11 +90,11 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
         lab.down()
 
 
-def train(folder: Path, fleet: Path, run: RunDir, flags: list[str], steps: int) -> None:
+def train(folder: Path, fleet: Path, run: RunDir, flags: list[str], options: argparse.Namespace) -> None:
     """So many steps, two rounds at least, of a run that is planned for more: in a short one other things pay."""
     argv = [*EVENER, "train", "--fleet", str(fleet), *flags]
     with subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        while process.poll() is None and num_recorded(run) < FIRST + max(steps, 2 * every_of(run)):
+        while process.poll() is None and num_recorded(run) < options.first + max(options.steps, 2 * every_of(run)):
             time.sleep(1)
         if process.poll() is None:
             evener(folder, "stop", str(run))
@@ -116,25 +119,25 @@ def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str
     outs = {}
     for host, share in zip(cpus, weighted_shares(BATCH, list(cpus.values())), strict=True):
         outs[host] = folder / f"{name}-{host}"
-        flags = flags_of(options, batch=share, out=outs[host], steps=FIRST + options.steps // 2)
+        flags = flags_of(options, batch=share, out=outs[host], steps=options.first + options.steps // 2)
         evener(folder, "train", "--fleet", str(fleet), "--hosts", host, "--detach", *flags)
     for out in outs.values():
         evener(folder, "logs", "-f", str(out))
-    return sum(throughput(RunDir(out)) for out in outs.values())
+    return sum(throughput(RunDir(out), options.first) for out in outs.values())
 
 
-def throughput(rundir: RunDir) -> float:
-    """Tokens/s of all ranks, from the end of step FIRST - 1 to that of the last one of a whole round."""
+def throughput(rundir: RunDir, first: int) -> float:
+    """Tokens/s of all ranks, from the end of step `first` - 1 to that of the last one of a whole round."""
     manifest = rundir.manifest()
     records = [rundir.records(rank) for rank in range(manifest.world_size)]
     every = manifest.roster.sync.every
-    last = FIRST + (len(records[0]) - FIRST) // every * every
-    tokens = sum(record.tokens for of_rank in records for record in of_rank[FIRST:last])
-    return tokens / (records[0][last - 1].ended - records[0][FIRST - 1].ended)
+    last = first + (len(records[0]) - first) // every * every
+    tokens = sum(record.tokens for of_rank in records for record in of_rank[first:last])
+    return tokens / (records[0][last - 1].ended - records[0][first - 1].ended)
 
 
 def flags_of(options: argparse.Namespace, **more: object) -> list[str]:
-    flags = COMMON | {"data": options.data.absolute()} | more
+    flags = COMMON | {"model": options.model, "data": options.data.absolute()} | more
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
@@ -144,12 +147,15 @@ def evener(folder: Path, *args: str) -> None:
         raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
 
 
-def row_of(rate: str, cpus: list[float], asked: str, rundir: RunDir, limit: float) -> dict[str, Any]:
+def row_of(
+    options: argparse.Namespace, rate: str, cpus: list[float], asked: str, rundir: RunDir, limit: float
+) -> dict[str, Any]:
     """What a run came to, beside the limit of its minutes."""
-    run, mine = summarize(rundir), throughput(rundir)
+    run, mine = summarize(rundir), throughput(rundir, options.first)
     return {
-        "rate": rate, "cpus": cpus, "asked": asked, "sync": str(run.manifest.roster.sync), "of_limit": mine / limit,
-        "limit": limit, "tokens_per_s": mine, "sent_bytes": run.ranks[0].bytes, "date": time.strftime("%Y-%m-%d"),
+        "model": options.model, "rate": rate, "cpus": cpus, "asked": asked, "sync": str(run.manifest.roster.sync),
+        "of_limit": mine / limit, "limit": limit, "tokens_per_s": mine, "sent_bytes": run.ranks[0].bytes,
+        "date": time.strftime("%Y-%m-%d"),
         "predicted_off": run.predicted.step_s / run.step_p50_s - 1 if run.predicted and run.step_p50_s else None,
     }  # fmt: skip
 

@@ -115,10 +115,10 @@ def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
     monkeypatch.setattr("evener.plan.cost.BUILT", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     long = changed(JOB, steps=2000)
-    assert predict(changed(long, loss_budget=5.0), slow).recommended == "diloco:10:int8"
+    assert predict(changed(long, loss_budget=5.0), slow).recommended == "diloco:10:int8:streamed"
     strict = predict(long, slow)
     assert strict.recommended == "a alone"
-    assert strict.option("diloco:10:int8").rejected_because == "costs 1.7% of loss, more than 1.0%"
+    assert strict.option("diloco:10:int8:streamed").rejected_because == "costs 1.7% of loss, more than 1.0%"
     assert strict.option("diloco:30").rejected_because == "costs 2.0% of loss, more than 1.0%"
     short = predict(changed(JOB, loss_budget=5.0), slow)  # 200 steps are 6 outer ones
     assert short.option("diloco:30").rejected_because == "nobody measured what it costs in loss"
@@ -290,7 +290,7 @@ def test_without_a_budget_what_is_not_exact_is_not_chosen_whatever_its_loss_was(
     slow = cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=8e6))
     auto = changed(JOB, sync="auto", steps=2000)
     drifting = predict(auto, slow)
-    assert drifting.chosen == drifting.recommended == "diloco:10:int8"
+    assert drifting.chosen == drifting.recommended == "diloco:10:int8:streamed"
     assert "; its loss was no higher at equal tokens (bench/loss.py: 1.0M" in drifting.verdict
     strict = predict(changed(auto, loss_budget=0.0), slow)
     assert strict.option(strict.chosen).is_exact

@@ -15,8 +15,8 @@ from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gradients, is_thin
 
 CANDIDATES = tuple(map(parse_sync, (
-    "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:10",
-    "diloco:10:int8", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30",
+    "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1",
+    "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30",
 )))  # fmt: skip
 BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
 ALIKE = 0.9  # hosts whose speeds differ by less are alike

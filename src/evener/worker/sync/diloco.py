@@ -38,14 +38,14 @@ from evener.worker.sync.codes import Scaled
 from evener.worker.sync.lane import COMPARED_EVERY, Slots, run_and_compare
 from evener.worker.sync.narrow import Narrow
 
-# The outer optimizer is SGD with Nesterov momentum, its learning rate 1 / (1 + μ): all that was learned last counts once,
+# The outer optimizer is SGD with Nesterov momentum, its learning rate 1 / (1 + μ): what was learned last counts once,
 # and what the momentum remembers is added. With μ = 0 that is the mean of the replicas. The published 0.7 and 0.9 [8
-# replicas, Douillard et al. 2023] go five times as far in the end, and 0.6 of the way in the first round; what they add
-# up sends a young model past its aim, and many replicas with small batches learn less.
-# *Measured*, validation loss (2026-11-22):                                          0.6, 0.9    now
-#     1.0M parameters, 400 steps, int8, H = 10, 4 replicas, one process 2.382       2.430       2.416
-#     tiny on the verb corpus, 40 steps, H = 12, streamed, fp32, 2 replicas         8.58        3.18
-#     the same, int4, 3 replicas                                                    9.42        3.14
+# replicas, Douillard et al. 2023; for fewer less, Charles et al. 2025] take a part of the first round and, soon after,
+# many times what a round learned: that sends a young model past its aim.
+# *Measured*, validation loss, streamed (2026-11-22):                                 0.6, 0.9    so
+#     1.0M parameters, 2000 steps, H = 10, int8, 2 replicas, one process 1.668        1.658       1.629
+#     tiny on the verb corpus, 40 steps, H = 12, fp32, 2 replicas                     8.58        3.18
+#     the same, int4, 3 replicas                                                      9.42        3.14
 OUTER_MOMENTUM = 0.8
 MOMENTUM_ROUNDS = 5  # μ grows: 0, 1/6, 2/7, 3/8, …  [growing momentum: Sutskever et al. 2013]
 

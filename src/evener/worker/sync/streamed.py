@@ -27,6 +27,7 @@ from evener.worker.record import BLOCKED
 from evener.worker.sync.diloco import DiLoCo
 from evener.worker.sync.jobs import Jobs
 
+
 @dataclass
 class Flight:
     """A fragment on its way."""
