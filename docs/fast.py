@@ -96,14 +96,15 @@ def page() -> str:
 def draw(path: Path) -> None:
     """A line of dots for each setup, a dot for each way."""
     found = setups()
-    ways = list(dict.fromkeys(row["asked"] for rows in found.values() for row in rows))
+    ways = list(dict.fromkeys(row["sync"] for rows in found.values() for row in rows))
     figure = Figure(figsize=(8, 1.2 + 0.6 * len(found)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for i, way in enumerate(ways):
-        mine = [(row["of_limit"], y) for y, rows in enumerate(found.values()) for row in rows if row["asked"] == way]
-        axes.plot(*zip(*mine, strict=True), linestyle="", marker=MARKERS[i % len(MARKERS)], markersize=9,
-                  color=SERIES_COLOURS[i % len(SERIES_COLOURS)], label=way)  # fmt: skip
+        mine = [(row["of_limit"], y) for y, rows in enumerate(found.values()) for row in rows if row["sync"] == way]
+        axes.plot(*zip(*mine, strict=True), linestyle="", marker=MARKERS[i % len(MARKERS)], markersize=9, label=way,
+                  color=SERIES_COLOURS[i % len(SERIES_COLOURS)],
+                  fillstyle="full" if i < len(SERIES_COLOURS) else "none")  # fmt: skip
     axes.axvline(1.0, color=SOFT, linewidth=1)
     axes.set_yticks(range(len(found)), list(found))
     axes.set_ylim(len(found) - 0.5, -0.5)
