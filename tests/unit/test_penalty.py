@@ -10,35 +10,43 @@ import pytest
 
 from evener.core.roster import parse_sync
 from evener.plan import penalty
-from evener.plan.penalty import MEASURED, Watch, loss_penalty
+from evener.plan.penalty import MEASURED, Measured, Watch, loss_penalty
 
 BENCH = Path(__file__).parents[2] / "bench" / "loss.jsonl"
 ROWS = [json.loads(line) for line in BENCH.read_text().splitlines()]
 OURS = [row for row in MEASURED if row.source.startswith("bench/loss.py")]
 
 
-def measured(sync: str, ranks: int) -> dict[int, dict]:
-    return {row["seed"]: row for row in ROWS if (row["sync"], row["ranks"], row["shape"], row["steps"]) ==
-            (sync, ranks, "small", 2000)}  # fmt: skip
+def measured(sync: str, ranks: int, batch: int = 16) -> dict[int, dict]:
+    return {row["seed"]: row for row in ROWS
+            if (row["sync"], row["ranks"], row["batch"], row["shape"], row["steps"]) ==
+            (sync, ranks, batch, "small", 2000)}  # fmt: skip
 
 
-@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.sync}-{row.ranks}")
+def batch_of(row: Measured) -> int:
+    return int(row.source.split(" steps of ")[1].split(" × 256")[0])
+
+
+@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.sync}-{row.ranks}-{batch_of(row)}")
 def test_our_own_are_those_of_the_bench(row):
-    alone, found = measured("one process", 1), measured(row.sync, row.ranks)
+    batch = batch_of(row)
+    alone, found = measured("one process", 1, batch), measured(row.sync, row.ranks, batch)
     seeds = sorted(alone.keys() & found.keys())
     mine, theirs = (statistics.mean(one[seed]["val_loss"] for seed in seeds) for one in (found, alone))
     assert row.penalty == round(mine / theirs - 1, 4) != 0  # 0 is what costs nothing
     assert row.num_params == found[seeds[0]]["params"]
     assert f", {len(seeds)} seed" in row.source
+    assert row.least_tokens == (256 * batch if row.sync.startswith("diloco") else 0)
     errors = [error for seed in seeds for error in found[seed]["errors"]]
     assert row.most_error == (round(max(errors), 4) if errors else None)
 
 
 def test_what_the_bench_measured_is_in_the_table():
-    alone = measured("one process", 1)
-    for sync, ranks in {(row["sync"], row["ranks"]) for row in ROWS if row["ranks"] > 1}:
-        if measured(sync, ranks).keys() & alone.keys() and loss_penalty(parse_sync(sync), 10**6, ranks)[1] != "exact":
-            assert (sync, ranks) in {(row.sync, row.ranks) for row in OURS}
+    ours = {(row.sync, row.ranks, batch_of(row)) for row in OURS}
+    for sync, ranks, batch in {(row["sync"], row["ranks"], row["batch"]) for row in ROWS if row["ranks"] > 1}:
+        compared = measured(sync, ranks, batch).keys() & measured("one process", 1, batch).keys()
+        if compared and loss_penalty(parse_sync(sync), 10**6, ranks)[1] != "exact":
+            assert (sync, ranks, batch) in ours
 
 
 def test_packed_has_the_loss_of_ddp_to_the_last_digit():
@@ -58,6 +66,13 @@ def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypa
     assert loss_penalty(diloco, 10**6, 5)[0] is None  # of more nobody said anything
     assert loss_penalty(diloco, 10**6, 2, num_steps=1199)[0] is None  # and not of fewer outer steps
     assert loss_penalty(diloco, 10**6, 2, num_steps=1200)[0] == 0.02
+
+
+def test_what_was_measured_says_nothing_of_fewer_tokens_a_step():
+    diloco = parse_sync("diloco:10:int8:streamed")
+    assert loss_penalty(diloco, 10**6, 4, num_tokens=4095) == (None, "not measured")
+    assert loss_penalty(diloco, 10**6, 4, num_tokens=4096)[0] == loss_penalty(diloco, 10**6, 4, num_tokens=8191)[0] > 0
+    assert loss_penalty(parse_sync("int8"), 10**6, 4, num_tokens=1)[0] > 0
 
 
 def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured():

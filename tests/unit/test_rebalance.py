@@ -17,8 +17,9 @@ from evener.plan.rebalance import RECENT, TRIAL_EVERY, Balancer, Change
 Speed = Callable[[int, int], float]  # of a rank at a step, in sequences a second
 
 
-def roster(hosts: str, batch: int, micro_batch: int = 1000) -> Roster:
-    spec = parse_args([f"--batch={batch}", f"--micro-batch={micro_batch}"])
+def roster(hosts: str, batch: int, micro_batch: int = 1000, every: int = 1) -> Roster:
+    sync = "ddp" if every == 1 else f"diloco:{every}"
+    spec = parse_args([f"--batch={batch}", f"--micro-batch={micro_batch}", f"--sync={sync}"])
     return first_roster(spec, [Seat(host=host, device="cpu") for host in hosts], 64)
 
 
@@ -33,29 +34,34 @@ class Simulated:
     micro_batch: int = 1000
     pass_sequences: float = 0.0
     whole: int | None = None
+    every: int = 1  # steps of a round of replicas that drift
     lag: int = 0  # steps by which news is late, as where a GPU takes part
     changes: dict[int, Change] = field(default_factory=dict)  # by the step from which they are in force
-    took: list[float] = field(default_factory=list)  # the slowest rank, by step
+    took: list[float] = field(default_factory=list)  # the slowest rank, by round
     ideal: list[float] = field(default_factory=list)  # with the best shares
 
     def go(self, steps: int) -> Simulated:
-        first = roster(self.hosts, self.batch, self.micro_batch)
-        balancer = Balancer(first, self.whole)
-        shares, told = first.shares, []
+        now = roster(self.hosts, self.batch, self.micro_batch, self.every)
+        balancer = Balancer(now, self.whole)
+        told: list[list[float]] = []
         for step in range(steps):
+            shares = now.at(step).shares
             paces = [Pace(sequence_s=1 / speed, pass_s=self.pass_sequences / speed,
                           micro_batch=self.whole or self.micro_batch)
                      for speed in (self.speed(rank, step) for rank in range(len(shares)))]  # fmt: skip
             took = [pace.time_s(share) * self.noise(rank, step)
                     for rank, (pace, share) in enumerate(zip(paces, shares, strict=True))]  # fmt: skip
-            self.took.append(max(took))
-            self.ideal.append(slowest_s(fastest_shares(self.batch, paces, unit=self.whole or 1), paces))
             told.append(took)
+            if (step + 1) % self.every == 0:
+                self.took.append(max(math.fsum(of_rank) for of_rank in zip(*told[-self.every :], strict=True)))
+                of_round = [pace.of_round(self.every) for pace in paces]
+                best = fastest_shares(self.every * self.batch, of_round, unit=self.whole or 1)
+                self.ideal.append(self.every * slowest_s(best, of_round))
             if len(told) > self.lag:
                 change = balancer.hear(step - self.lag, told[step - self.lag], step + 1)
                 if change is not None:
-                    self.changes[step + 1], shares = change, change.shares
-                    assert sum(shares) == self.batch
+                    self.changes[step + 1], now = change, now.with_shares(change.shares, step + 1)
+                    assert sum(now.at(step + 1).shares) == self.batch
         return self
 
     @property
@@ -65,6 +71,7 @@ class Simulated:
 
     def efficiency(self, first: int) -> float:
         """Of the ideal throughput, from a step on."""
+        first = -(-first // self.every)
         return math.fsum(self.ideal[first:]) / math.fsum(self.took[first:])
 
 
@@ -233,3 +240,51 @@ def test_nobody_is_tried_where_nothing_can_be_given():
     assert run.changes[min(run.changes)].shares == [8, 0]
     lone = Simulated("ab", 8, cut(1, 60, 1 / 40), whole=4)
     assert all(sum(change.shares) == 8 for change in lone.go(300).changes.values())
+
+
+# --- replicas that drift ----------------------------------------------------------------------------------------------
+
+
+def test_shares_of_a_round_are_finer_than_a_sequence_a_step():
+    """Of 16 sequences hosts of 1 : 1/2 : 1/4 have 9 1/7, 4 4/7 and 2 2/7 at best. In whole ones the best are 9 : 5 : 2,
+    and the second takes 5 / (4 4/7) times as long: 0.914 of what they can.
+    """
+    speeds = (1.0, 0.5, 0.25)
+    whole = Simulated("abc", 16, lambda rank, step: speeds[rank]).go(400)
+    fine = Simulated("abc", 16, lambda rank, step: speeds[rank], every=10).go(400)
+    ideal_s = 16 / sum(speeds)
+    assert ideal_s / whole.took[-1] == pytest.approx(32 / 35)
+    assert 10 * ideal_s / fine.took[-1] == pytest.approx(0.994, abs=0.002)  # 92 of 160 where 91.4 would be right
+    assert [change.shares for change in fine.changes.values()] == [[92, 46, 22]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("hosts", "batch"), [("ab", 24), ("abc", 18), ("abcdefgh", 64)])
+@pytest.mark.parametrize(("every", "spread"), [(10, 0.0), (10, 0.02), (10, 0.05), (30, 0.02)])
+def test_a_drifting_host_cut_to_half_is_answered_within_ten_steps(seed, hosts, batch, every, spread):
+    at, noise = 60, independent(random.Random(seed), spread)
+    run = Simulated(hosts, batch, cut(1, at, 0.5), noise, every=every).go(300)
+    assert at < min(run.lasting) <= at + 10
+    noiseless = Simulated(hosts, batch, cut(1, at, 0.5), every=every).go(300)
+    assert noiseless.efficiency(at + 10 + every) >= 0.97
+    assert run.efficiency(at + 10 + every) >= 0.95
+    assert len(run.lasting) <= 3
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1])
+@pytest.mark.parametrize("hosts", ["ab", "abcd"])
+def test_noise_changes_no_shares_of_a_round(hosts, spread):
+    assert not Simulated(hosts, 16, noise=independent(random.Random(1), spread), every=10).go(2000).changes
+
+
+def test_a_drifting_host_may_have_less_than_a_sequence_a_step():
+    """Of a fortieth of the other's speed: 5 of 240, for the sixth would take it 240 of the other's."""
+    run = Simulated("ab", 24, cut(1, 60, 1 / 40, until=500), every=10).go(800)
+    assert [change.shares for change in run.changes.values()] == [[235, 5], [120, 120]]
+    assert run.efficiency(70) > 0.97
+
+
+def test_a_drifting_host_that_holds_all_up_is_tried_with_a_sequence_a_step():
+    run = Simulated("ab", 24, cut(1, 60, 1 / 400, until=1800), every=10).go(3000)
+    assert [change.shares for change in run.lasting.values()] == [[240, 0], [120, 120]]
+    assert {tuple(change.shares) for change in run.changes.values() if change.is_trial} == {(230, 10), (240, 0)}

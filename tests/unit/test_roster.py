@@ -21,6 +21,7 @@ from evener.core.roster import (
     first_roster,
     parse_shares,
     parse_sync,
+    turns,
     weighted_shares,
 )
 from evener.core.spec import MachineSpec, RunSpec, TrainSpec, parse_args
@@ -133,6 +134,31 @@ def test_devices_of_a_hosts_ranks():
     assert devices_of("x", Host(address="x", ranks=3), 2, MachineSpec()) == ["cuda:0", "cuda:1", "cuda:0"]
     with pytest.raises(UsageError, match="x: ranks asked for GPUs"):
         devices_of("x", gpus, 0, MachineSpec(device="cuda"))
+
+
+@pytest.mark.parametrize("shares", [[92, 45, 23], [91, 46, 23], [155, 5, 0], [54, 53, 53], [0, 160, 0]])
+def test_steps_of_a_round_have_its_shares_together_and_each_nearly_its_part(shares):
+    spec = parse_args(["--batch", "16", "--sync", "diloco:10:int8"])
+    roster = first_roster(spec, [CPU] * 3, 64).with_shares(shares, from_step=7)
+    assert (roster.epoch, roster.batch, sum(roster.shares)) == (1, 16, 16)
+    assert roster.mean_shares == [share / 10 for share in shares]
+    assert msgspec.json.decode(msgspec.json.encode(roster), type=Roster) == roster
+    steps = [roster.at(step) for step in range(7, 37)]
+    assert steps[:10] == steps[10:20] == steps[20:]
+    assert all(sum(one.shares) == 16 and one.at(7) == one for one in steps)
+    assert [one.first_sequence(2) for one in steps] == [16 - one.shares[2] for one in steps]
+    for rank, share in enumerate(shares):
+        done = [sum(one.shares[rank] for one in steps[: num + 1]) for num in range(10)]
+        assert done[-1] == share
+        assert all(abs(have - (num + 1) * share / 10) < 1 for num, have in enumerate(done))
+        assert {one.shares[rank] for one in steps} <= {share // 10 - 1, share // 10, share // 10 + 1, share // 10 + 2}
+
+
+def test_seats_of_a_parliament():
+    """Sainte-Laguë, as New Zealand gave out the 120 seats of 2020 [electionresults.govt.nz]."""
+    votes = (1444, 738, 227, 219, 34)  # thousands: Labour, National, Green, ACT, Māori
+    by_two = turns(votes, sum(votes) // 2)
+    assert [sum(of_party) for of_party in zip(*by_two[:60], strict=True)] == [65, 33, 10, 10, 2]
 
 
 def test_a_roster_says_everybodys_part_and_survives_the_disk():

@@ -44,15 +44,17 @@ def found_of(spec):
     parameters = list(module.parameters())
     plain = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     outer = torch.optim.SGD(plain, momentum=diloco.OUTER_MOMENTUM, nesterov=True)
-    tokens = [float(share) for share in range(n)]  # rank 0 has no share
+    tokens = [0.0] * n  # since the last exchange
     same, worst, drifted, sent, compared = True, 0.0, 0.0, [], []
 
     for step in range(rounds * spec.every):
         with torch.no_grad():
             for parameter in parameters:
-                if tokens[rank]:
+                if rank:
                     parameter.add_(torch.randn_like(parameter) * 1e-3)
-        sync.after_update(tokens[rank], sum(tokens))
+        in_step = [float(one * (1 + (step + one) % 3)) for one in range(n)]  # rank 0 has no share, the others change
+        tokens = [had + more for had, more in zip(tokens, in_step)]
+        sync.after_update(in_step[rank], sum(in_step))
         if (step + 1) % spec.every == 0:
             for ours, theirs in zip(plain, parameters):
                 parts = zip(gathered(theirs), tokens)
@@ -61,6 +63,7 @@ def found_of(spec):
             momentum = min(diloco.OUTER_MOMENTUM, done / (done + diloco.MOMENTUM_ROUNDS))
             outer.param_groups[0].update(momentum=max(1e-30, momentum), lr=1 / (1 + momentum))
             outer.step()
+            tokens = [0.0] * n
         else:
             drifted = max(drifted, float((parameters[0] - gathered(parameters[0])[0]).abs().max()))
         sync.after_step(step)
@@ -73,8 +76,9 @@ def found_of(spec):
                 worst = max(worst, float((ours - theirs).abs().max()))
     with torch.no_grad():
         for parameter in parameters:
-            if tokens[rank]:
+            if rank:
                 parameter.add_(torch.randn_like(parameter) * 1e-3)
+    tokens = [float(one) for one in range(n)]
     sync.after_update(tokens[rank], sum(tokens))
     left = {parameter: torch.zeros(parameter.numel()) for parameter in parameters}
     for parameter, more in sync._narrow.left_over() if sync._narrow else ():

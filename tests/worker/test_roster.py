@@ -310,6 +310,27 @@ def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, 
     assert "error: roster.mismatch: rank 1 was to be cpu on laptop, and is cpu on" in refused.text()
 
 
+def test_steps_of_a_round_need_not_be_alike_and_leave_no_sample_out(tmp_path, train, start, monkeypatch):
+    """Where nothing is learned, a step's loss tells of which samples it was: those that one process has."""
+    from evener.core.machine import this_machine
+
+    flags = ("--steps", "12", "--batch", "11", "--lr", "1e-30", "--dropout", "0", "--micro-batch", "3")
+    alone = train(tmp_path / "alone", *flags, ranks=1)
+    spec = parse_args([*flags, "--sync", "diloco:4:int8", "--dtype", "fp32"])
+    seat = Seat(host=this_machine().host, device="cpu")
+    roster = first_roster(spec, [seat] * 3, 64).divided([25, 17, 2])
+    (tmp_path / "roster.json").write_bytes(msgspec.json.encode(roster))
+    monkeypatch.setitem(start.__globals__["ENV"], "EVENER_ROSTER", str(tmp_path / "roster.json"))
+    started = start(tmp_path / "run", *flags, "--sync", "diloco:4:int8", "--shares", "equal", ranks=3)
+    assert started.wait() == 0, started.text()
+    run = RunDir(tmp_path / "run")
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-6)
+    tokens = [[record.tokens / 64 for record in run.records(rank)] for rank in range(3)]
+    assert [sum(of_rank[:4]) for of_rank in tokens] == [sum(of_rank[8:]) for of_rank in tokens] == [25, 17, 2]
+    assert {sum(step) for step in zip(*tokens, strict=True)} == {11}
+    assert set(tokens[2]) == {0, 1}
+
+
 RECORDERS = """
 import os, sys, torch
 import torch.distributed as dist

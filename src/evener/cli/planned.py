@@ -11,6 +11,7 @@ import msgspec
 from evener.core.fleet import load_fleet, only
 from evener.core.measured import update_fleet
 from evener.core.prediction import Option, Prediction
+from evener.core.roster import shares_text
 from evener.core.spec import RunSpec
 from evener.core.units import count, plural, seconds, size
 from evener.plan import question
@@ -214,7 +215,13 @@ def _hosts(found: Prediction) -> object:
         cost = rank.cost
         parts = (cost.compute_s, cost.exposed_sync_s, cost.wait_s, cost.optimizer_s)
         bound = [known.get(member.host, "?")] if known else []
-        table.add_row(member.host, str(member.share), *map(_short, parts), size(rank.memory_bytes or 0), *bound)
+        table.add_row(
+            member.host,
+            shares_text([option.roster.mean_shares[member.rank]]),
+            *map(_short, parts),
+            size(rank.memory_bytes or 0),
+            *bound,
+        )
     return table
 
 

@@ -9,6 +9,8 @@ changes it writes the next one, which all ranks take up at the same step.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -143,6 +145,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     sync: SyncSpec
     backend: Backend  # of the collectives; none: one rank
     bucket_bytes: int = 0  # of gradients that leave together, at most; 0: as is the strategy's habit
+    round_shares: list[int] = []  # sequences by rank of `sync.every` batches, where those are not divided alike
     why: str = ""  # it follows the one before
     is_trial: bool = False  # a rank without a share is tried for a step, or that is over
 
@@ -162,6 +165,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return [member.share for member in self.members]
 
     @property
+    def mean_shares(self) -> list[float]:
+        """Sequences by rank of a step, in the mean of a round."""
+        return [share / self.sync.every for share in self.round_shares] or [float(share) for share in self.shares]
+
+    @property
     def hosts(self) -> list[str]:
         """Their names, in the order of the ranks."""
         return list(dict.fromkeys(member.host for member in self.members))
@@ -173,7 +181,23 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     def divide(self, num: int) -> list[int]:
         """So many pieces of work by rank, in proportion to the shares."""
-        return weighted_shares(num, self.shares)
+        return weighted_shares(num, self.mean_shares)
+
+    def at(self, step: int) -> Roster:
+        """As it is for one step: with that step's shares, where those of a round are not alike."""
+        if not self.round_shares:
+            return self
+        turn = (step - self.from_step) % self.sync.every
+        return self.divided(turns(tuple(self.round_shares), self.sync.every)[turn])
+
+    def divided(self, shares: Sequence[int], micro_batch: int | None = None) -> Roster:
+        """The same with other shares: of every batch, or of all of a round, whose steps need not be alike then."""
+        batch, is_of_round = self.batch, sum(shares) != self.batch
+        assert not is_of_round or sum(shares) == batch * self.sync.every, f"shares {shares} of a batch of {batch}"
+        alike = weighted_shares(batch, shares) if is_of_round else shares
+        members = [msgspec.structs.replace(member, share=share, micro_batch=micro_batch or member.micro_batch)
+                   for member, share in zip(self.members, alike, strict=True)]  # fmt: skip
+        return msgspec.structs.replace(self, members=members, round_shares=list(shares) if is_of_round else [])
 
     def first_sequence(self, rank: int) -> int:
         """Where a rank's part of the global batch begins: parts lie one behind the other."""
@@ -186,17 +210,18 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_shares(self, shares: Sequence[int], from_step: int, micro_batch: int | None = None, *, why: str = "",
                     is_trial: bool = False) -> Roster:  # fmt: skip
-        """The next Roster: these shares of the same batch, in micro-batches as before or of one size for all."""
-        assert sum(shares) == self.batch, f"shares {shares} of a batch of {self.batch}"
-        members = [msgspec.structs.replace(member, share=share, micro_batch=micro_batch or member.micro_batch)
-                   for member, share in zip(self.members, shares, strict=True)]  # fmt: skip
-        return msgspec.structs.replace(self, epoch=self.epoch + 1, from_step=from_step, members=members, why=why,
-                                       is_trial=is_trial)  # fmt: skip
+        """The next Roster: these shares, in micro-batches as before or of one size for all."""
+        return msgspec.structs.replace(self.divided(shares, micro_batch), epoch=self.epoch + 1, from_step=from_step,
+                                       why=why, is_trial=is_trial)  # fmt: skip
+
+    def agreeing_by(self, sync: SyncSpec, bucket_bytes: int = 0) -> Roster:
+        """The same, with another way to agree: all steps are divided alike."""
+        return msgspec.structs.replace(self, sync=sync, bucket_bytes=bucket_bytes, round_shares=[])
 
     def with_sync(self, sync: SyncSpec, bucket_bytes: int, from_step: int, *, why: str) -> Roster:
         """The next Roster: another way to agree, all else as it is."""
-        return msgspec.structs.replace(self, epoch=self.epoch + 1, from_step=from_step, sync=sync,
-                                       bucket_bytes=bucket_bytes, why=why, is_trial=False)  # fmt: skip
+        return msgspec.structs.replace(self.agreeing_by(sync, bucket_bytes), epoch=self.epoch + 1, from_step=from_step,
+                                       why=why, is_trial=False)  # fmt: skip
 
     def with_weights(self, weights: Sequence[float], from_step: int) -> Roster:
         """The next Roster: shares in proportion to the ranks' weights, all else as it is."""
@@ -367,6 +392,36 @@ def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
     for rank in by_remainder[: num_sequences - sum(shares)]:
         shares[rank] += 1
     return shares
+
+
+@functools.lru_cache(maxsize=8)
+def turns(round_shares: tuple[int, ...], num_steps: int) -> list[list[int]]:
+    """Whole sequences by rank for each step of a round, of which all ranks have their shares when it is over.
+
+    Sequence by sequence, to the rank that is furthest behind its part.   [Sainte-Laguë's method]
+
+    >>> turns((5, 3), 2)
+    [[3, 1], [2, 2]]
+    """
+    queue = [(1 / share, rank, 1) for rank, share in enumerate(round_shares) if share]
+    heapq.heapify(queue)
+    found = []
+    for _ in range(num_steps):
+        found.append([0] * len(round_shares))
+        for _ in range(sum(round_shares) // num_steps):
+            _, rank, odd = queue[0]
+            found[-1][rank] += 1
+            heapq.heapreplace(queue, ((odd + 2) / round_shares[rank], rank, odd + 2))
+    return found
+
+
+def shares_text(shares: Sequence[float]) -> str:
+    """For a person.
+
+    >>> shares_text([9.1, 4.6, 2.3]), shares_text([11.0, 5.0])
+    ('9.1 : 4.6 : 2.3', '11 : 5')
+    """
+    return " : ".join(f"{share:.1f}".removesuffix(".0") for share in shares)
 
 
 def parse_shares(text: str) -> list[float] | None:

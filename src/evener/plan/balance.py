@@ -35,6 +35,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self.fixed_s + num_passes(share, self.micro_batch) * self.pass_s + share * self.sequence_s
 
+    def of_round(self, num_steps: int) -> Pace:
+        """What a step takes in the mean, for the sequences of so many."""
+        return msgspec.structs.replace(self, sequence_s=self.sequence_s / num_steps,
+                                       micro_batch=self.micro_batch * num_steps)  # fmt: skip
+
 
 def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0, unit: int = 1) -> list[int]:
     """Sequences of every rank that minimize the slowest rank's time, in whole units of which each has `least`.

@@ -10,13 +10,14 @@ processor time from the computing that hides it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from evener.core.collective import Collective
 from evener.core.prediction import Cluster, HostRates, Job, Option, RankCost
-from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster, SyncSpec, parse_sync
+from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster, SyncSpec, num_passes, parse_sync
 from evener.core.step import StepCost
 from evener.plan.collectives import backend_s, ring, sent_bytes
 from evener.plan.memory import memory
@@ -54,7 +55,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
                  for size in {(t.collective, t.size_bytes) for t in (*work.transfers, *work.after)}}  # fmt: skip
     stolen_s = [0.0] * num_ranks
     for _ in range(ROUNDS):
-        times = [_times(job, cluster, member, roster.sync, work, stolen_s[member.rank]) for member in members]
+        times = [_times(job, cluster, roster, member, work, stolen_s[member.rank]) for member in members]
         spans = _spans(work, times, lasting_s)
         stolen_s = [_stolen_s(cluster, roster, member, times[member.rank], work, spans) for member in members]
         if not any(stolen_s):
@@ -84,7 +85,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         for member, own in zip(members, times, strict=True)
     ]
     step_s = last_s + exposed_s + after_s
-    penalty, source = loss_penalty(roster.sync, job.shape.num_params(), num_ranks, job.spec.train.steps)
+    penalty, source = loss_penalty(roster.sync, job.shape.num_params(), num_ranks, job.spec.train.steps, job.tokens)
     return Option(
         name=name or str(roster.sync),
         roster=roster,
@@ -124,17 +125,21 @@ def coding_s(host: HostRates, sync: SyncSpec) -> float:
     return max(0.0, at_low + (sync.rank - low) / (high - low) * (at_high - at_low))
 
 
-def _times(job: Job, cluster: Cluster, member: Member, sync: SyncSpec, work: Exchange, stolen_s: float) -> _Times:
-    """A rank by itself: what its share takes, and what the strategy and its communication add to it."""
-    host, token_s = cluster.hosts[member.host], 1 / cluster.tokens_per_s(member)
-    passes = [again(job) * (host.pass_s + size * job.shape.block_size * token_s) for size in member.micro_batches]
+def _times(job: Job, cluster: Cluster, roster: Roster, member: Member, work: Exchange, stolen_s: float) -> _Times:
+    """A rank by itself: what its share takes, in the mean of a round, and what the strategy and its communication add
+    to it.
+    """
+    host, sequence_s = cluster.hosts[member.host], job.shape.block_size / cluster.tokens_per_s(member)
+    more, whole = math.modf(roster.mean_shares[member.rank])  # a sequence more in some of its steps
+    few, many = (num_passes(int(whole) + one, member.micro_batch) for one in (0, 1))
+    passes_s = again(job) * (host.pass_s * (few + more * (many - few)) + sequence_s * (whole + more))
+    last_s = again(job) * (host.pass_s + sequence_s * member.micro_batches[-1]) if member.share else 0.0
     packing_s = work.moved_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
-    packing_s += work.coded_bytes / work.every * coding_s(host, sync)
-    backward = (RECOMPUTED if job.spec.model.recompute else BACKWARD) * (passes[-1] if passes else 0.0)
+    packing_s += work.coded_bytes / work.every * coding_s(host, roster.sync)
     return _Times(
         begun_s=host.update_s * work.update_share + host.data_s,
-        compute_s=sum(passes) + packing_s + stolen_s,
-        backward_s=backward + stolen_s,
+        compute_s=passes_s + packing_s + stolen_s,
+        backward_s=(RECOMPUTED if job.spec.model.recompute else BACKWARD) * last_s + stolen_s,
     )
 
 

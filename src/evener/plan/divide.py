@@ -19,7 +19,7 @@ def first_roster_by_speed(job: Job, cluster: Cluster, seats: Sequence[Seat]) -> 
     """The Roster with which `train` begins on these seats of the cluster.
 
     Micro-batches fit into what memory is known, unless they were told. With --shares auto the shares are the fastest of
-    which every rank has one: whoever is better off without a rank leaves it out.
+    which every rank has a sequence a step: whoever is better off without a rank leaves it out.
     """
     roster = job.roster(seats)
     if job.spec.train.micro_batch is None:
@@ -28,8 +28,9 @@ def first_roster_by_speed(job: Job, cluster: Cluster, seats: Sequence[Seat]) -> 
         roster = msgspec.structs.replace(roster, members=members)
     if job.spec.machine.shares != "auto":
         return roster
-    shares = fastest_shares(roster.batch, [pace(job, cluster, member) for member in roster.members], least=1)
-    return msgspec.structs.replace(roster, members=roster.with_shares(shares, 0).members)
+    paces, every = [pace(job, cluster, member) for member in roster.members], roster.sync.every
+    of_round = [pace.of_round(every) for pace in paces]  # what replicas that drift do in a step need not be alike
+    return roster.divided(fastest_shares(every * roster.batch, of_round, least=every))
 
 
 def pace(job: Job, cluster: Cluster, member: Member) -> Pace:

@@ -4,7 +4,7 @@ Where several models were measured, the penalty is read off the straight line ov
 nearest holds: larger models lose less [Charles et al. 2025]. What was a gain holds for models of about that size
 alone; elsewhere it is none. Coded gradients are judged by what two ranks measured with them, whatever the number of
 ranks: errors of more ranks cancel better. DiLoCo's replicas are not: the more of them share a batch, the more is lost,
-and what some lose is at most what the next larger number of them that was measured does.
+and what some lose is at most what the next larger number of them that was measured does, with no fewer tokens a step.
 
 Rounding alone, in ddp, moved the loss by −0.02 and −0.28 % (two seeds): less than that is nothing.
 """
@@ -38,6 +38,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     num_params: int
     penalty: float  # loss relative to one process or data parallel at equal tokens, minus 1; below 0 it was lower
     least_steps: int  # of shorter runs it says nothing
+    least_tokens: int = 0  # and of fewer in a step, of all ranks together
     most_error: float | None = None  # of the exact sum, the largest that was seen meanwhile: see Fidelity
     source: str
 
@@ -49,12 +50,14 @@ def _published(ranks: int, num_params: float, penalty: float) -> Measured:
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
 
 
-def _ours(sync: str, penalty: float, seeds: int, most_error: float | None = None, *, ranks: int = 2) -> Measured:
+def _ours(sync: str, penalty: float, seeds: int, most_error: float | None = None, *, ranks: int = 2,
+          batch: int = 16) -> Measured:  # fmt: skip
     """[bench/loss.jsonl: the mean of its seeds, beside one process]"""
     drifts = parse_sync(sync).kind == "diloco"
+    told = f"{ranks} ranks, 2000 steps of {batch} × 256 tokens, {plural(seeds, 'seed')}"
     return Measured(sync=sync, ranks=ranks, num_params=1_025_536, penalty=penalty, least_steps=2000 if drifts else 0,
-                    most_error=most_error, source=f"bench/loss.py: 1.0M parameters, {ranks} ranks, 2000 steps, "
-                                                  f"{plural(seeds, 'seed')}")  # fmt: skip
+                    least_tokens=batch * 256 if drifts else 0, most_error=most_error,
+                    source=f"bench/loss.py: 1.0M parameters, {told}")  # fmt: skip
 
 
 MEASURED = (
@@ -62,7 +65,7 @@ MEASURED = (
     _ours("int8", 0.0023, 1, 0.0191),
     _ours("int4", 0.0153, 1, 0.2236),
     _ours("powersgd:4", 0.1431, 1, 1.2909),
-    _ours("diloco:10:int8:streamed", -0.0235, 1, 0.0213),
+    _ours("diloco:10:int8:streamed", -0.0334, 3, 0.0213),
     _ours("diloco:10:int8:streamed", -0.0037, 1, 0.0196, ranks=3),
     _ours("diloco:10:int8:streamed", 0.017, 1, 0.0164, ranks=4),
     _ours("diloco:10:int4:streamed", -0.021, 1, 0.3049),
@@ -77,9 +80,9 @@ MEASURED = (
 
 
 def loss_penalty(
-    sync: SyncSpec, num_params: int, num_ranks: int, num_steps: int | None = None
+    sync: SyncSpec, num_params: int, num_ranks: int, num_steps: int | None = None, num_tokens: int | None = None
 ) -> tuple[float | None, str]:
-    """(relative penalty, source): EXACT's is 0, None where nobody measured it.
+    """(relative penalty, source): EXACT's is 0, None where nobody measured it. `num_tokens`: of a step.
 
     >>> from evener.core.roster import DDP
     >>> loss_penalty(DDP, 10**8, 4), loss_penalty(parse_sync("powersgd:1"), 10**8, 4)[0]
@@ -89,7 +92,7 @@ def loss_penalty(
     """
     if STRATEGIES[sync.kind].is_exact:
         return 0.0, EXACT
-    rows = sorted(_rows_of(sync, num_ranks, num_steps), key=lambda row: row.num_params)
+    rows = sorted(_rows_of(sync, num_ranks, num_steps, num_tokens), key=lambda row: row.num_params)
     if not rows:
         return None, "not measured"
     for low, high in itertools.pairwise(rows):
@@ -102,13 +105,19 @@ def loss_penalty(
     return nearest.penalty if is_alike else max(0.0, nearest.penalty), nearest.source
 
 
-def _rows_of(sync: SyncSpec, num_ranks: int, num_steps: int | None = None) -> list[Measured]:
-    """Of as many ranks, or the next larger number that was measured. Tables that go row by row lose nothing."""
+def _rows_of(
+    sync: SyncSpec, num_ranks: int, num_steps: int | None = None, num_tokens: int | None = None
+) -> list[Measured]:
+    """Of as many ranks, or the next larger number that was measured; of each model with the most tokens that the job
+    has as well. Where steps or tokens are None any will do. Tables that go row by row lose nothing.
+    """
     name, least = str(msgspec.structs.replace(sync, sparse=False)), num_ranks if sync.kind == "diloco" else 2
     rows = [row for row in MEASURED if row.sync == name and row.ranks >= least
-            and (num_steps is None or num_steps >= row.least_steps)]  # fmt: skip
+            and (num_steps is None or num_steps >= row.least_steps)
+            and (num_tokens is None or num_tokens >= row.least_tokens)]  # fmt: skip
     ranks = min((row.ranks for row in rows), default=None)
-    return [row for row in rows if row.ranks == ranks]
+    by_size = {row.num_params: row for row in sorted(rows, key=lambda row: row.least_tokens) if row.ranks == ranks}
+    return list(by_size.values())
 
 
 def most_error(sync: SyncSpec, num_ranks: int) -> float:

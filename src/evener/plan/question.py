@@ -161,7 +161,7 @@ def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Q
 
 def fabrics(question: Question, chosen: Option) -> list[Fabric]:
     """What the chosen option would do over every link that has a name."""
-    narrow = msgspec.structs.replace(chosen.roster, sync=SyncSpec(kind="bf16"))
+    narrow = chosen.roster.agreeing_by(SyncSpec(kind="bf16"))
     found = []
     for name in FABRICS:
         wire = parse_link(name).wire

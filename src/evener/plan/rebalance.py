@@ -6,6 +6,9 @@ A rank's time is the median of its last 5, 15 or 45 steps with the same share: f
 a small one through the noise. What one share took tells what another would take (balance.Pace); what a pass costs apart
 from its sequences is learned whenever a change of share changes the number of passes.
 
+Where replicas drift nobody waits for a single step, and shares are of all batches of a round: 9.1 of 16 sequences in
+the mean of its steps.
+
 Shares change only where the slowest rank would be done clearly sooner: by LEAST_GAIN at least, by SURE standard errors
 of that gain, and by medians of 5 steps four times in a row. Each change of the last RECENT steps but the first doubles
 the gain that the next one needs: machines that are merely restless are soon left alone.
@@ -22,7 +25,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.roster import Roster, num_passes
+from evener.core.roster import Roster, num_passes, turns
 from evener.core.units import median, seconds
 from evener.plan.balance import Pace, fastest_shares, slowest_s
 
@@ -51,15 +54,20 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Balancer:
-    """Decides on every rank alike. `whole`: shares are multiples of so many sequences, each of them a pass."""
+    """Decides on every rank alike. `whole`: shares are multiples of so many sequences, each of them a pass.
+
+    Else sequences are those of a round, as `Roster.divided` takes them, and times are of its steps in the mean.
+    """
 
     def __init__(self, roster: Roster, whole: int | None = None) -> None:
         members = roster.members
         several = {member.host for member in members if sum(other.host == member.host for other in members) > 1}
         self._names = [f"rank {m.rank} on {m.host}" if m.host in several else m.host for m in members]
-        self._unit = whole or 1
-        self._micro_batches = [whole or member.micro_batch for member in members]
-        self._shares = roster.shares
+        self._every = every = 1 if whole else roster.sync.every
+        self._unit, self._trial = whole or 1, whole or every
+        self._micro_batches = [whole or every * member.micro_batch for member in members]
+        self._shares = roster.round_shares or [every * share for share in roster.shares]
+        self._in_force = tuple(self._shares), roster.from_step  # those of a trial, too, and since when
         self._windows = [_window() for _ in members]  # seconds, with the present share
         self._noise = [_Noise() for _ in members]  # of the shares before
         self._pass_sequences = [0.0] * len(members)  # what a pass costs, in sequences
@@ -78,8 +86,24 @@ class Balancer:
         if self._from_step is None:  # the first step of a start is slower than others
             self._from_step = step + 1
         working = [rank for rank, share in enumerate(self._shares) if share]
+        took_s = self._of_mean_share(step, took_s)
         if step < self._from_step or not all(took_s[rank] > 0 for rank in working):
             return None
+        change = self._decide(working, took_s, next_step)
+        if change is not None:
+            self._in_force = tuple(change.shares), next_step
+        return change
+
+    def _of_mean_share(self, step: int, took_s: Sequence[float]) -> Sequence[float]:
+        """What it would have taken the ranks, had the step been like the round; 0 of a rank that it had nothing for."""
+        if self._every == 1:
+            return took_s
+        shares, since = self._in_force
+        in_step = turns(shares, self._every)[(step - since) % self._every]
+        return [one * share / (self._every * now) if now else 0.0
+                for one, share, now in zip(took_s, shares, in_step, strict=True)]  # fmt: skip
+
+    def _decide(self, working: Sequence[int], took_s: Sequence[float], next_step: int) -> Change | None:
         if self._on_trial is not None:
             return self._judge(self._on_trial, took_s[self._on_trial], next_step)
         for rank in working:
@@ -148,18 +172,18 @@ class Balancer:
     # --- ranks without a share --------------------------------------------------------------------------------------
 
     def _try_again(self, next_step: int) -> Change | None:
-        """One unit for a rank that has none, so that its recovery is seen; of the largest share."""
+        """A sequence or a micro-batch a step, of the largest share, for a rank that has none: is it fast again?"""
         paces = self._paces(WINDOWS[0])
         now_s = slowest_s(self._shares, paces)
         giver = max(range(len(paces)), key=lambda rank: (self._shares[rank], -rank))
         for rank, pace in sorted(self._idle.items()):
-            cost = pace.time_s(self._unit) / now_s - 1  # in steps
-            if next_step - self._tried[rank] < TRIAL_EVERY * max(1.0, cost) or self._shares[giver] <= self._unit:
+            cost = pace.time_s(self._trial) / now_s - 1  # in steps
+            if next_step - self._tried[rank] < TRIAL_EVERY * max(1.0, cost) or self._shares[giver] <= self._trial:
                 continue
             self._on_trial, self._from_step, self._tried[rank] = rank, next_step, next_step
             shares = list(self._shares)
-            shares[giver] -= self._unit
-            shares[rank] += self._unit
+            shares[giver] -= self._trial
+            shares[rank] += self._trial
             return Change(shares=shares, why=f"{self._names[rank]} is tried again", is_trial=True)
         return None
 
@@ -168,7 +192,7 @@ class Balancer:
         if not took_s > 0:
             return None
         self._on_trial, self._from_step = None, next_step
-        self._idle[rank] = self._pace(rank, self._unit, took_s)
+        self._idle[rank] = self._pace(rank, self._trial, took_s)
         paces = self._paces(WINDOWS[0])
         shares = self._fastest(paces)
         now_s, then_s = slowest_s(self._shares, paces), slowest_s(shares, paces)

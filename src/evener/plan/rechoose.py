@@ -68,7 +68,7 @@ class Chooser:
             self._cluster = scaled(before, factor)
             factor *= self._in_flight_s(roster) / (predicted_s * took_s / was_s)
         present = price(self._job, self._cluster, roster)
-        options = [in_best_buckets(self._job, self._cluster, msgspec.structs.replace(roster, sync=sync, bucket_bytes=0))
+        options = [in_best_buckets(self._job, self._cluster, roster.agreeing_by(sync))
                    for sync in CANDIDATES if sync.kind in BUCKETED and makes_sense(sync, self._job)]  # fmt: skip
         budget = self._job.spec.train.loss_budget / 100
         able = [option for option in options if not obstacle(option, self._cluster, budget)]

@@ -18,7 +18,6 @@ from evener.plan.options import (
     by_speed,
     fastest,
     fits_in,
-    in_best_buckets,
     in_best_ring,
     larger,
     makes_sense,
@@ -54,7 +53,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False) -> Predicti
         options += on_those_that_fit(job, cluster, alone)
     if len(cluster.seats) > 1:
         options += otherwise_divided(job, cluster)
-        options += [in_best_buckets(job, cluster, msgspec.structs.replace(chosen.roster, sync=sync, bucket_bytes=0))
+        options += [as_trained(_asking_for(job, sync), cluster, name=str(sync))
                     for sync in CANDIDATES if sync != chosen.roster.sync and makes_sense(sync, job)]  # fmt: skip
     options = list({option.name: option for option in reversed(options)}.values())[::-1]
     fitting = [option for option in alone if fits_in(option, cluster)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from evener.core.roster import shares_text
 from evener.core.units import seconds
 
 FAILURES = ("failure", "run.nonfinite", "run.diverged")
@@ -87,7 +88,7 @@ def _describe(event: dict[str, Any]) -> str:
             ranks = ", ".join(map(str, event.get("ranks", [])))
             return f"step {step}: what ranks {ranks} had not sent yet was kept on a machine that is no more here"
         case "rebalanced":
-            shares = str(event.get("shares")).strip("[]").replace(", ", " : ")
+            shares = shares_text(event.get("shares", []))
             return f"step {step}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")
         case "finished" | "stopped":
             return f"step {step}"

@@ -162,7 +162,7 @@ def _computing(c: _Compared, rank: int) -> list[_Cause]:
     planned_s, took_s = planned.cost.compute_s, took.typical.compute_s
     assert planned_s is not None
     assert took_s is not None
-    planned_tokens = c.member(rank).share * c.prediction.job.shape.block_size
+    planned_tokens = c.option.roster.mean_shares[rank] * c.prediction.job.shape.block_size
     share = took.tokens / planned_tokens if took.tokens and planned_tokens else 1.0
     if abs(share - 1) < NAMED:
         share = 1.0

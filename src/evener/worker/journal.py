@@ -21,7 +21,7 @@ from evener.core.errors import EvenerError
 from evener.core.failure import is_consequence
 from evener.core.machine import Machine, peak_memory_bytes
 from evener.core.resolve import Resolved
-from evener.core.roster import Roster
+from evener.core.roster import Roster, shares_text
 from evener.core.rundir import SAMPLERS, Contention, Manifest, Rank, Result, code_hash
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
@@ -123,10 +123,10 @@ class Journal:
                                 was=str(was.sync), why=roster.why)  # fmt: skip
             print(f"step {roster.from_step + 1}: --sync {roster.sync} from here on: {roster.why}", flush=True)
         else:
-            self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.shares,
+            self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.mean_shares,
                                 why=roster.why)  # fmt: skip
             if not roster.is_trial:
-                shares = " : ".join(map(str, roster.shares))
+                shares = shares_text(roster.mean_shares)
                 print(f"step {roster.from_step + 1}: shares {shares}: {roster.why}", flush=True)
 
     def finish(self, verdict: str, step: int, *, last: StepRecord | None, val_loss: float | None, agree: bool | None,

@@ -257,13 +257,18 @@ class Recorder:
             lr=draft.lr,
             grad_norm=None if draft.grad_norm is None else float(draft.grad_norm),
             noise=noise,
-            fidelity=None
-            if draft.fidelity is None
-            else Fidelity(**dict(zip(("error", "cosine"), draft.fidelity.tensor().tolist(), strict=True))),
+            fidelity=_fidelity(draft),
             ended=draft.ended,
         )
         self.completed.append(self.last)
         self._file.write(msgspec.json.encode(self.last) + b"\n")
+
+
+def _fidelity(draft: Draft) -> Fidelity | None:
+    if draft.fidelity is None:
+        return None
+    error, cosine = draft.fidelity.tensor().tolist()
+    return Fidelity(error=error, cosine=cosine) if math.isfinite(error) and math.isfinite(cosine) else None
 
 
 def _part_sq(draft: Draft) -> float:

@@ -128,7 +128,7 @@ class Run:
             if engine.recorder.hear():
                 return self._finish(keeper, "stopped", index, None)
             self._take_up(engine, index)
-            step = Step(engine, self.roster, index, is_first=index == first)
+            step = Step(engine, self.roster.at(index), index, is_first=index == first)
             self._open = engine, keeper, step
             yield step
             self._open = None

@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import msgspec
-
 from evener.core.errors import RunError
 from evener.core.prediction import Cluster, Job
 from evener.core.resolve import Resolved
@@ -44,6 +42,8 @@ class Fixed:
 
         With `one_size` only in whole micro-batches of a size that all have, if that leaves something to choose.
         """
+        if one_size:
+            self.roster = self.roster.divided(self.roster.shares)
         self._whole = self._begin_in_whole() if one_size else None
         if one_size and self._whole is None:
             sizes = sorted({size for member in self.roster.members for size in member.micro_batches})
@@ -68,8 +68,7 @@ class Fixed:
                 continue
             shares = [size * num for num in weighted_shares(roster.batch // size, roster.shares)]
             if all(share or not before for share, before in zip(shares, roster.shares, strict=True)):
-                begun = roster.with_shares(shares, roster.from_step, size)
-                self.roster = msgspec.structs.replace(roster, members=begun.members)
+                self.roster = roster.divided(shares, size)
                 return size
         return None
 

@@ -51,7 +51,6 @@ class Slots:
 
 
 SAMPLE, COMPARED_EVERY = 1 << 16, 5  # numbers of a bucket; sampled steps from one comparison to the next
-LEAST = 1e-30
 
 
 class Exchange(Protocol):
@@ -73,13 +72,17 @@ class Exchange(Protocol):
 
 
 def run_and_compare(group: Group, exchange: Exchange, slots: Slots) -> tuple[int, Tensor]:
-    """Run the exchange, and sum a piece exactly beside it: (bytes that this rank sent in both, (error, cosine))."""
+    """Run the exchange, and sum a piece exactly beside it: (bytes that this rank sent in both, (error, cosine)).
+
+    Neither is finite where the sum is 0, as of frozen parameters.
+    """
     piece = max(slots.views, key=len)[:SAMPLE]
     exact = piece.clone()
     dist.all_reduce(exact, group=group.gradients)
     num_bytes = exchange.run(slots) + ring_all_reduce_bytes(exact.nbytes, group.world_size)
-    norms = torch.stack([(piece - exact).norm(), exact.norm(), piece.norm()]).clamp_min(LEAST)
-    return num_bytes, torch.stack([norms[0] / norms[1], torch.dot(piece, exact) / (norms[1] * norms[2])])
+    size = exact.norm()
+    cosine = torch.dot(piece / piece.norm(), exact / size)
+    return num_bytes, torch.stack([(piece - exact).norm() / size, cosine])
 
 
 class Lane:
