@@ -1,12 +1,12 @@
 """What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
 
     python bench/fast.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs ddp,packed,int8,auto]
-                         [--model char] [--turns 3] [--steps 50] [--first 20]
+                         [--model char] [--batch 16] [--turns 3] [--steps 50] [--first 20]
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
 before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two.
-16 × 256 tokens a step, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
+Sequences of 256 tokens, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
 clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are planned
 for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every run adds a line to bench/fast.jsonl;
 more turns can follow another day, and docs/fast.py shows them all. Needs Linux and root, and nothing else running.
@@ -31,7 +31,6 @@ from evener.lab.spec import HostSpec, LabSpec
 from evener.report.summary import summarize
 
 RESULTS = Path(__file__).with_name("fast.jsonl")
-BATCH = 16
 PLANNED = 2000  # steps of the runs that are begun
 EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
 COMMON = {"block-size": 256, "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0,
@@ -46,6 +45,7 @@ def main() -> None:
     parser.add_argument("--cpus", default="1,1", help="processor of each host, in cores")
     parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4")
     parser.add_argument("--model", default="char")
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--first", type=int, default=20, help="steps before them: shares settle and caches fill")
@@ -77,7 +77,7 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
         for turn in range(options.turns):
             for sync in options.syncs.split(","):
                 run = RunDir(folder / f"{sync}-{turn}")
-                flags = flags_of(options, batch=BATCH, sync=sync, out=run, steps=PLANNED)
+                flags = flags_of(options, batch=options.batch, sync=sync, out=run, steps=PLANNED)
                 train(folder, fleet, run, flags, options)
                 after = limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
                 row = row_of(options, rate, cpus, sync, run, (before + after) / 2)
@@ -117,7 +117,7 @@ def every_of(run: RunDir) -> int:
 def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str) -> float:
     """Tokens/s of all hosts together, each by itself."""
     outs = {}
-    for host, share in zip(cpus, weighted_shares(BATCH, list(cpus.values())), strict=True):
+    for host, share in zip(cpus, weighted_shares(options.batch, list(cpus.values())), strict=True):
         outs[host] = folder / f"{name}-{host}"
         flags = flags_of(options, batch=share, out=outs[host], steps=options.first + options.steps // 2)
         evener(folder, "train", "--fleet", str(fleet), "--hosts", host, "--detach", *flags)
@@ -153,7 +153,8 @@ def row_of(
     """What a run came to, beside the limit of its minutes."""
     run, mine = summarize(rundir), throughput(rundir, options.first)
     return {
-        "model": options.model, "rate": rate, "cpus": cpus, "asked": asked, "sync": str(run.manifest.roster.sync),
+        "model": options.model, "batch": options.batch, "rate": rate, "cpus": cpus,
+        "asked": asked, "sync": str(run.manifest.roster.sync),
         "of_limit": mine / limit, "limit": limit, "tokens_per_s": mine, "sent_bytes": run.ranks[0].bytes,
         "date": time.strftime("%Y-%m-%d"),
         "predicted_off": run.predicted.step_s / run.step_p50_s - 1 if run.predicted and run.step_p50_s else None,

@@ -1,8 +1,8 @@
 """What does each way of agreeing cost in loss, at equal tokens? Real runs on local ranks, beside one process alone.
 
     python bench/loss.py --data FOLDER [--shape small|char] [--syncs ddp,int8,…] [--ranks 2] [--seeds 1,2,3]
-                         [--steps 2000] [--minutes M]     run what is missing, for at most so long
-    python bench/loss.py --table                          what is there
+                         [--batch 16] [--steps 2000] [--minutes M]     run what is missing, for at most so long
+    python bench/loss.py --table                                       what is there
 
 Loss does not depend on the link, so no network is needed: the ranks train here, with the Sync that a fleet would have.
 Every run that ends adds a line to bench/loss.jsonl; a line that is there is not run again, so the bench can be stopped
@@ -35,7 +35,7 @@ SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "powersgd:16", "
          "diloco:10:int8", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30:int8",
          "diloco:30:int4")  # fmt: skip
 LAST = 100  # steps whose losses are the training loss
-Key = tuple[str, str, str, int, int, int]  # corpus, shape, sync, ranks, steps, seed
+Key = tuple[str, str, str, int, int, int, int]  # corpus, shape, sync, ranks, batch, steps, seed
 Line = dict[str, Any]  # what a run came to, in RESULTS
 
 
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--syncs", default=",".join(SYNCS))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens that all ranks have together")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--minutes", type=float, help="begin no run that would end later")
@@ -63,7 +64,7 @@ def run_missing(options: argparse.Namespace) -> None:
     # Seed by seed, so that a bench that was stopped has compared all of them.
     for seed in map(int, options.seeds.split(",")):
         for sync, ranks in ways:
-            key = (options.data.name, options.shape, sync, ranks, options.steps, seed)
+            key = (options.data.name, options.shape, sync, ranks, options.batch, options.steps, seed)
             if key in {key_of(row) for row in rows()}:
                 continue
             left_s = (options.minutes or 1e9) * 60 - (time.monotonic() - began)
@@ -79,12 +80,12 @@ def run_missing(options: argparse.Namespace) -> None:
 
 def run(data: Path, key: Key) -> Line:
     """One run to its end, as its line."""
-    corpus, shape, sync, ranks, steps, seed = key
+    corpus, shape, sync, ranks, batch, steps, seed = key
     threads = max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as folder:
         flags = {
-            "data": data, "model": "char", "dropout": 0, "steps": steps, "seed": seed, "batch": 16, "threads": threads,
-            "lr": 1e-3, "eval-every": 0, "eval-tokens": load_corpus(data).num_tokens("val"), "checkpoint-every": 0,
+            "data": data, "model": "char", "dropout": 0, "steps": steps, "seed": seed, "batch": batch,
+            "threads": threads, "lr": 1e-3, "eval-every": 0, "eval-tokens": load_corpus(data).num_tokens("val"), "checkpoint-every": 0,
             "verify-every": 200, "device": "cpu", "compile": "off", "shares": ":".join(["1"] * ranks),
             "out": f"{folder}/run",
         }  # fmt: skip
@@ -100,8 +101,8 @@ def run(data: Path, key: Key) -> Line:
         manifest, records = rundir.manifest(), rundir.records(0)
         assert manifest.result is not None
         return {
-            "corpus": corpus, "shape": shape, "sync": sync, "ranks": ranks, "steps": steps, "seed": seed,
-            "params": manifest.num_params, "dtype": manifest.roster.dtypes,
+            "corpus": corpus, "shape": shape, "sync": sync, "ranks": ranks, "batch": batch, "steps": steps,
+            "seed": seed, "params": manifest.num_params, "dtype": manifest.roster.dtypes,
             "val_loss": manifest.result.val_loss,
             "train_loss": statistics.mean(record.loss for record in records[-LAST:] if record.loss is not None),
             "bytes_per_step": statistics.mean(record.bytes for record in records),
@@ -115,21 +116,22 @@ def rows() -> list[Line]:
 
 
 def key_of(row: Line) -> Key:
-    return (row["corpus"], row["shape"], row["sync"], row["ranks"], row["steps"], row["seed"])
+    return (row["corpus"], row["shape"], row["sync"], row["ranks"], row["batch"], row["steps"], row["seed"])
 
 
 def print_table() -> None:
     """One line a strategy: the mean over the seeds that one process has too, and how far they lie apart."""
-    groups: dict[tuple[str, str, int, str], dict[tuple[str, int], dict[int, Line]]]
+    groups: dict[tuple[str, str, int, int, str], dict[tuple[str, int], dict[int, Line]]]
     groups = defaultdict(lambda: defaultdict(dict))
     for row in rows():
-        groups[row["corpus"], row["shape"], row["steps"], row["dtype"]][row["sync"], row["ranks"]][row["seed"]] = row
-    for (corpus, shape, steps, dtype), found in groups.items():
+        group = groups[row["corpus"], row["shape"], row["batch"], row["steps"], row["dtype"]]
+        group[row["sync"], row["ranks"]][row["seed"]] = row
+    for (corpus, shape, batch, steps, dtype), found in groups.items():
         alone = found.pop(("one process", 1), {})
         if not alone:
             continue
         params = next(iter(alone.values()))["params"]
-        print(f"\n{corpus}, {shape} ({params / 1e6:.1f}M parameters), {steps} steps of 16 × 256 tokens, {dtype}\n")
+        print(f"\n{corpus}, {shape} ({params / 1e6:.1f}M parameters), {steps} steps of {batch} × 256 tokens, {dtype}\n")
         print("| | ranks | seeds | validation loss | penalty | of the seeds | training loss | bytes a step |")
         print("|:--|--:|--:|--:|--:|--:|--:|--:|")
         for (sync, ranks), by_seed in [(("one process", 1), alone), *found.items()]:

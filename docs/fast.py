@@ -29,8 +29,8 @@ STEPS = 2000
 BEGINNING = """# Slow links and unequal machines, measured
 
 Emulated hosts, each pinned to a core of this machine or to a part of one, real ssh, links that the kernel shapes.
-`char` is 10.7M parameters on tinyshakespeare, `d8` 126M on Python's library in 32768 tokens; 16 × 256 tokens a step in
-bf16, no dropout. Everything is a share of the limit: what the same hosts train at once, each by itself and exchanging
+`char` is 10.7M parameters on tinyshakespeare, `d8` 126M on Python's library in 32768 tokens; in bf16,
+no dropout. Everything is a share of the limit: what the same hosts train at once, each by itself and exchanging
 nothing, measured before and after every run; the median of some turns. "predicted" is how far off the step was that
 `plan` said before. Loss is what `bench/loss.py` measured at equal tokens with 1.0M parameters; see
 `src/evener/plan/penalty.py`. `python bench/fast.py` goes on with it.
@@ -60,14 +60,15 @@ def typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def setup_of(row: dict[str, Any]) -> str:
-    """Machines and links of a row."""
-    return f"{row['model']}, {row['rate']}, hosts of {' : '.join(f'{cpu:g}' for cpu in row['cpus'])} core"
+    """Machines, links and work of a row."""
+    cores = " : ".join(f"{cpu:g}" for cpu in row["cpus"])
+    return f"{row['model']}, {row['batch']} × 256, {row['rate']}, {cores} core"
 
 
 def loss_of(row: dict[str, Any]) -> str:
     """What its way costs."""
     num_params = preset_shape(row["model"], vocab_size=VOCABULARIES[row["model"]]).num_params()
-    penalty, source = loss_penalty(parse_sync(row["sync"]), num_params, len(row["cpus"]), STEPS)
+    penalty, source = loss_penalty(parse_sync(row["sync"]), num_params, len(row["cpus"]), STEPS, row["batch"] * 256)
     if penalty is None or source == EXACT:
         return source
     return f"{penalty:+.1%}" if penalty > 0 else "no higher"
