@@ -85,9 +85,9 @@ def run(data: Path, key: Key) -> Line:
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "data": data, "model": "char", "dropout": 0, "steps": steps, "seed": seed, "batch": batch,
-            "threads": threads, "lr": 1e-3, "eval-every": 0, "eval-tokens": load_corpus(data).num_tokens("val"), "checkpoint-every": 0,
-            "verify-every": 200, "device": "cpu", "compile": "off", "shares": ":".join(["1"] * ranks),
-            "out": f"{folder}/run",
+            "threads": threads, "lr": 1e-3, "eval-every": 0, "eval-tokens": load_corpus(data).num_tokens("val"),
+            "checkpoint-every": 0, "verify-every": 200, "device": "cpu", "compile": "off",
+            "shares": ":".join(["1"] * ranks), "out": f"{folder}/run",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()] + SHAPES[shape]
         words += [] if ranks == 1 else ["--sync", sync]

@@ -531,6 +531,11 @@ print(json.dumps(found | {"left": lab.path.exists()}))
             "carrier": ["0"],
             "left": False,
         }
+        if not tunnels:
+            refused = subprocess.run(
+                [*user.argv, code, "tun0"], capture_output=True, text=True, timeout=60, check=False
+            )
+            assert "host a: tun0 is a tunnel, and /dev/net/tun is not there or not for this user" in refused.stderr
 
 
 class TestCgroupV2:

@@ -74,9 +74,9 @@ def _desk_host(path: Path, spec: LabSpec, name: str, addresses: dict[str, str], 
     (folder / "sshd_config").write_text(files.sshd_config(folder))
     [sshd] = find_programs("sshd")
     services = []
-    for interface in _of_kind("overlay", host):
+    for interface in host.of_kind("overlay"):
         peers = {_overlay(address): address for other, address in addresses.items()
-                 if other != name and _of_kind("overlay", spec.hosts[other])}  # fmt: skip
+                 if other != name and spec.hosts[other].of_kind("overlay")}  # fmt: skip
         services.append(
             [sys.executable, "-I", "-S", str(TUNNEL), interface, _overlay(addresses[name]), json.dumps(peers)]
         )
@@ -96,16 +96,8 @@ def _wiring(number: int, spec: HostSpec, host: HostState) -> dict[str, Any]:
         "address": host.address, "address6": host.address6,
         "mtu": spec.mtu, "path_mtu": spec.path_mtu or spec.mtu,
         "up_bps": spec.up_bps, "down_bps": spec.down_bps, "policed": spec.policed,
-        "links": _of_kind("link", spec), "bridges": _of_kind("bridge", spec),
+        "links": spec.of_kind("link"), "bridges": spec.of_kind("bridge"),
     }  # fmt: skip
-
-
-def _of_kind(kind: str, host: HostSpec) -> list[str]:
-    """Those of its other interfaces that are of a kind; the name tells it, as on any machine."""
-    prefixes = {"docker": "bridge", "br-": "bridge", "virbr": "bridge", "tun": "overlay", "tailscale": "overlay",
-                "wg": "overlay"}  # fmt: skip
-    return [name for name in host.more_interfaces
-            if kind == next((k for prefix, k in prefixes.items() if name.startswith(prefix)), "link")]  # fmt: skip
 
 
 def _overlay(address: str) -> str:

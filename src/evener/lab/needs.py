@@ -11,6 +11,7 @@ from evener.core.errors import EvenerError, UsageError
 from evener.lab.init import PATH
 from evener.lab.spec import LabSpec
 
+TUN = "/dev/net/tun"
 PACKAGES = {
     "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
     "nsenter": "util-linux", "setpriv": "util-linux", "taskset": "util-linux", "nft": "nftables",
@@ -29,6 +30,11 @@ def check_machine(spec: LabSpec) -> None:
     for name, host in spec.hosts.items():
         if missing := sorted(set(host.cores or ()) - usable):
             raise UsageError(f"host {name}: no core {missing[0]} here; cores: {', '.join(map(str, sorted(usable)))}")
+        if (tunnels := host.of_kind("overlay")) and not os.access(TUN, os.R_OK | os.W_OK):
+            raise EvenerError(
+                f"host {name}: {tunnels[0]} is a tunnel, and {TUN} is not there or not for this user",
+                hint=f"as root: modprobe tun; chmod 0666 {TUN}",
+            )
 
 
 def find_programs(*names: str) -> list[str]:

@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -63,6 +63,13 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def memory_bytes(self) -> int | None:
         """Its memory limit."""
         return parse_bytes(self.memory) if self.memory else None
+
+    def of_kind(self, kind: Literal["bridge", "overlay", "link"]) -> list[str]:
+        """Those of its other interfaces that are of a kind; the name tells it, as on any machine."""
+        prefixes = {"docker": "bridge", "br-": "bridge", "virbr": "bridge", "tun": "overlay", "tailscale": "overlay",
+                    "wg": "overlay"}  # fmt: skip
+        return [name for name in self.more_interfaces
+                if kind == next((k for prefix, k in prefixes.items() if name.startswith(prefix)), "link")]  # fmt: skip
 
 
 class LabSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,6 +15,8 @@ this was measured: there the formulas are an *assumption*. A compiled model keep
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from evener.core.roster import Roster
@@ -73,7 +75,8 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     >>> need.weights, need.optimizer == 2 * need.weights
     (495399936, True)
     """
-    member, sync, num_ranks = roster.members[rank], roster.sync, roster.world_size
+    sync, num_ranks, most = roster.sync, roster.world_size, math.ceil(roster.mean_shares[rank])
+    member = msgspec.structs.replace(roster.members[rank], share=most)  # of its largest step
     sequences = max(member.micro_batches, default=0)
     device = "cuda" if member.is_gpu else "cpu"
     weights = FP32 * shape.num_params()

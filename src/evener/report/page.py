@@ -311,7 +311,12 @@ def _manifest(manifest: Manifest) -> dict[str, Text]:
         "Corpus": _text(tree["corpus"]),
         "Machines": _text(tree["hosts"]),
         "Processes": _text(tree["ranks"]),
-        "Shares at the start": _text(tree["roster"]["members"]),
+        "Shares at the start": _text(
+            [
+                member | {"share": share}
+                for member, share in zip(tree["roster"]["members"], roster.mean_shares, strict=True)
+            ]
+        ),
         "Contention: each rank alone, and all together": _text(tree["contention"]),
     }
 
