@@ -5,7 +5,8 @@
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
-before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two.
+before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two; what
+was predicted of a run is set beside what was predicted of its limit.
 Sequences of 256 tokens, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
 clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are planned
 for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every run adds a line to bench/fast.jsonl;
@@ -80,7 +81,7 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
                 flags = flags_of(options, batch=options.batch, sync=sync, out=run, steps=PLANNED)
                 train(folder, fleet, run, flags, options)
                 after = limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
-                row = row_of(options, rate, cpus, sync, run, (before + after) / 2)
+                row = row_of(options, rate, cpus, sync, run, before, after)
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{rate} turn {turn + 1}: {sync} {row['tokens_per_s']:.0f} of {row['limit']:.0f} tokens/s",
@@ -114,8 +115,8 @@ def every_of(run: RunDir) -> int:
     return run.manifest().roster.sync.every if run.is_run() else 1
 
 
-def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str) -> float:
-    """Tokens/s of all hosts together, each by itself."""
+def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str) -> list[RunDir]:
+    """A run of each host by itself, all at once."""
     outs = {}
     for host, share in zip(cpus, weighted_shares(options.batch, list(cpus.values())), strict=True):
         outs[host] = folder / f"{name}-{host}"
@@ -123,7 +124,7 @@ def limit(folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str
         evener(folder, "train", "--fleet", str(fleet), "--hosts", host, "--detach", *flags)
     for out in outs.values():
         evener(folder, "logs", "-f", str(out))
-    return sum(throughput(RunDir(out), options.first) for out in outs.values())
+    return [RunDir(out) for out in outs.values()]
 
 
 def throughput(rundir: RunDir, first: int) -> float:
@@ -147,16 +148,23 @@ def evener(folder: Path, *args: str) -> None:
         raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
 
 
-def row_of(
-    options: argparse.Namespace, rate: str, cpus: list[float], asked: str, rundir: RunDir, limit: float
-) -> dict[str, Any]:
-    """What a run came to, beside the limit of its minutes."""
+def predicted_of_limit(rundir: RunDir, limit: list[RunDir]) -> float | None:
+    """Tokens/s as they were predicted, beside those of the hosts by themselves."""
+    run, *alone = (summarize(one).predicted for one in (rundir, *limit))
+    known = [option.tokens_per_s for option in alone if option is not None]
+    return run.tokens_per_s / sum(known) if run is not None and len(known) == len(alone) else None
+
+
+def row_of(options: argparse.Namespace, rate: str, cpus: list[float], asked: str, rundir: RunDir,
+           before: list[RunDir], after: list[RunDir]) -> dict[str, Any]:  # fmt: skip
+    """What a run came to, beside the limits of its minutes."""
     run, mine = summarize(rundir), throughput(rundir, options.first)
+    limit = sum(throughput(alone, options.first) for alone in (*before, *after)) / 2
     return {
         "model": options.model, "batch": options.batch, "rate": rate, "cpus": cpus,
         "asked": asked, "sync": str(run.manifest.roster.sync),
         "of_limit": mine / limit, "limit": limit, "tokens_per_s": mine, "sent_bytes": run.ranks[0].bytes,
-        "date": time.strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d"), "predicted_of_limit": predicted_of_limit(rundir, before),
         "predicted_off": run.predicted.step_s / run.step_p50_s - 1 if run.predicted and run.step_p50_s else None,
     }  # fmt: skip
 

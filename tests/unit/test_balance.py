@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.core.roster import equal_shares
-from evener.plan.balance import Pace, fastest_shares, slowest_s
+from evener.plan.balance import Pace, fastest_or_none, fastest_shares, slowest_s
 
 # Eighths and halves: sums of them are exact, so that the best of all divisions can be asked for to the bit.
 PACES = st.builds(
@@ -39,6 +39,24 @@ def test_no_other_division_into_whole_micro_batches_is_faster(num, paces, unit):
     others = [[unit * n for n in shares] for shares in divisions(num, len(paces), 0)]
     assert all(share % unit == 0 for share in found)
     assert slowest_s(found, paces) == min(slowest_s(shares, paces) for shares in others)
+
+
+@given(st.integers(50, 400), st.lists(PACES, min_size=2, max_size=6), st.integers(0, 8), st.sampled_from([1, 3]))
+def test_many_sequences_are_divided_as_one_by_one(num, paces, least, unit):
+    one_by_one = [least * unit] * len(paces)
+    for _ in range(num - sum(one_by_one) // unit):
+        rank = min(range(len(paces)), key=lambda rank: (paces[rank].time_s(one_by_one[rank] + unit), rank))
+        one_by_one[rank] += unit
+    assert fastest_shares(num * unit, paces, least=least, unit=unit) == one_by_one
+
+
+@given(st.integers(6, 14), st.lists(PACES, min_size=1, max_size=4), st.integers(1, 5))
+def test_none_or_at_least_so_many(num, paces, least):
+    found = fastest_or_none(num, paces, least)
+    others = [shares for shares in divisions(num, len(paces), 0) if all(n == 0 or n >= least for n in shares)]
+    assert found in others
+    # Those that are left out are the slowest with so few; who does better by leaving out another is a twentieth faster.
+    assert slowest_s(found, paces) <= 1.05 * min(slowest_s(shares, paces) for shares in others)
 
 
 def test_equal_speeds_get_equal_shares():

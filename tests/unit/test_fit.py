@@ -96,6 +96,15 @@ def test_without_a_prediction_the_records_alone_are_enough():
     assert found.hosts["a"].memory_bytes == 8 << 30
 
 
+def test_of_a_host_without_a_share_nothing_is_known():
+    job = changed(JOB, shares="1:0")
+    option = priced(job, cluster(500.0, 250.0))
+    with pytest.raises(UsageError, match="b had no share in this run, and nothing else is known of its speed"):
+        fit(job, manifest(job, option), records(option), None)
+    known = fit(job, manifest(job, option), records(option), cluster(400.0, 250.0))
+    assert known.hosts["b"].tokens_per_s["fp32"] == 250.0
+
+
 def test_a_run_on_one_rank_has_no_wires():
     one = priced(JOB, cluster(500.0))
     found = fit(JOB, manifest(JOB, one), records(one), None)

@@ -563,3 +563,17 @@ def test_a_link_that_nobody_knows_is_one_line(text):
 )  # fmt: skip
 def test_a_link_by_its_name(text, Bps):
     assert parse_link(text).wire.bandwidth_Bps == pytest.approx(Bps)
+
+
+def test_equal_shares_and_those_of_a_round_are_two_options():
+    """110, 110, 90 and 90 of 16 sequences: 4.4 and 3.6 in the mean, which rounded are equal ones."""
+    wire = Wire(latency_s=1e-4, bandwidth_Bps=1e9)
+    machines = cluster(1100.0, 1100.0, 900.0, 900.0, wire=wire)
+    job = changed(JOB, batch=16, steps=2000, sync="diloco:10")
+    by_speed, equal = (predict(changed(job, shares=shares), machines) for shares in ("auto", "equal"))
+    told = {option.name: option for option in equal.options}
+    assert by_speed.chosen == "diloco:10, shares 4.4 : 4.4 : 3.6 : 3.6"
+    assert told[by_speed.chosen].roster.round_shares == [44, 44, 36, 36]
+    assert equal.chosen == "diloco:10"
+    gain = told[by_speed.chosen].tokens_per_s / told[equal.chosen].tokens_per_s
+    assert gain == pytest.approx(4 / 900 / (4.4 / 1100), rel=0.02)

@@ -233,6 +233,14 @@ def test_a_program_that_weighs_its_ranks_is_balanced_no_more():
     assert heard(fixed, range(61, 120), 1.0, 9.0) is None
 
 
+def test_weights_of_replicas_that_drift_are_a_steps_and_not_a_rounds():
+    fixed = fixed_of("--batch", "16", "--sync", "diloco:10")
+    fixed.balance(one_size=False)
+    roster = heard(fixed, range(30), 1.0, 2.0)
+    assert roster.round_shares == [107, 53]
+    assert fixed.hear(news(1.0, 1.0, step=30, weight=5.3), 31).shares == [8, 8]  # 5.3, and the other's 5.3
+
+
 def test_shares_stay_where_a_model_has_several_sizes():
     """Compiled for 9 and 8 sequences, it would be compiled again for others."""
     fixed = fixed_of("--batch", "32", "--shares", "17:15", "--micro-batch", "16")

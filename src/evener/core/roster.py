@@ -9,8 +9,8 @@ changes it writes the next one, which all ranks take up at the same step.
 
 from __future__ import annotations
 
-import functools
-import heapq
+import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -165,6 +165,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return [member.share for member in self.members]
 
     @property
+    def is_equal(self) -> bool:
+        """Is the batch divided as equally as whole sequences allow?"""
+        return self.mean_shares == equal_shares(self.batch, self.world_size)
+
+    @property
     def mean_shares(self) -> list[float]:
         """Sequences by rank of a step, in the mean of a round."""
         return [share / self.sync.every for share in self.round_shares] or [float(share) for share in self.shares]
@@ -187,8 +192,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """As it is for one step: with that step's shares, where those of a round are not alike."""
         if not self.round_shares:
             return self
-        turn = (step - self.from_step) % self.sync.every
-        return self.divided(turns(tuple(self.round_shares), self.sync.every)[turn])
+        return self.divided(turn(self.round_shares, self.sync.every, step - self.from_step))
 
     def divided(self, shares: Sequence[int], micro_batch: int | None = None) -> Roster:
         """The same with other shares: of every batch, or of all of a round, whose steps need not be alike then."""
@@ -394,24 +398,21 @@ def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-@functools.lru_cache(maxsize=8)
-def turns(round_shares: tuple[int, ...], num_steps: int) -> list[list[int]]:
-    """Whole sequences by rank for each step of a round, of which all ranks have their shares when it is over.
+def turn(round_shares: Sequence[int], num_steps: int, step: int) -> list[int]:
+    """Whole sequences by rank for one step of a round: in each, every rank has its mean share rounded down or up.
 
-    Sequence by sequence, to the rank that is furthest behind its part.   [Sainte-Laguë's method]
+    What is left over of the shares lies end to end, and slot s is for step s mod H; no rank has two of a step, for it
+    has fewer than H. Steps are taken in golden strides, so that nobody runs ahead for long.
 
-    >>> turns((5, 3), 2)
+    >>> [turn([5, 3], 2, step) for step in range(2)]
     [[3, 1], [2, 2]]
     """
-    queue = [(1 / share, rank, 1) for rank, share in enumerate(round_shares) if share]
-    heapq.heapify(queue)
-    found = []
-    for _ in range(num_steps):
-        found.append([0] * len(round_shares))
-        for _ in range(sum(round_shares) // num_steps):
-            _, rank, odd = queue[0]
-            found[-1][rank] += 1
-            heapq.heapreplace(queue, ((odd + 2) / round_shares[rank], rank, odd + 2))
+    golden = next(k for k in itertools.count(round(num_steps * 0.618)) if math.gcd(k, num_steps) == 1)
+    found, begin = [], 0
+    for share in round_shares:
+        least, left_over = divmod(share, num_steps)
+        found.append(least + ((golden * step - begin) % num_steps < left_over))
+        begin += left_over
     return found
 
 

@@ -121,7 +121,7 @@ def _break_even(prediction: Prediction, chosen: Option, alone: Option) -> list[s
 
     pays = chosen.tokens_per_s > WORTH * alone.tokens_per_s
     by_speed = first_roster_by_speed(divided(job, "auto"), cluster, cluster.seats)
-    is_equal = job.spec.machine.shares == "equal" and by_speed.shares != chosen.roster.shares
+    is_equal = job.spec.machine.shares == "equal" and by_speed.mean_shares != chosen.roster.mean_shares
     equally = "with equal shares " if is_equal else ""
     factor = _crossing(gain_with, pays)
     if factor is None and pays:

@@ -11,6 +11,7 @@ sequences in micro-batches of 16 are two passes of 9 and 8.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -35,6 +36,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self.fixed_s + num_passes(share, self.micro_batch) * self.pass_s + share * self.sequence_s
 
+    def surely_done(self, time_s: float) -> int:
+        """No more sequences than it has done then: as if its last micro-batch were full."""
+        num = (time_s - self.fixed_s - self.pass_s) / (self.sequence_s + self.pass_s / self.micro_batch)
+        return max(0, int(num) - 1)
+
     def of_round(self, num_steps: int) -> Pace:
         """What a step takes in the mean, for the sequences of so many."""
         return msgspec.structs.replace(self, sequence_s=self.sequence_s / num_steps,
@@ -53,14 +59,39 @@ def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0,
     >>> fastest_shares(24, [slow_to_begin, Pace(sequence_s=3.2)])
     [16, 8]
     """
-    shares = [least * unit] * len(paces)
-    queue = [(pace.time_s((least + 1) * unit), rank) for rank, pace in enumerate(paces)]
+    left = num_sequences - least * unit * len(paces)
+    soonest_s = left / math.fsum(1 / pace.sequence_s for pace in paces)  # nothing has the rest done before that
+    shares = [unit * max(least, pace.surely_done(soonest_s) // unit) for pace in paces]
+    queue = [(pace.time_s(share + unit), rank) for rank, (pace, share) in enumerate(zip(paces, shares, strict=True))]
     heapq.heapify(queue)
-    for _ in range(num_sequences // unit - least * len(paces)):
+    for _ in range((num_sequences - sum(shares)) // unit):
         _, rank = queue[0]
         shares[rank] += unit
         heapq.heapreplace(queue, (paces[rank].time_s(shares[rank] + unit), rank))
     return shares
+
+
+def fastest_or_none(num_sequences: int, paces: Sequence[Pace], least: int) -> list[int]:
+    """The same where a rank has no sequence, or at least so many: who holds the others up with these has none.
+
+    >>> fastest_or_none(160, [Pace(sequence_s=1.0), Pace(sequence_s=3.0), Pace(sequence_s=40.0)], 10)
+    [120, 40, 0]
+    """
+    taking, best = list(range(len(paces))), [0] * len(paces)
+    best_s = math.inf
+    while taking:
+        shares = [0] * len(paces)
+        if least * len(taking) <= num_sequences:
+            found = fastest_shares(num_sequences, [paces[rank] for rank in taking], least=least)
+            for rank, share in zip(taking, found, strict=True):
+                shares[rank] = share
+            if slowest_s(shares, paces) < best_s:
+                best, best_s = shares, slowest_s(shares, paces)
+        last = max(taking, key=lambda rank: (paces[rank].time_s(max(least, shares[rank])), rank))
+        if shares[last] > least:
+            break
+        taking.remove(last)
+    return best
 
 
 def slowest_s(shares: Sequence[int], paces: Sequence[Pace]) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from evener.core.errors import UsageError
 from evener.core.prediction import Cluster, HostRates, Job, Wire
 from evener.core.roster import DDP, Member, Roster, Seat
 from evener.core.rundir import Manifest
@@ -22,7 +23,8 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     """The cluster of a run, refitted: `records` are by rank, `prior` is what was predicted with, if anything was.
 
     What the records tell replaces what was measured before: rates of computing, the update, input, and the links, all
-    by one factor. What they don't tell (memory, communication's processor time, γ) stays.
+    by one factor. What they don't tell (memory, communication's processor time, γ) stays. UsageError where a host's
+    speed is not known at all.
     """
     roster = manifest.roster
     if prior is None or not _describes(prior, roster):
@@ -34,6 +36,11 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     for name in roster.hosts:
         of_host = [(member, list(records[member.rank])) for member in roster.members if member.host == name]
         hosts[name] = _host(prior.hosts[name], job, of_host, stolen_s.get(name, 0.0))
+        if UNKNOWN_RATE in hosts[name].tokens_per_s.values():
+            raise UsageError(
+                f"{name} had no share in this run, and nothing else is known of its speed",
+                hint="evener probe host measures it, and evener plan --fleet uses that",
+            )
     cluster = msgspec.structs.replace(prior, hosts=hosts)
     if roster.sync != DDP:
         return cluster

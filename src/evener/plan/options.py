@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from evener.core.prediction import Cluster, Job, Option
-from evener.core.roster import BUILT, Roster, SyncSpec, asked_sync, equal_shares, harms_fp16, parse_sync, shares_text
+from evener.core.roster import BUILT, Roster, SyncSpec, asked_sync, harms_fp16, parse_sync, shares_text
 from evener.core.units import size
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
@@ -47,7 +47,7 @@ def in_best_buckets(job: Job, cluster: Cluster, roster: Roster, name: str = "") 
 def _name_of(job: Job, roster: Roster) -> str:
     if roster.world_size == 1:
         return f"{roster.hosts[0]} alone"
-    if roster.shares == equal_shares(roster.batch, roster.world_size):
+    if roster.is_equal:
         return str(roster.sync)
     many = "as asked" if job.spec.machine.are_shares_told else "by speed"
     return f"{roster.sync}, shares {shares_text(roster.mean_shares) if roster.world_size <= 4 else many}"

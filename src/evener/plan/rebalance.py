@@ -25,9 +25,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.roster import Roster, num_passes, turns
+from evener.core.roster import Roster, num_passes, turn
 from evener.core.units import median, seconds
-from evener.plan.balance import Pace, fastest_shares, slowest_s
+from evener.plan.balance import Pace, fastest_or_none, fastest_shares, slowest_s
 
 WINDOWS = (5, 15, 45)  # steps
 CONFIRMED = 4  # decisions in a row, of the shortest window: three slow steps are not enough
@@ -67,7 +67,7 @@ class Balancer:
         self._unit, self._trial = whole or 1, whole or every
         self._micro_batches = [whole or every * member.micro_batch for member in members]
         self._shares = roster.round_shares or [every * share for share in roster.shares]
-        self._in_force = tuple(self._shares), roster.from_step  # those of a trial, too, and since when
+        self._in_force = self._shares, roster.from_step  # those of a trial, too, and since when
         self._windows = [_window() for _ in members]  # seconds, with the present share
         self._noise = [_Noise() for _ in members]  # of the shares before
         self._pass_sequences = [0.0] * len(members)  # what a pass costs, in sequences
@@ -91,7 +91,7 @@ class Balancer:
             return None
         change = self._decide(working, took_s, next_step)
         if change is not None:
-            self._in_force = tuple(change.shares), next_step
+            self._in_force = change.shares, next_step
         return change
 
     def _of_mean_share(self, step: int, took_s: Sequence[float]) -> Sequence[float]:
@@ -99,7 +99,7 @@ class Balancer:
         if self._every == 1:
             return took_s
         shares, since = self._in_force
-        in_step = turns(shares, self._every)[(step - since) % self._every]
+        in_step = turn(shares, self._every, step - since)
         return [one * share / (self._every * now) if now else 0.0
                 for one, share, now in zip(took_s, shares, in_step, strict=True)]  # fmt: skip
 
@@ -164,6 +164,7 @@ class Balancer:
                 self._idle.pop(rank, None)
             else:
                 self._idle[rank], self._tried[rank] = paces[rank], next_step
+                self._left.pop(rank, None)  # it may come back as another machine
             self._windows[rank] = _window()
         self._shares, self._from_step, self._confirmed = shares, next_step, 0
         self._changes.append(next_step)
@@ -204,7 +205,10 @@ class Balancer:
     # --- what is known of a rank ------------------------------------------------------------------------------------
 
     def _fastest(self, paces: Sequence[Pace]) -> list[int]:
-        return fastest_shares(sum(self._shares), paces, unit=self._unit)
+        if self._every == 1:
+            return fastest_shares(sum(self._shares), paces, unit=self._unit)
+        # With less than a sequence a step a rank would be steps behind when it has one, and the others waited.
+        return fastest_or_none(sum(self._shares), paces, least=self._every)
 
     def _paces(self, size: int) -> list[Pace]:
         """By the medians of the last steps."""

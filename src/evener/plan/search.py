@@ -6,7 +6,7 @@ import msgspec
 
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction
-from evener.core.roster import DDP, NO_SYNC, SyncSpec, equal_shares
+from evener.core.roster import DDP, NO_SYNC, SyncSpec
 from evener.core.units import seconds
 from evener.plan.advice import advice_of, listed, rate, verdict_of
 from evener.plan.cluster import with_wire
@@ -120,7 +120,7 @@ def flags_of_recommended(prediction: Prediction) -> str:
         return f"--hosts {','.join(best.hosts)}{' --shares auto' if told else ''}"
     if best.sync != chosen.sync:
         return f"--sync {best.sync}"
-    return f"--shares {'equal' if best.shares == equal_shares(best.batch, best.world_size) else 'auto'}"
+    return f"--shares {'equal' if best.is_equal else 'auto'}"
 
 
 def why_left_out(prediction: Prediction) -> dict[str, str]:

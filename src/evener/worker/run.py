@@ -145,7 +145,7 @@ class Run:
 
     @property
     def roster(self) -> Roster:
-        """Who takes part in the next step."""
+        """Who takes part in the next step; where the steps of a round differ, with shares as they are in the mean."""
         return self._membership.roster
 
     @property

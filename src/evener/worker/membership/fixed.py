@@ -23,7 +23,7 @@ class Fixed:
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
-        self._weights = [float(share) for share in roster.shares]
+        self._weights = roster.mean_shares
         self._balancer: Balancer | None = None
         self._whole: int | None = None
         self._chooser: Chooser | None = None
@@ -91,10 +91,10 @@ class Fixed:
         change = self._balancer.hear(step, [told.took_s for told in news], next_step)
         if change is None:
             return None
-        self._weights = [float(share) for share in change.shares]
         self.roster = self.roster.with_shares(
             change.shares, next_step, self._whole, why=change.why, is_trial=change.is_trial
         )
+        self._weights = self.roster.mean_shares
         return self.roster
 
     def _weigh(self, news: Sequence[News], next_step: int) -> Roster | None:

@@ -51,6 +51,7 @@ class Slots:
 
 
 SAMPLE, COMPARED_EVERY = 1 << 16, 5  # numbers of a bucket; sampled steps from one comparison to the next
+LEAST = 1e-30
 
 
 class Exchange(Protocol):
@@ -81,7 +82,7 @@ def run_and_compare(group: Group, exchange: Exchange, slots: Slots) -> tuple[int
     dist.all_reduce(exact, group=group.gradients)
     num_bytes = exchange.run(slots) + ring_all_reduce_bytes(exact.nbytes, group.world_size)
     size = exact.norm()
-    cosine = torch.dot(piece / piece.norm(), exact / size)
+    cosine = torch.dot(piece / piece.norm().clamp_min(LEAST), exact / size)
     return num_bytes, torch.stack([(piece - exact).norm() / size, cosine])
 
 
