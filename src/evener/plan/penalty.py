@@ -68,6 +68,7 @@ MEASURED = (
     _ours("diloco:10:int8:streamed", -0.0334, 3, 0.0213),
     _ours("diloco:10:int8:streamed", -0.0037, 1, 0.0196, ranks=3),
     _ours("diloco:10:int8:streamed", 0.017, 1, 0.0164, ranks=4),
+    _ours("diloco:10:int8:streamed", -0.0043, 1, 0.0186, ranks=4, batch=32),
     _ours("diloco:10:int4:streamed", -0.021, 1, 0.3049),
     _ours("diloco:30", 0.0116, 1),
     _published(2, 35e6, 0.007),
@@ -92,7 +93,8 @@ def loss_penalty(
     """
     if STRATEGIES[sync.kind].is_exact:
         return 0.0, EXACT
-    rows = sorted(_rows_of(sync, num_ranks, num_steps, num_tokens), key=lambda row: row.num_params)
+    found = sorted(_rows_of(sync, num_ranks, num_steps, num_tokens), key=lambda row: (row.num_params, row.least_tokens))
+    rows = list({row.num_params: row for row in found}.values())  # of each model that with the most tokens
     if not rows:
         return None, "not measured"
     for low, high in itertools.pairwise(rows):
@@ -108,16 +110,15 @@ def loss_penalty(
 def _rows_of(
     sync: SyncSpec, num_ranks: int, num_steps: int | None = None, num_tokens: int | None = None
 ) -> list[Measured]:
-    """Of as many ranks, or the next larger number that was measured; of each model with the most tokens that the job
-    has as well. Where steps or tokens are None any will do. Tables that go row by row lose nothing.
+    """Of as many ranks, or the next larger number that was measured, with no more steps and tokens. Tables that go row
+    by row lose nothing.
     """
     name, least = str(msgspec.structs.replace(sync, sparse=False)), num_ranks if sync.kind == "diloco" else 2
     rows = [row for row in MEASURED if row.sync == name and row.ranks >= least
             and (num_steps is None or num_steps >= row.least_steps)
             and (num_tokens is None or num_tokens >= row.least_tokens)]  # fmt: skip
     ranks = min((row.ranks for row in rows), default=None)
-    by_size = {row.num_params: row for row in sorted(rows, key=lambda row: row.least_tokens) if row.ranks == ranks}
-    return list(by_size.values())
+    return [row for row in rows if row.ranks == ranks]
 
 
 def most_error(sync: SyncSpec, num_ranks: int) -> float:
