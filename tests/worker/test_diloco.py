@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from statistics import median
 
 import pytest
 import torch
@@ -254,8 +255,9 @@ def test_parts_of_a_step_are_its_wall_time_and_bytes_are_sent_when_it_agrees(tmp
         assert [bool(record.bytes) for record in records] == [(record.step + 1) % 8 == 0 for record in records]
         assert {record.tokens for record in records} == {9 * 64} if rank == 0 else {3 * 64}
         assert all(record.sync_s == 0 or record.bytes for record in records)
-        fits = [record.cost.total_s == pytest.approx(record.wall_s, rel=0.01) for record in records]
-        assert sum(fits) > 36  # a rank may be preempted between its last lap and the end of a step
+        parts = [record.cost.total_s / record.wall_s for record in records]
+        assert max(parts) < 1.001
+        assert median(parts) > 0.99  # a rank may be preempted between its last lap and the end of a step
 
 
 @pytest.mark.parametrize(("sync", "ranks"), [("diloco:7:int8", 2), ("diloco:7", 3), ("diloco:16:int4:streamed", 2)])
