@@ -196,9 +196,10 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     def divided(self, shares: Sequence[int], micro_batch: int | None = None) -> Roster:
         """The same with other shares: of every batch, or of all of a round, whose steps need not be alike then."""
-        batch, is_of_round = self.batch, sum(shares) != self.batch
-        assert not is_of_round or sum(shares) == batch * self.sync.every, f"shares {shares} of a batch of {batch}"
+        batch, every, is_of_round = self.batch, self.sync.every, sum(shares) != self.batch
+        assert not is_of_round or sum(shares) == batch * every, f"shares {shares} of a batch of {batch}"
         alike = weighted_shares(batch, shares) if is_of_round else shares
+        is_of_round = is_of_round and any(share % every for share in shares)
         members = [msgspec.structs.replace(member, share=share, micro_batch=micro_batch or member.micro_batch)
                    for member, share in zip(self.members, alike, strict=True)]  # fmt: skip
         return msgspec.structs.replace(self, members=members, round_shares=list(shares) if is_of_round else [])
