@@ -18,6 +18,8 @@ import msgspec
 
 from evener.core.roster import num_passes
 
+PRECISION = 1e-9  # of a time that is found by halving
+
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank takes for its share of a step, in any unit of time."""
@@ -36,10 +38,16 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self.fixed_s + num_passes(share, self.micro_batch) * self.pass_s + share * self.sequence_s
 
-    def surely_done(self, time_s: float) -> int:
-        """No more sequences than it has done then: as if its last micro-batch were full."""
-        num = (time_s - self.fixed_s - self.pass_s) / (self.sequence_s + self.pass_s / self.micro_batch)
-        return max(0, int(num) - 1)
+    def done_by(self, time_s: float) -> int:
+        """The most sequences of which it is done then, to the last place of a float.
+
+        >>> pace = Pace(sequence_s=1.0, pass_s=5.0, micro_batch=16)
+        >>> [pace.done_by(time_s) for time_s in (5.5, 21.0, 26.5, 27.0)]
+        [0, 16, 16, 17]
+        """
+        full_pass_s = self.pass_s + self.micro_batch * self.sequence_s
+        num_full, rest_s = divmod(max(0.0, time_s - self.fixed_s), full_pass_s)
+        return int(num_full) * self.micro_batch + max(0, int((rest_s - self.pass_s) / self.sequence_s))
 
     def of_round(self, num_steps: int) -> Pace:
         """What a step takes in the mean, for the sequences of so many."""
@@ -61,7 +69,7 @@ def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0,
     """
     left = num_sequences - least * unit * len(paces)
     soonest_s = left / math.fsum(1 / pace.sequence_s for pace in paces)  # nothing has the rest done before that
-    shares = [unit * max(least, pace.surely_done(soonest_s) // unit) for pace in paces]
+    shares = [unit * max(least, (pace.done_by(soonest_s) - 1) // unit) for pace in paces]
     queue = [(pace.time_s(share + unit), rank) for rank, (pace, share) in enumerate(zip(paces, shares, strict=True))]
     heapq.heapify(queue)
     for _ in range((num_sequences - sum(shares)) // unit):
@@ -72,26 +80,30 @@ def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0,
 
 
 def fastest_or_none(num_sequences: int, paces: Sequence[Pace], least: int) -> list[int]:
-    """The same where a rank has no sequence, or at least so many: who holds the others up with these has none.
+    """The same where a rank has no sequence, or at least so many; `num_sequences` is not below them.
+
+    By a given time all can be done if those who do most by then, each at least its least and together no more of them
+    than there are sequences for, do enough: the soonest such time is found by halving.
 
     >>> fastest_or_none(160, [Pace(sequence_s=1.0), Pace(sequence_s=3.0), Pace(sequence_s=40.0)], 10)
     [120, 40, 0]
     """
-    taking, best = list(range(len(paces))), [0] * len(paces)
-    best_s = math.inf
-    while taking:
-        shares = [0] * len(paces)
-        if least * len(taking) <= num_sequences:
-            found = fastest_shares(num_sequences, [paces[rank] for rank in taking], least=least)
-            for rank, share in zip(taking, found, strict=True):
-                shares[rank] = share
-            if slowest_s(shares, paces) < best_s:
-                best, best_s = shares, slowest_s(shares, paces)
-        last = max(taking, key=lambda rank: (paces[rank].time_s(max(least, shares[rank])), rank))
-        if shares[last] > least:
-            break
-        taking.remove(last)
-    return best
+
+    def taking(time_s: float) -> list[int]:
+        """Ranks that have it all done by then, or none."""
+        done = sorted(((pace.done_by(time_s), -rank) for rank, pace in enumerate(paces)), reverse=True)
+        most = [(num, -rank) for num, rank in done[: num_sequences // least] if num >= least]
+        return sorted(rank for _, rank in most) if sum(num for num, _ in most) >= num_sequences else []
+
+    too_soon_s, in_time_s = 0.0, (1 + PRECISION) * min(pace.time_s(num_sequences) for pace in paces)
+    while in_time_s - too_soon_s > PRECISION * in_time_s:
+        time_s = (too_soon_s + in_time_s) / 2
+        too_soon_s, in_time_s = (too_soon_s, time_s) if taking(time_s) else (time_s, in_time_s)
+    ranks, shares = taking(in_time_s), [0] * len(paces)
+    found = fastest_shares(num_sequences, [paces[rank] for rank in ranks], least=least)
+    for rank, share in zip(ranks, found, strict=True):
+        shares[rank] = share
+    return shares
 
 
 def slowest_s(shares: Sequence[int], paces: Sequence[Pace]) -> float:
