@@ -1,8 +1,12 @@
-"""A run that is resumed goes on from the same checkpoint on every host, whatever an earlier start left there."""
+"""What a run saved on a host comes home whole; and one that is resumed goes on from the same checkpoint on every host,
+whatever an earlier start left there.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,8 +17,10 @@ from evener.core.files import digest_of, write_atomic
 from evener.core.fleet import Fleet, Host
 from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import Checkpoint, RunDir, read_checkpoint
+from evener.core.spec import CheckpointSpec, RunSpec
 from evener.hosts.session import connect
 from evener.launch import carry
+from evener.launch.ship import CHUNK_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +28,14 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def save(run: RunDir, step: int, moments: bytes) -> Path:
+def save(run: RunDir, step: int, moments: bytes, val_loss: float | None = None) -> Path:
     """A checkpoint whose optimizer remembers these."""
     folder = run.checkpoint_path(step)
     write_atomic(folder / "weights.safetensors", b"weights")
     write_atomic(folder / "state.safetensors", moments)
     files = {path.name: digest_of(path) for path in folder.iterdir()}
     saved = Checkpoint(
-        step=step, world_size=1, val_loss=None, tensor_names=[], states={}, replica_hashes=[[]], files=files
+        step=step, world_size=1, val_loss=val_loss, tensor_names=[], states={}, replica_hashes=[[]], files=files
     )
     write_atomic(folder / "state.json", msgspec.json.encode(saved))
     return folder
@@ -45,16 +51,22 @@ def kept(run: RunDir) -> list[tuple[str, str]]:
     return sorted((path.parent.name, path.name[5:11]) for path in (run.path / "own").glob("*/*"))
 
 
-def restored(home: RunDir, there: RunDir, step: int) -> None:
-    """The run is to go on from this step on a host whose folder is `there`."""
+def plan_of(home: RunDir, there: RunDir) -> Plan:
+    """Of a run on a host whose folder is `there`."""
     host = Host(address="local", workdir=str(home.path.parent / "work"))
     part = HostPlan(
         name="a", host=host, node_rank=0, first_rank=0, num_ranks=1, address="", interface="", run=str(there.path),
         code=None, cwd="", argv=[], env={},
     )  # fmt: skip
-    with connect(Fleet(hosts={"a": host})) as (sessions, errors):
+    return Plan(kind="train", spec=RunSpec(checkpoint=CheckpointSpec(keep=1)), hosts=[part])
+
+
+def restored(home: RunDir, there: RunDir, step: int) -> None:
+    """The run is to go on from this step there."""
+    plan = plan_of(home, there)
+    with connect(Fleet(hosts={"a": plan.hosts[0].host})) as (sessions, errors):
         assert not errors
-        carry.restore(home, Plan(kind="train", spec=None, hosts=[part]), sessions, step)
+        carry.restore(home, plan, sessions, step)
 
 
 @pytest.fixture
@@ -109,3 +121,88 @@ def test_nothing_is_taken_from_a_run_that_is_running(home, there):
         with pytest.raises(HostError, match="running here already"):
             restored(home, there, 300)
     assert there.checkpoint_steps() == [400]
+
+
+def test_a_damaged_checkpoint_on_the_host_is_replaced_by_the_one_at_home(home, there):
+    """Its state.json is the same, and so is what the rank kept beside it."""
+    save(there, 300, b"second")
+    keep(there, 0, 200, 300, 301)
+    (there.checkpoint_path(300) / "state.safetensors").write_bytes(b"secand")
+    restored(home, there, 300)
+    assert read_checkpoint(there.checkpoint_path(300)) == read_checkpoint(home.checkpoint_path(300))
+    assert kept(there) == [("rank-0", "000200"), ("rank-0", "000300")]
+
+
+@pytest.fixture
+def empty(tmp_path) -> RunDir:
+    """Home, when nobody followed the run."""
+    return RunDir(tmp_path / "run")
+
+
+def test_the_newest_and_the_best_come_home_and_take_the_place_of_older_ones(empty, there):
+    save(empty, 100, b"older", 3.0)
+    for step, val_loss in ((200, 2.0), (300, 1.0), (400, 2.5), (500, None)):
+        save(there, step, b"%d" % step, val_loss)
+    assert sorted(carry.bring(empty, plan_of(empty, there))) == [300, 500]
+    assert empty.checkpoint_steps() == [300, 500]
+    for step in (300, 500):
+        assert read_checkpoint(empty.checkpoint_path(step)) == read_checkpoint(there.checkpoint_path(step))
+    assert carry.bring(empty, plan_of(empty, there)) == []
+
+
+def test_of_a_damaged_one_the_one_before_comes(empty, there):
+    save(there, 200, b"second")
+    (save(there, 300, b"third") / "weights.safetensors").write_bytes(b"weighed")
+    (save(there, 400, b"fourth") / "state.json").write_bytes(b"{")
+    told: list[str] = []
+    assert carry.bring(empty, plan_of(empty, there), told.append) == [200]
+    assert any("step-000300 is damaged" in text for text in told)
+    assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000200", ".lock"}
+
+
+def test_one_that_was_damaged_at_home_comes_again(empty, there):
+    save(there, 300, b"third")
+    (save(empty, 300, b"third") / "weights.safetensors").write_bytes(b"weighed")
+    assert carry.bring(empty, plan_of(empty, there)) == [300]
+    assert read_checkpoint(empty.checkpoint_path(300)).step == 300
+
+
+def test_while_a_run_is_followed_the_link_is_left_to_it_and_at_its_end_the_rest_comes(empty, there, monkeypatch):
+    """Of some pieces each is followed by a pause nine times as long as it took; the end cuts the next one short."""
+    save(there, 300, bytes(3 * CHUNK_BYTES))
+    pauses, second = [], threading.Event()
+
+    def pause(carrier: carry.Carrier, took_s: float) -> None:
+        pauses.append(took_s)
+        if len(pauses) == 2:
+            second.set()
+            carrier._ended.wait()
+        carry_on(carrier, took_s)
+
+    carry_on = carry.Carrier._pause
+    monkeypatch.setattr(carry.Carrier, "_pause", pause)
+    with carry.Carrier(empty, plan_of(empty, there)) as carrier:
+        carrier.look()
+        assert second.wait(60)
+    assert empty.checkpoint_steps() == []
+    assert len(pauses) == 2
+    assert (empty.checkpoints_path / ".step-000300.arriving").is_dir()
+    assert carry.bring(empty, plan_of(empty, there)) == [300]
+    assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000300", ".lock"}
+
+
+def test_a_checkpoint_that_is_saved_while_the_run_is_followed_comes_home_by_itself(empty, there):
+    with carry.Carrier(empty, plan_of(empty, there)) as carrier:
+        save(there, 300, b"third")
+        carrier.look()
+        deadline = time.monotonic() + 60
+        while empty.checkpoint_steps() != [300]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_where_the_host_is_gone_it_says_so(empty, there):
+    plan = plan_of(empty, there)
+    gone = msgspec.structs.replace(plan.hosts[0], host=Host(address="127.0.0.1", port=1))
+    with pytest.raises(HostError, match="a"):
+        carry.bring(empty, msgspec.structs.replace(plan, hosts=[gone]))

@@ -13,7 +13,7 @@ from evener.core.plan import Plan, read_plan, write_plan
 from evener.core.roster import Roster, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec, parse_args
-from evener.launch.commands import Place, script_plan, train_plan
+from evener.launch.commands import Place, Project, script_plan, train_plan
 
 
 def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True,
@@ -153,7 +153,7 @@ def test_a_rank_that_is_alone_here_needs_no_torchrun() -> None:
 
 
 def test_a_script_here_runs_in_its_own_folder() -> None:
-    plan = script_plan("1d", [here(2)], 0, ["train.py", "a b"], {}, "")
+    plan = script_plan("1d", [here(2)], 0, ["train.py", "a b"], {}, None)
     assert plan.hosts[0].code is None
     assert (plan.hosts[0].cwd, plan.hosts[0].argv[-2:]) == ("/home/me", ["train.py", "a b"])
 
@@ -172,17 +172,21 @@ ENVIRONMENT = {
 
 
 def test_little_of_the_environment_is_copied() -> None:
-    plan = script_plan("1d", [place("a")], 29500, ["train.py", "it's", "$x"], ENVIRONMENT, "c0de")
+    plan = script_plan(
+        "1d", [place("a")], 29500, ["train.py", "it's", "$x"], ENVIRONMENT, Project("/here/mine", "c0de", "mine-1234")
+    )
     assert plan.hosts[0].env == {
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "2",
         "EVENER_HOST": "a",
+        "EVENER_JOINED": "/a/runs/x/host/joined",
+        "EVENER_PULSE": "/a/runs/x/host/pulse",
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "=eth0",
         "PYTHONUNBUFFERED": "1",
     }
-    assert plan.hosts[0].argv[-3:] == ["train.py", "it's", "$x"]
-    assert (plan.hosts[0].code, plan.hosts[0].cwd) == ("/a/trees/c0de", "/a/runs/x/code")
+    assert plan.hosts[0].argv[-4:] == ["--", "train.py", "it's", "$x"]
+    assert (plan.hosts[0].code, plan.hosts[0].cwd) == ("/a/trees/c0de", "/a/projects/mine-1234")
     assert plan.hosts[0].shell_line().endswith("""train.py 'it'"'"'s' '$x'""")
 
 

@@ -184,7 +184,7 @@ def test_which_python_makes_the_venv(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_why_no_venv_can_be_made(session, wheel, base, check, text, hint):
     ours = Ours(wheel=wheel, version="0", hash="0")
-    one = _Setup(session, Host(address="local"), ours, lambda *_: None, carry=False)
+    one = _Setup(session, Host(address="local"), ours, lambda *_: None, [], carry=False)
     with pytest.raises(HostError, match=text) as caught:
         one._make_venv({"base": base, "now": None})
     assert (caught.value.check, caught.value.host) == (check, "here")

@@ -76,7 +76,7 @@ class Started:
             process.suspend()
         for process in (*guard, supervisor):
             process.kill()
-        wait_until(lambda: self.session.call("runs", "status", run=str(self.run))["state"] == "ended")
+        wait_until(lambda: not runs._is_alive(str(self.run / "host")))
 
     def stop(self) -> dict[str, Any]:
         """Its last state."""
@@ -209,10 +209,12 @@ def test_a_killed_supervisor_leaves_no_process(tree: Started) -> None:
 
 
 def test_supervisor_and_guard_killed_at_once(tree: Started) -> None:
-    """Nobody is left who could end the run: its processes are found by their mark."""
+    """The run goes on, and nobody is left who could end it: its processes are found by their mark."""
     tree.kill()
-    assert "supervisor was killed" in tree.session.call("runs", "status", run=str(tree.run))["lost"]
-    assert tree.stop()["left"] == []
+    assert tree.session.call("runs", "status", run=str(tree.run))["state"] == "running"
+    last = tree.stop()
+    assert (last["state"], last["left"]) == ("ended", [])
+    assert "supervisor was killed" in last["lost"]
 
 
 def test_ranks_are_asked_first_and_may_save(session: Session, tmp_path: Path) -> None:
@@ -532,6 +534,13 @@ def test_signals_have_names(session: Session, tmp_path: Path) -> None:
 
 
 def test_checkpoints_stand_in_order(tmp_path: Path) -> None:
-    for name in ("step-1000000", "step-000100", "step-999999", "step-000200.tmp", "step-x", "step-7", "best"):
+    names = ("step-1000000", "step-000100", "step-999999", "step-000200.tmp", "step-x", "step-7", "best", "step-000300")
+    for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert runs.checkpoints(str(tmp_path)) == ["step-000100", "step-999999", "step-1000000"]
+        state = {"val_loss": 2.5, "files": {"state.json~": "d1"}}
+        (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps(state))
+        (tmp_path / "checkpoints" / name / "state.json~").write_text("12345")
+    (tmp_path / "checkpoints" / "step-000300" / "state.json").write_text("{")
+    found = runs.checkpoints(str(tmp_path))
+    assert [(one["step"], one["val_loss"]) for one in found] == [(100, 2.5), (999999, 2.5), (1000000, 2.5)]
+    assert [(file["path"], file["size"]) for file in found[0]["files"]][1] == ("state.json~", 5)

@@ -13,7 +13,7 @@ import pytest
 
 from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir, read_checkpoint
-from evener.worker.checkpoint import prune
+from evener.core.runwriter import RunWriter
 
 from ..conftest import TIMEOUT_S, wait_until
 
@@ -83,7 +83,7 @@ def test_a_removal_that_was_cut_off_leaves_no_half_checkpoint(tmp_path, train, m
     assert run.checkpoint_steps() == [2, 4]
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", lambda path, ignore_errors: (path / "state.json").unlink())
-        prune(run, keep=1, best=None)
+        RunWriter(run.path).prune_checkpoints(keep=1, best=None)
     assert run.checkpoint_steps() == [4]
     train(tmp_path / "run", "--steps", "6", "--checkpoint-every", "2", "--eval-every", "0", "--resume")
     assert {path.name for path in run.checkpoints_path.iterdir()} == {"step-000004", "step-000006"}

@@ -213,7 +213,7 @@ class _Bench:
             plan, trees, prepared = fleet_run.planned(hosts, sessions, errors, resolved, as_asked=True)
             fleet_run.begin(plan, trees, prepared, sessions, resolved)
         with self._ending_it_on_ctrl_c(rundir, plan), follow.bar(resolved, self.console) as observe:
-            fleet_run.follow_to_end(plan, resolved, observe)
+            launcher.follow(rundir, plan, observe, fleets.on_lost)
 
     @contextlib.contextmanager
     def _ending_it_on_ctrl_c(self, rundir: RunDir, plan: Plan) -> Iterator[None]:

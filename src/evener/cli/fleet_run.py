@@ -1,4 +1,4 @@
-"""How is a training started on a fleet, followed to its end, and its checkpoint brought home?"""
+"""How is a training planned and started on a fleet?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from evener.core.plan import Plan
     from evener.core.resolve import Resolved
     from evener.hosts.session import Sessions
-    from evener.launch.fleet import Observer, Prepared
+    from evener.launch.fleet import Prepared
     from evener.launch.tree import Tree
 
 
@@ -66,26 +66,3 @@ def begin(plan: Plan, trees: list[Tree], prepared: Prepared, sessions: Sessions,
         carry.restore(rundir, plan, mine, resolved.resume.step)
     launcher.start(rundir, plan, mine)
     launcher.note_findings(rundir, plan, prepared)
-
-
-def follow_to_end(plan: Plan, resolved: Resolved, observe: Observer) -> None:
-    """Tell of every record and event until the run ends, and bring its checkpoint home, also of one that failed."""
-    import contextlib
-
-    from evener.cli import fleets
-    from evener.core.errors import EvenerError
-    from evener.launch import carry
-    from evener.launch import fleet as launcher
-
-    rundir = fleets.rundir_of(resolved)
-
-    def bring_checkpoint() -> None:
-        with contextlib.suppress(EvenerError):  # it stays on the first host, and --resume asks again
-            carry.bring_checkpoint(rundir, plan)
-
-    try:
-        launcher.follow(rundir, plan, observe, fleets.on_lost)
-    except EvenerError:
-        bring_checkpoint()
-        raise
-    bring_checkpoint()

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from evener.core.errors import HostError
@@ -242,7 +242,50 @@ def print_plan(plan: Plan, as_json: bool) -> None:
 
 def left_alone(rundir: RunDir) -> None:
     """What to tell somebody who stops watching."""
+    from evener.core.plan import read_plan
+    from evener.launch import fleet as launcher
+
+    plan = read_plan(rundir)
+    if all(state.get("state") == "ended" for state in launcher.known_states(rundir, plan).values()):
+        say("the run has ended")
+        tell_weights(rundir, plan)
+        tell_written(rundir, plan)
+        return
     say(f"the run goes on without this terminal\nsee it:  evener logs -f {rundir}\nend it:  evener stop {rundir}")
+    if not plan.is_here:
+        say(f"bring home what it makes, now or at its end:  evener fetch {rundir}")
+
+
+def weights(rundir: RunDir, plan: Plan | None) -> dict[str, Any]:
+    """As JSON tells it: the newest checkpoint that is here, and the host that alone has a newer one."""
+    here, saved = rundir.checkpoint_steps(), rundir.saved_step()
+    newer = None
+    if plan is not None and saved is not None and saved > max(here, default=-1):
+        newer = {"step": saved, "host": plan.hosts[0].name}
+    return {"checkpoint": str(rundir.checkpoint_path(here[-1])) if here else None, "newer_checkpoint": newer}
+
+
+def tell_weights(rundir: RunDir, plan: Plan | None) -> None:
+    """Where the weights lie, and whether that is here."""
+    found = weights(rundir, plan)
+    if found["checkpoint"]:
+        say(f"weights: {found['checkpoint']}")
+    if newer := found["newer_checkpoint"]:
+        say(f"weights of step {newer['step']}: on {newer['host']} alone; they come with: evener fetch {rundir}")
+    elif not found["checkpoint"] and (plan is None or plan.kind == "train"):
+        say("weights: it saved none")
+
+
+def tell_written(rundir: RunDir, plan: Plan) -> None:
+    """What a script of the user's own wrote where it ran, and how it comes home."""
+    from evener.launch.fleet import known_states
+    from evener.launch.written import written
+
+    found = written(plan, known_states(rundir, plan))
+    for name, of_host in found.items():
+        say(of_host.told(name))
+    if found:
+        say(f"bring it home: evener fetch {rundir}")
 
 
 def on_lost(host: HostMirror) -> None:

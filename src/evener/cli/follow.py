@@ -78,10 +78,25 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
                 console.print(f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
             elif news["event"] == "sync.fidelity":
                 console.print(f"step {news['step']}: {news['why']}")
+            elif news["event"] in ("run.hang", "run.goes-on"):
+                console.print(of_a_hang(news), markup=False)
             elif news["event"] == "run.diverged":
                 console.print(f"step {news['step']}: the replicas differ")
 
         yield observe
+
+
+def of_a_hang(event: dict[str, Any]) -> str:
+    """A run that hangs, or goes on, in words."""
+    if event["event"] == "run.goes-on":
+        return f"it goes on, after {seconds(event['after_s'])}"
+    return f"warning: run.hang: {event['error']}\nhint:  {event['hint']}"
+
+
+def tell_hang(news: StepRecord | dict[str, Any]) -> None:
+    """What is told of a run while what it prints is shown: that it hangs."""
+    if not isinstance(news, StepRecord) and news["event"] in ("run.hang", "run.goes-on"):
+        print(of_a_hang(news), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,8 @@ def exec_(
     """Run a program in a host, entering it directly. Its exit status is ours."""
     from evener.lab.host import Host
 
+    if command[0] == "--name" and len(command) > 2:  # behind the host, where everything is the program's
+        name, command = command[1], command[2:]
     inside: Host = _find(name).host(host)
     inside.check_alive()
     if command[0] == "--":
@@ -201,9 +203,9 @@ def _describe(lab: Lab) -> dict[str, Any]:
 
 
 def _rate(bps: int | None) -> str:
-    from evener.core.units import count
+    from evener.core.units import metric
 
-    return "unlimited" if bps is None else f"{count(bps)}bit"
+    return "unlimited" if bps is None else f"{metric(bps)}bit"
 
 
 def _words(text: str | None) -> list[str]:

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from evener.launch.mirror import Mirror
+    from evener.core.plan import Plan
+    from evener.core.rundir import RunDir
+    from evener.launch.mirror import Mirror, State
 
 
 def launch(
     program: list[str] = typer.Argument(..., metavar="-- SCRIPT.py ARGS | -- -m MODULE ARGS", help="the program"),
     fleet: str | None = typer.Option(None, help="hosts to run on; local: this machine [fleet.toml if here]"),
     ranks: int | None = typer.Option(None, min=1, max=1024, help="processes on each host [one a GPU, else one]"),
+    include: list[str] | None = typer.Option(None, help="a path to send though git ignores it; may be given twice"),
     out: str | None = typer.Option(None, help="run directory [runs/DATE-SCRIPT]"),
     port: int | None = typer.Option(None, min=1, max=65535, help="of the rendezvous [29500, or another that is free]"),
     detach: bool = typer.Option(False, "--detach", help="start it, and return"),
@@ -24,9 +28,10 @@ def launch(
 ) -> int:
     """Run a script of your own on every host of the fleet, or on this machine alone, as torchrun would.
 
-    The folder you are in travels to the hosts (in a git repository: what git does not ignore). Ranks get RANK,
-    WORLD_SIZE, MASTER_ADDR and the right network interface. Ctrl-C ends a run on this machine alone, and stops watching
-    one on a fleet.
+    The folder you are in travels to the hosts (in a git repository: what git does not ignore), each time to the same
+    place, where what scripts wrote is found again; `evener fetch` brings it home. Ranks get RANK, WORLD_SIZE,
+    MASTER_ADDR and the right network interface. Ctrl-C ends a run on this machine alone, and stops watching one on a
+    fleet.
 
     Example: `evener launch -- train.py --lr 1e-3`.
     """
@@ -36,11 +41,15 @@ def launch(
     import time
     from pathlib import Path
 
-    from evener.cli import fleets
-    from evener.core.errors import UsageError
+    import msgspec
+
+    from evener.cli import fleets, follow
+    from evener.core.errors import RunError, UsageError
     from evener.core.rundir import RunDir
     from evener.launch import fleet as launcher
     from evener.launch import here
+    from evener.launch.tree import ignored, in_short
+    from evener.launch.written import written
 
     path = fleets.fleet_path(fleet)
     project, argv = _program(program)
@@ -56,10 +65,12 @@ def launch(
             hosts, sessions, errors = stack.enter_context(fleets.connected(path))
             prepared = launcher.prepare(fleets.with_ranks(hosts, ranks), sessions, errors, rundir.path.name, port=port)
         fleets.tell_warnings(prepared)
-        plan, trees = launcher.plan_script(prepared, project, argv, os.environ)
+        plan, trees = launcher.plan_script(prepared, project, argv, os.environ, include or [])
         if dry_run:
             fleets.print_plan(plan, as_json)
             return 0
+        if trees and (left := ignored(project, trees[0])):
+            fleets.say(f"not sent, for git ignores it: {in_short(left)}\nhint:  --include PATH sends it")
         launcher.deliver(trees, plan, sessions, fleets.say)
         fleets.tell_plan(plan)
         fleets.say(f"run directory {rundir}")
@@ -70,7 +81,7 @@ def launch(
                 lines.print_new()
 
         if plan.is_here and not detach:
-            states = here.stay_with(rundir, plan, sessions, lambda news: None, see)
+            states = here.stay_with(rundir, plan, sessions, follow.tell_hang, see)
         else:
             launcher.start(rundir, plan, sessions)
     if detach:
@@ -78,16 +89,38 @@ def launch(
         return 0
     if not plan.is_here:
         try:
-            states = launcher.follow(rundir, plan, lambda news: None, fleets.on_lost, see)
+            states = launcher.follow(rundir, plan, follow.tell_hang, fleets.on_lost, see, say=fleets.say)
         except KeyboardInterrupt:
             fleets.left_alone(rundir)
             return 130
+        except RunError:
+            fleets.tell_written(rundir, plan)
+            raise
     stopped = any(state.get("stopped") for state in states.values())
     if as_json:
-        print(json.dumps({"run_dir": str(rundir), "stopped": stopped, "hosts": states}))
+        made = {name: msgspec.to_builtins(one) for name, one in written(plan, states).items()}
+        told = {"run_dir": str(rundir), "stopped": stopped, "hosts": states, "written": made}
+        print(json.dumps(told | fleets.weights(rundir, plan)))
     else:
         fleets.say(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
+        if not stopped and (line := _wants_gpu(rundir, plan, states)):
+            fleets.say(f"warning: it ended well, and said: {line}\nhint:  it wants GPUs; has it an option without?")
+        fleets.tell_weights(rundir, plan)
+        fleets.tell_written(rundir, plan)
     return 130 if stopped else 0
+
+
+def _wants_gpu(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> str | None:
+    """What a rank said that did nothing for want of GPUs, and ended as if all were well."""
+    from evener.launch.failures import LAST_LINES, last_lines
+    from evener.launch.scripts import wants_gpu
+
+    for host in plan.hosts:
+        for rank in range(host.first_rank, host.first_rank + host.num_ranks):
+            since = states[host.name].get("started") or 0.0
+            if line := wants_gpu(last_lines(rundir.log_path(host.name, rank), LAST_LINES, since)):
+                return line
+    return None
 
 
 def _program(words: list[str]) -> tuple[Path, list[str]]:

@@ -17,6 +17,7 @@ def logs(
     Example: `evener logs -f runs/mine --host attic`.
     """
     from evener.cli import fleets
+    from evener.cli import follow as follow_cli
     from evener.core.errors import UsageError, did_you_mean
     from evener.core.plan import read_plan
     from evener.core.rundir import RunDir
@@ -37,10 +38,14 @@ def logs(
         for error in launcher.catch_up(rundir, plan).values():
             fleets.say(f"warning: {error}; what came home before is printed")
         show()
+        if fleets.weights(rundir, plan)["newer_checkpoint"]:
+            fleets.tell_weights(rundir, plan)
         return 0
     try:
-        launcher.follow(rundir, plan, lambda news: None, fleets.on_lost, lambda mirror: show())
+        launcher.follow(rundir, plan, follow_cli.tell_hang, fleets.on_lost, lambda mirror: show(), say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130
+    fleets.tell_weights(rundir, plan)
+    fleets.tell_written(rundir, plan)
     return 0

@@ -10,6 +10,7 @@ from evener.cli import (
     bench,
     data,
     doctor,
+    fetch,
     lab,
     launch,
     logs,
@@ -29,7 +30,6 @@ from evener.core.version import __version__
 app = typer.Typer(
     name="evener",
     help="Train one PyTorch model on the machines you have, measure every step, and understand what happened.",
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,6 +53,7 @@ app.command("setup")(setup.setup)
 app.command("launch")(launch.launch)
 app.command("runs")(runs.runs)
 app.command("logs")(logs.logs)
+app.command("fetch")(fetch.fetch)
 app.command("stop")(stop.stop)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)

@@ -22,6 +22,8 @@ def report(
     import textwrap
     from typing import Any
 
+    from evener.cli import fleets
+    from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.report import benchpage, compare
     from evener.report.explain import explain_run, explain_scaling
@@ -42,7 +44,7 @@ def report(
     else:
         summary = summarize(rundir)
         explanation = explain_run(summary)
-        found = as_result(summary)
+        found = as_result(summary) | fleets.weights(rundir, find_plan(rundir))
     page = write_page(rundir)
     if as_json:
         print(json.dumps(found | {"explanation": explanation, "page": str(page)}))
@@ -50,5 +52,7 @@ def report(
     width = min(shutil.get_terminal_size().columns, 100)
     for paragraph in explanation:
         print(textwrap.fill(paragraph, width), end="\n\n", file=sys.stderr)
+    if found.get("newer_checkpoint"):
+        fleets.tell_weights(rundir, find_plan(rundir))
     print(page)
     return 0

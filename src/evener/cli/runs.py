@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -15,11 +15,12 @@ def runs(
     folder: str = typer.Argument("runs", help="where the run directories are"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """List the runs made here, and ask their hosts how those that have not ended are doing.
+    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing.
 
     Example: `evener runs`.
     """
     import json
+    import time
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
@@ -28,35 +29,52 @@ def runs(
 
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
+    from evener.core.units import count
 
     if not Path(folder).is_dir():
         raise UsageError(f"{folder}: no such folder", hint="evener train makes runs/")
-    found = [RunDir(path) for path in sorted(Path(folder).iterdir())
-             if (path / "manifest.json").exists() or (path / "plan.json").exists()]  # fmt: skip
+    paths = {path.parent for depth in ("*", "*/*") for name in ("manifest.json", "plan.json")
+             for path in Path(folder).glob(f"{depth}/{name}")}  # fmt: skip
+    found = [RunDir(path) for path in sorted(paths)]
     with ThreadPoolExecutor(max_workers=16) as pool:
         rows = list(pool.map(_row, found))
     if as_json:
         print(json.dumps({"runs": rows}))
         return 0
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "state", "hosts", "steps", "loss"):
-        table.add_column(title, justify="right" if title in ("steps", "loss") else "left")
+    for title in ("run", "begun", "model", "state", "hosts", "steps", "tokens/s", "loss", "weights"):
+        justify: Literal["left", "right"] = "right" if title in ("steps", "tokens/s", "loss") else "left"
+        table.add_column(title, justify=justify, overflow="fold")
     for row in rows:
-        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
         hosts = ", ".join(f"{name} {state}" if state != row["state"] else name for name, state in row["hosts"].items())
-        table.add_row(row["run"], row["state"], hosts, "" if row["steps"] is None else str(row["steps"]), loss)
+        begun = "" if row["begun"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row["begun"]))
+        newer = row["newer_checkpoint"]
+        table.add_row(
+            row["run"], begun, row["model"] or "", row["state"], hosts,
+            "" if row["steps"] is None else str(row["steps"]),
+            "" if row["tokens_per_s"] is None else count(row["tokens_per_s"]),
+            "" if row["loss"] is None else f"{row['loss']:.4f}",
+            f"on {newer['host']}" if newer else "here" if row["checkpoint"] else "",
+        )  # fmt: skip
     console = Console(highlight=False)
     console.print(table if rows else f"no runs in {folder}")
+    if away := [row["run"] for row in rows if row["newer_checkpoint"]]:
+        console.print(f"weights that are not here come with: evener fetch {away[0]}")
     return 0
 
 
 def _row(rundir: RunDir) -> dict[str, Any]:
     """One run as the table shows it."""
+    from evener.cli import fleets
     from evener.core.errors import HostError
     from evener.core.plan import find_plan
     from evener.launch import fleet as launcher
+    from evener.report.summary import summarize
 
-    row: dict[str, Any] = {"run": str(rundir), "state": "started", "hosts": {}, "steps": None, "loss": None}
+    row: dict[str, Any] = {
+        "run": str(rundir), "begun": None, "model": None, "state": "started", "hosts": {}, "steps": None,
+        "tokens_per_s": None, "loss": None,
+    }  # fmt: skip
     plan = find_plan(rundir)
     if plan is not None and plan.hosts:
         told = launcher.known_states(rundir, plan)
@@ -72,17 +90,17 @@ def _row(rundir: RunDir) -> dict[str, Any]:
         first = next((value for value in ("failed", "running", "unreachable", "lost") if value in values), values[0])
         row["state"] = first
     if rundir.is_run():
-        manifest = rundir.manifest()
-        records = rundir.records(0)
-        row["steps"] = records[-1].step + 1 if records else 0
-        row["loss"] = records[-1].loss if records else None
+        summary = summarize(rundir)
+        manifest = summary.manifest
+        row |= {"begun": manifest.started, "model": manifest.spec.model.model if manifest.shape else "own"}
+        row |= {"steps": summary.num_steps, "tokens_per_s": summary.tokens_per_s, "loss": summary.last_loss}
         if not row["hosts"]:
             row["state"] = manifest.verdict
             row["hosts"] = {machine.host: manifest.verdict for machine in manifest.hosts}
         elif row["state"] == "ended":
             row["state"] = manifest.verdict
             row["hosts"] = dict.fromkeys(row["hosts"], manifest.verdict)
-    return row
+    return row | fleets.weights(rundir, plan)
 
 
 def _state(state: State) -> str:

@@ -25,21 +25,19 @@ def sample(
     import msgspec
 
     from evener.core.corpus import TOKENIZER_FILES
-    from evener.core.errors import CheckpointError, UsageError
+    from evener.core.errors import UsageError
     from evener.core.rundir import RunDir, read_checkpoint
     from evener.corpus.tokenizer import load_tokenizer
     from evener.launch.tool import lines_of
 
     rundir = RunDir(run)
     manifest = rundir.manifest()
-    steps = rundir.checkpoint_steps()
-    if not steps:
-        raise CheckpointError(f"{rundir}: holds no complete checkpoint yet")
+    newest, steps = rundir.newest_checkpoint(), rundir.checkpoint_steps()
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {rundir} holds steps {', '.join(map(str, steps))}")
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
-    folder = rundir.checkpoint_path(step if step is not None else steps[-1])
+    folder = rundir.checkpoint_path(newest if step is None else step)
     read_checkpoint(folder)
     has_tokenizer = any((rundir.path / name).exists() for name in TOKENIZER_FILES)
     tokenizer = load_tokenizer(rundir.path if has_tokenizer else manifest.corpus.path)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 def setup(
     fleet: str = typer.Option("fleet.toml", help="fleet file"),
     hosts: list[str] | None = typer.Option(None, "--host", help="this host only; may be given again [all]"),
+    more: list[str] | None = typer.Option(
+        None, "--with", metavar="PACKAGE | FILE.txt", help="what your own scripts need besides; may be given again"
+    ),
     carry: bool = typer.Option(False, "--carry", help="send wheels from here, even where a host reaches a registry"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
@@ -24,7 +27,7 @@ def setup(
     from this machine where it reaches none. What is there stays; a second run changes nothing. Exit status 1 when a
     host could not be set up.
 
-    Example: `evener setup --fleet fleet.toml`.
+    Example: `evener setup --fleet fleet.toml --with requirements.txt`.
     """
     import json
     import sys
@@ -35,7 +38,9 @@ def setup(
     from evener.core.fleet import load_fleet
     from evener.hosts.session import connect
     from evener.launch.setup import HostSetup, set_up
+    from evener.launch.wheels import requirements
 
+    packages = requirements(more or [])
     whole = load_fleet(fleet)
     for name in hosts or []:
         if name not in whole.hosts:
@@ -43,7 +48,10 @@ def setup(
     chosen = {name: host for name, host in whole.hosts.items() if not hosts or name in hosts}
     asked = msgspec.structs.replace(whole, hosts=chosen)
     with connect(asked) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
-        results: dict[str, HostSetup | EvenerError] = {**unreachable, **set_up(asked, sessions, tell, carry=carry)}
+        results: dict[str, HostSetup | EvenerError] = {
+            **unreachable,
+            **set_up(asked, sessions, tell, packages, carry=carry),
+        }
     done = [one for name in chosen if not isinstance(one := results[name], EvenerError)]
     errors = {name: error for name in chosen if isinstance(error := results[name], EvenerError)}
     if as_json:

@@ -26,12 +26,14 @@ def stop(
 
 
 def _stop(run: str, now: bool, as_json: bool) -> int:
+    import contextlib
     import json
 
     from evener.cli import fleets
     from evener.core.errors import HostError
     from evener.core.plan import read_plan
     from evener.core.rundir import RunDir
+    from evener.launch import carry
     from evener.launch import fleet as launcher
 
     rundir = RunDir(fleets.find_run(run))
@@ -44,12 +46,18 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     if not any(isinstance(one, HostError) for one in ended.values()):
         launcher.close_manifest(rundir, "stopped")
     unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
+    if not as_json:
+        for name, one in ended.items():
+            word = "" if isinstance(one, HostError) else "ended" if one.get("stopped") else "had ended already"
+            fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {word}")
+    with contextlib.suppress(HostError):  # it was told, and what did not come is told below
+        carry.bring(rundir, plan, fleets.say)
     if as_json:
         told = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
-        print(json.dumps({"run_dir": str(rundir), "hosts": told}))
+        print(json.dumps({"run_dir": str(rundir), "hosts": told, **fleets.weights(rundir, plan)}))
     else:
-        for name, one in ended.items():
-            fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: ended")
+        fleets.tell_weights(rundir, plan)
+        fleets.tell_written(rundir, plan)
     return 1 if unreached else 0
 
 

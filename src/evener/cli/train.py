@@ -55,10 +55,12 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     if status is not None:
         return status
     summary = summarize(fleets.rundir_of(resolved))
+    rundir = fleets.rundir_of(resolved)
     if as_json:
-        print(json.dumps(as_result(summary)))
+        print(json.dumps(as_result(summary) | fleets.weights(rundir, find_plan(rundir))))
     else:
         follow.tell_end(summary)
+        fleets.tell_weights(rundir, find_plan(rundir))
     return follow.exit_status(summary.manifest)
 
 
@@ -105,6 +107,7 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, detach: boo
     from evener.core.errors import UsageError
     from evener.core.plan import find_plan
     from evener.hosts.session import connect
+    from evener.launch import fleet as launcher
 
     rundir = fleets.rundir_of(resolved)
     there = find_plan(rundir)
@@ -126,7 +129,7 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, detach: boo
         return 0
     try:
         with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
-            fleet_run.follow_to_end(plan, resolved, observe)
+            launcher.follow(rundir, plan, observe, fleets.on_lost, say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130
@@ -178,7 +181,7 @@ def _spec_of(resume: str) -> RunSpec:
             )
     launcher.catch_up(rundir, plan)
     try:
-        carry.bring_checkpoint(rundir, plan)
+        carry.bring(rundir, plan, fleets.say)
     except HostError as error:
         fleets.say(f"warning: {error}; going on from the newest checkpoint that is here")
     return plan.spec

@@ -24,6 +24,7 @@ from evener.core.stored import from_stored
 
 ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
 CLUSTER_FILE = "cluster.json"  # beside it, where the ranks may choose another way to agree
+JOINED_FILE = "host/joined"  # where a script's `join` says which run directory it has, as EVENER_JOINED tells the ranks
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     address: str  # what its ranks listen on, and nothing else
     interface: str
     run: str | None  # the run's folder there, absolute; None: the run directory
-    code: str | None  # the project as it was sent; copied to RUN/code, where the program may write
+    code: str | None  # the project as it was sent; what is new of it goes to its folder there, which is `cwd`
     cwd: str
     argv: list[str]
     is_rank: bool = False  # the program is the one rank itself, and not what starts and watches the ranks
@@ -85,6 +86,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     roster: Roster | None = None  # with which it begins; None of a script of the user's own
     grace_s: float = 0.0  # how long the ranks may take to save when they are told to stop
     spec: RunSpec | None  # as it was asked for; None of a script of the user's own
+    project: str | None = None  # the folder here that a script came from
     hosts: list[HostPlan] = []
     prediction: Prediction | None = None  # None: of a script of the user's own, or too little is known
 
@@ -113,6 +115,19 @@ def told_roster() -> Roster | None:
     return None if path is None else from_json(Path(path).read_bytes(), Roster)
 
 
+def launched_into() -> str | None:
+    """The folder that `evener launch` made for the run of this process; None of one that was started otherwise."""
+    path = os.environ.get("EVENER_JOINED")
+    return None if path is None else str(Path(path).parents[1])
+
+
+def tell_launcher(rundir: RunDir) -> None:
+    """Whoever launched this program finds the records of its (first) run there."""
+    path = os.environ.get("EVENER_JOINED")
+    if path is not None and not Path(path).exists():
+        write_atomic(Path(path), str(rundir.path.absolute()).encode())
+
+
 def find_plan(rundir: RunDir) -> Plan | None:
     """The plan of a run; None where there is none, as of a worker that was started by hand. CheckpointError where it
     is damaged.
@@ -129,6 +144,11 @@ def find_plan(rundir: RunDir) -> Plan | None:
 def read_plan(rundir: RunDir) -> Plan:
     """The plan of a run; UsageError where there is none."""
     plan = find_plan(rundir)
+    if plan is None and not rundir.path.exists():
+        raise UsageError(
+            f"{rundir}: no such run; one that is still being prepared has no directory yet",
+            hint="evener runs shows the runs made here; Ctrl-C ends one that is being prepared",
+        )
     if plan is None:
         raise UsageError(
             f"{rundir}: nothing that evener started: it has no plan.json", hint="evener runs shows the runs made here"

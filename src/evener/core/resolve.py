@@ -118,12 +118,10 @@ def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
             f"{rundir}: its replicas agree by {had}, and its checkpoints hold nothing of {spec.train.sync}",
             hint=f"--sync {had}, or a new run from its weights",
         )
-    saved = rundir.checkpoint_steps()
-    if not saved:
-        raise CheckpointError(f"{rundir}: it has no complete checkpoint to resume from", hint="start it again")
-    if saved[-1] >= steps:
-        raise UsageError(f"{rundir}: it has taken all its {saved[-1]} steps", hint=f"--steps {2 * saved[-1]} goes on")
-    return read_checkpoint(rundir.checkpoint_path(saved[-1]))
+    saved = rundir.newest_checkpoint()
+    if saved >= steps:
+        raise UsageError(f"{rundir}: it has taken all its {saved} steps", hint=f"--steps {2 * saved} goes on")
+    return read_checkpoint(rundir.checkpoint_path(saved))
 
 
 def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> None:

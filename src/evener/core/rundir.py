@@ -34,7 +34,7 @@ from evener.core.stored import from_stored
 FORMAT = 2  # of manifest.json and plan.json
 BEFORE = {1: "its batches came from the sampler uniform-1, which this evener has no more: it drew the same samples "
              "again step after step; start the run again with another --out"}  # fmt: skip
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 # --sampling: what it does, with a version that grows when the same seed and step come to mean other samples. A run is
 # resumed with the sampler with which it began.
 SAMPLERS = {"epochs": "epochs-1", "uniform": "uniform-2"}
@@ -179,6 +179,23 @@ class RunDir:
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints_path / f"step-{step:06d}"
+
+    def newest_checkpoint(self) -> int:
+        """Step of the newest complete checkpoint; CheckpointError where none is here."""
+        if steps := self.checkpoint_steps():
+            return steps[-1]
+        saved = self.saved_step()
+        raise CheckpointError(
+            f"{self}: holds no complete checkpoint" + ("" if saved is None else f"; its host saved step {saved}"),
+            hint="it saves none before --checkpoint-every steps, or its end"
+            if saved is None
+            else f"evener fetch {self}",
+        )
+
+    def saved_step(self) -> int | None:
+        """The newest step that the run told to have saved, wherever that lies; None: it told of none."""
+        told = [event["step"] for event in self.events() if event["event"] == "checkpoint"]
+        return told[-1] if told else None
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

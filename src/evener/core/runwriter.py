@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from typing import Any
 
@@ -9,6 +11,8 @@ import msgspec
 
 from evener.core.files import write_atomic
 from evener.core.rundir import Manifest, RunDir
+
+REMOVED = ".removed"  # ends the name of a checkpoint that is on its way out
 
 
 class RunWriter(RunDir):
@@ -23,6 +27,19 @@ class RunWriter(RunDir):
         line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
         with self.events_path.open("ab", buffering=0) as file:
             file.write(line)
+
+    def prune_checkpoints(self, keep: int, best: int | None) -> None:
+        """Remove all complete checkpoints but the newest `keep` and the best one.
+
+        Each gets another name first: killed in the middle, a removal leaves nothing that looks like a checkpoint.
+        """
+        for step in self.checkpoint_steps()[:-keep]:
+            if step != best:
+                with contextlib.suppress(OSError):
+                    path = self.checkpoint_path(step)
+                    path.rename(path.with_name(f".{path.name}{REMOVED}"))
+        for path in self.checkpoints_path.glob(f".*{REMOVED}"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def keep_records_before(self, rank: int, step: int) -> None:
         """Drop the records of `step` and later, which a resumed run is about to make again."""

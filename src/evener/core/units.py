@@ -30,17 +30,21 @@ def seconds(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A count with its SI prefix.
+    """How many, as the field writes it: 1e9 parameters are 1.0B.
 
-    >>> count(125_829_120), count(4096), count(57.04), count(999.6), count(None)
-    ('125.8M', '4.1k', '57', '1.0k', 'not measured')
+    >>> count(125_829_120), count(1.6e9), count(4096), count(57.04), count(999.6), count(None)
+    ('125.8M', '1.6B', '4.1k', '57', '1.0k', 'not measured')
     """
-    if value is None:
-        return "not measured"
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * factor:
-            return f"{value / factor:.1f}{prefix}"
-    return f"{value:.3g}"
+    return "not measured" if value is None else _prefixed(value, "kMBT")
+
+
+def metric(value: float) -> str:
+    """A quantity with SI's prefix, before its unit.
+
+    >>> metric(1e9) + "bit", metric(2.5e12) + "FLOP/s"
+    ('1.0Gbit', '2.5TFLOP/s')
+    """
+    return _prefixed(value, "kMGT")
 
 
 def size(num_bytes: float) -> str:
@@ -49,7 +53,14 @@ def size(num_bytes: float) -> str:
     >>> size(503_316_480), size(12)
     ('503.3 MB', '12 B')
     """
-    return f"{num_bytes:.0f} B" if num_bytes < 1000 else count(num_bytes)[:-1] + " " + count(num_bytes)[-1] + "B"
+    return f"{num_bytes:.0f} B" if num_bytes < 1000 else metric(num_bytes)[:-1] + " " + metric(num_bytes)[-1] + "B"
+
+
+def _prefixed(value: float, prefixes: str) -> str:
+    for factor, prefix in zip((1e12, 1e9, 1e6, 1e3), reversed(prefixes), strict=True):
+        if abs(value) >= 0.9995 * factor:
+            return f"{value / factor:.1f}{prefix}"
+    return f"{value:.3g}"
 
 
 def plural(number: int, noun: str) -> str:

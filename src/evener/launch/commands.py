@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from evener.core.fleet import Host
-from evener.core.plan import ROSTER_FILE, HostPlan, Plan
+from evener.core.plan import JOINED_FILE, ROSTER_FILE, HostPlan, Plan
 from evener.core.roster import Roster, Seat, devices_of
 from evener.core.spec import MachineSpec, RunSpec, to_flags
 
@@ -23,6 +23,14 @@ SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KE
 # What a person writes in front of torchrun and expects to reach the ranks. Interfaces and folders are a host's own.
 COPIED = re.compile(r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_")
 NOT_COPIED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TRANSFORMERS_CACHE"}
+
+
+class Project(msgspec.Struct, frozen=True):
+    """A folder of the user's own that travels: as it is now, and where it lies on hosts, whatever is in it."""
+
+    folder: str  # here
+    tree: str  # digest
+    name: str
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,9 +86,9 @@ def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, r
 
 
 def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequence[str], environment: Mapping[str, str],
-                code: str) -> Plan:  # fmt: skip
-    """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project, whose digest is `code`; here
-    it runs in the project's own folder. Of `environment`, the controller's, little is copied.
+                project: Project | None) -> Plan:  # fmt: skip
+    """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project; here (None) it runs in the
+    project's own folder. Of `environment`, the controller's, little is copied.
     """
     counts = [len(place.seats(MachineSpec())) for place in places]
     copied = {name: value for name, value in environment.items()
@@ -88,14 +96,14 @@ def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequen
     hosts = []
     for i, place in enumerate(places):
         env = _env(place, place.host.threads or max(1, place.cores // counts[i]), copied)
-        project = None if place.is_here else posixpath.join(place.workdir, "trees", code)
+        env["EVENER_JOINED"] = posixpath.join(place.run, JOINED_FILE)
         hosts.append(_host_plan(run_id, places, counts, i, port, list(program), env, project))
     return Plan(id=run_id, kind="launch", address=places[0].address, port=port, roster=None, grace_s=SCRIPT_GRACE_S,
-                spec=None, hosts=hosts)  # fmt: skip
+                spec=None, project=project.folder if project else None, hosts=hosts)  # fmt: skip
 
 
 def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: int, port: int, program: list[str],
-               env: dict[str, str], project: str | None = None) -> HostPlan:  # fmt: skip
+               env: dict[str, str], project: Project | None = None) -> HostPlan:  # fmt: skip
     place, master = places[i], places[0].address
     endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"
     argv = [
@@ -114,7 +122,7 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         "--shutdown-timeout=5",
         "--redirects=3",
         f"--log-dir={posixpath.join(place.run, 'host', 'ranks')}",
-        *program,
+        *(["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]),  # else torchrun takes its options
     ]
     return HostPlan(
         name=place.name,
@@ -125,8 +133,8 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         address=place.address,
         interface=place.interface,
         run=None if place.is_here else place.run,
-        code=project,
-        cwd=posixpath.join(place.run, "code") if project else place.cwd or place.run,
+        code=posixpath.join(place.workdir, "trees", project.tree) if project else None,
+        cwd=posixpath.join(place.workdir, "projects", project.name) if project else place.cwd or place.run,
         argv=argv,
         env=env,
     )
@@ -142,6 +150,7 @@ def _env(place: Place, threads: int, copied: Mapping[str, str]) -> dict[str, str
     return {
         **copied,
         "EVENER_HOST": place.name,
+        "EVENER_PULSE": posixpath.join(place.run, "host", "pulse"),
         "GLOO_SOCKET_IFNAME": place.interface,
         "NCCL_SOCKET_IFNAME": f"={place.interface}",
         "OMP_NUM_THREADS": copied.get("OMP_NUM_THREADS", str(threads)),

@@ -19,10 +19,15 @@ from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import CONSEQUENCE
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir
+from evener.launch.scripts import hint_of
 
 LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
+
+LESS_MEMORY = (
+    "less at once there: a smaller --micro-batch, --recompute, fewer ranks; evener plan tells what a rank needs"
+)
 
 State = dict[str, Any]
 
@@ -50,9 +55,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind is not RunError:
             return self.kind(self.how, hint=self.hint)
         hint = self.hint or f"all that it printed: {self.log}"
-        steps = [event["step"] for event in rundir.events() if event["event"] == "checkpoint"]
-        if plan.kind == "train" and steps and "--resume" not in hint:
-            hint += f"; evener train --resume {rundir} goes on from step {steps[-1]}"
+        if plan.kind == "launch":
+            said = last_lines(self.log, SEARCHED_LINES, self.since)
+            hint = hint_of(said, self.host, plan.project, fleet=not plan.is_here) or hint
+        here, saved = rundir.checkpoint_steps(), rundir.saved_step()
+        if plan.kind == "train" and here and "--resume" not in hint:
+            hint += f"; evener train --resume {rundir} goes on from step {here[-1]}"
+        if saved is not None and saved not in here:
+            hint += f"; step {saved} was saved on {plan.hosts[0].name} alone: evener fetch {rundir}"
         return RunError(self.how, hint=hint, output=self.output)
 
 
@@ -61,9 +71,18 @@ def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Fa
     if any(state.get("stopped") for state in states.values()):
         return None
     found = [*_ranks(rundir, states), *_hosts(rundir, plan, states)]
-    if not found:
+    if not found or _has_finished(rundir, plan, states):
         return None
     return _said(rundir, plan, states) or min(found, key=lambda one: (not one.by_itself, one.time))
+
+
+def _has_finished(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> bool:
+    """Did a training end well by its own account, where only those who were to see it are gone?"""
+    nobody_failed = all(not state.get("failures") and state.get("status") in (0, None) for state in states.values())
+    if not nobody_failed or not rundir.is_run():
+        return False
+    manifest, of_rank_0 = rundir.manifest(), states.get(plan.hosts[0].name, {})  # of one clock
+    return manifest.verdict == "finished" and (manifest.ended or 0.0) >= _began(of_rank_0)
 
 
 def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
@@ -74,9 +93,12 @@ def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
             log = rundir.log_path(host, one["rank"])
             by_itself = not CONSEQUENCE.search("\n".join(last_lines(log, SEARCHED_LINES, since)))
             how = f"rank {one['rank']} on {host} {_ending(one['exitcode'], one.get('signal'))}"
+            hint = ""
+            if one.get("signal") == "SIGKILL" and state.get("oom_kills"):
+                how, hint = f"run.oom: {how}: {host} had no memory left", LESS_MEMORY
             found.append(
                 Failure(host=host, rank=one["rank"], how=how, time=one["time"], log=log, since=since,
-                        by_itself=by_itself)
+                        by_itself=by_itself, hint=hint)
             )  # fmt: skip
     return found
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from evener.core.errors import HostError, RunError, UsageError
 from evener.core.files import follow_lines
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
+from evener.core.machine import this_machine
 from evener.core.plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, Seat, first_roster
@@ -35,11 +38,14 @@ from evener.core.units import size
 from evener.hosts.doctor import Survey, survey
 from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
-from evener.launch.commands import Place, script_plan, train_plan
+from evener.launch import carry
+from evener.launch.carry import Carrier
+from evener.launch.commands import Place, Project, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
 from evener.launch.mirror import GONE, HostMirror, Mirror, State, host_failed, merge_events, tell
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
+from evener.launch.watch import Hang, Watch, sentence
 
 POLL_S = 0.2
 STOP_S = 600.0
@@ -143,12 +149,22 @@ def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, res
 
 
 def plan_script(
-    prepared: Prepared, project: Path, program: list[str], environment: Mapping[str, str]
+    prepared: Prepared, folder: Path, program: list[str], environment: Mapping[str, str], include: Sequence[str] = ()
 ) -> tuple[Plan, list[Tree]]:
-    """A program of the user's own on all hosts, and its project, which on this machine alone stays where it is."""
-    trees = [] if prepared.is_here else [describe(project)]
-    code = trees[0].digest if trees else ""
-    return script_plan(prepared.id, prepared.places, prepared.port, program, environment, code), trees
+    """A program of the user's own on all hosts, and its project, which on this machine alone stays where it is.
+
+    Of the folder `include` travels too, though git ignores it.
+    """
+    trees = [] if prepared.is_here else [describe(folder, include)]
+    project = Project(str(folder), trees[0].digest, project_name(folder)) if trees else None
+    return script_plan(prepared.id, prepared.places, prepared.port, program, environment, project), trees
+
+
+def project_name(folder: Path) -> str:
+    """Of its place on every host: the folder's own, and of which machine and where it is."""
+    where = f"{this_machine().host}:{folder}".encode("utf-8", "surrogateescape")
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.") or "project"
+    return f"{readable}-{hashlib.blake2b(where, digest_size=4).hexdigest()}"
 
 
 def fleet_of(plan: Plan) -> Fleet:
@@ -203,13 +219,14 @@ def start(
             "attached": str(_hold_path(rundir)) if attached else None,
         }
         try:
+            if host.code is not None:
+                sessions[name].call("project", "sync", tree=host.code, folder=host.cwd, timeout_s=WORK_S)
             sessions[name].call(
                 "runs",
                 "start",
                 run=host.folder(rundir),
                 spec=spec,
                 supervisor=supervisor,
-                code=host.code,
                 files=files,
                 timeout_s=WORK_S,
             )
@@ -264,10 +281,12 @@ def note_findings(rundir: RunDir, plan: Plan, prepared: Prepared) -> None:
 
 
 def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[HostMirror], None],
-           on_change: Callable[[Mirror], None] = lambda mirror: None) -> dict[str, State]:  # fmt: skip
+           on_change: Callable[[Mirror], None] = lambda mirror: None, *,
+           say: Progress = lambda text: None) -> dict[str, State]:  # fmt: skip
     """Mirror the run until it has ended everywhere; the hosts' last states. EvenerError names the first failure.
 
-    `observe` hears of rank 0's records and of what happens from now on. KeyboardInterrupt leaves the run alone.
+    What it saves comes home meanwhile, and what is lacking at its end after it. `observe` hears of rank 0's records and
+    of what happens from now on. KeyboardInterrupt leaves the run alone.
     """
     decoder = json_decoder(StepRecord)
     steps = follow_lines(rundir.steps_path(0))
@@ -275,8 +294,9 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
     for follower in events.values():
         next(follower)  # what happened in earlier starts of the run
     lost: set[str] = set()
-    next_step = -1
-    with Mirror(rundir, plan) as mirror:
+    next_step, watching = -1, _Watching()
+    with Mirror(rundir, plan) as mirror, Carrier(rundir, plan) as carrier:
+        carrier.look()
         done = False
         while not done:
             done = mirror.is_done or _only_lost_are_left(mirror)
@@ -287,7 +307,10 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                     observe(record)
             for follower in events.values():
                 for line in next(follower):
-                    observe(from_json(line, dict[str, Any]))
+                    event = from_json(line, dict[str, Any])
+                    if event["event"] == "checkpoint":
+                        carrier.look()
+                    observe(event)
             for name, host in mirror.hosts.items():
                 if host.broken is not None:
                     raise RunError(
@@ -297,16 +320,54 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                 if (host.error is not None) != (name in lost):
                     lost ^= {name}
                     on_lost(host)
+            for event in watching.news(mirror):
+                tell(rundir, plan, **event)
+                observe(event)
             on_change(mirror)
             if not done:
                 mirror.wait(POLL_S)
         ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
-    failure = first_failure(rundir, plan, ended)
+    failure = conclude(rundir, plan, ended)
+    try:
+        carry.bring(rundir, plan, say)
+    except HostError as error:
+        say(f"{error}: what it saved stays there")
     if failure is not None:
-        _record_failure(rundir, plan, failure)
         raise failure.error(rundir, plan)
-    close_manifest(rundir, "stopped")
     return ended
+
+
+class _Watching:
+    """Tells of a run that hangs when it begins to, and when it goes on."""
+
+    def __init__(self) -> None:
+        self._watch, self._since = Watch(), 0.0
+        self._hang: Hang | None = None
+
+    def news(self, mirror: Mirror) -> list[dict[str, Any]]:
+        """Events, by what the hosts saw since the last time."""
+        for name, host in mirror.hosts.items():
+            while host.seen:
+                self._watch.see(name, *host.seen.pop(0))
+        hang, was = self._watch.hang(), self._hang
+        if hang == was:
+            return []
+        self._hang = hang
+        if hang is None:
+            return [{"event": "run.goes-on", "after_s": time.monotonic() - self._since}]
+        if was is None:
+            self._since = time.monotonic()
+        return [{"event": "run.hang", "host": hang.host, "rank": hang.rank, "error": sentence(hang), "hint": hang.fix}]
+
+
+def conclude(rundir: RunDir, plan: Plan, ended: Mapping[str, State]) -> Failure | None:
+    """Record how a run ended of which these are the hosts' last states; its first failure."""
+    failure = first_failure(rundir, plan, ended)
+    if failure is None:
+        close_manifest(rundir, "stopped")
+    else:
+        _record_failure(rundir, plan, failure)
+    return failure
 
 
 def close_manifest(rundir: RunDir, verdict: str) -> None:

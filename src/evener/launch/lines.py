@@ -122,7 +122,7 @@ def _lines(
 def _plan(prepared: Prepared, module: str, args: Mapping[str, str]) -> Plan:
     """The launcher's own plan for a program, without a project."""
     program = ["-m", module]
-    plan = script_plan(prepared.id, prepared.places, prepared.port, program, {}, code="")
+    plan = script_plan(prepared.id, prepared.places, prepared.port, program, {}, project=None)
     hosts = []
     for place, planned in zip(prepared.places, plan.hosts, strict=True):
         host = msgspec.structs.replace(planned, code=None, cwd=place.cwd or place.run)

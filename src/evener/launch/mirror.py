@@ -2,6 +2,7 @@
 where the copy ends: no gap, no line twice.
 
     host's RUN/steps, RUN/logs, RUN/manifest.json   → the same place here: names tell ranks and hosts apart
+    … and the tokenizer's file
     host's RUN/events.jsonl, RUN/host/state.json    → RUN/hosts/NAME/…; RUN/events.jsonl is all of them by time
 
 Of a run on this machine alone, whose folder is the run directory, there is nothing to copy: only its state is told.
@@ -24,18 +25,21 @@ from typing import Any
 
 import msgspec
 
-from evener.core.decoding import from_json
+from evener.core.corpus import TOKENIZER_FILES
+from evener.core.decoding import from_json, from_tree
 from evener.core.errors import HostError, RunError
 from evener.core.files import write_atomic
 from evener.core.plan import HostPlan, Plan, read_plan
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.hosts.session import RemoteError, Session, open_session
+from evener.launch.watch import Look
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-SILENCE_S = 30.0  # a host that follows tells several times a second
+SILENCE_S = 12.0  # a host that follows tells several times a second
 
-WHOLE = ("manifest.json", "host/state.json")  # replaced on the host, not appended to: they come in one piece
+OF_RANK_0 = ("manifest.json", *TOKENIZER_FILES)
+WHOLE = (*OF_RANK_0, "host/state.json")  # replaced on the host, not appended to: they come in one piece
 
 State = dict[str, Any]
 GONE: State = {"state": "ended", "status": None, "failures": [], "stopped": False, "lost": "its folder there is gone"}
@@ -60,6 +64,9 @@ class HostMirror:
         self._rundir, self._plan = rundir, plan
         self._folder = plan.state_path(rundir).parent
         self.state: State | None = None  # as the host told it last
+        self.seen: list[
+            tuple[float, dict[int | None, Look]]
+        ] = []  # (the host's time, what its processes did), new ones
         self.error: HostError | None = None  # while the host cannot be reached
         self.lost_since: float | None = None  # time.monotonic() of the first of these errors
         self.broken: Exception | None = None  # what keeps this machine from copying at all
@@ -119,6 +126,8 @@ class HostMirror:
                 pending = item if item["size"] else None
                 if item["size"] == 0:
                     self._add(item, b"")
+            elif "looks" in item:
+                self.seen.append((item["at"], {rank: from_tree(look, Look) for rank, look in item["looks"]}))
             else:
                 was, self.state = self.state, item["caught_up"] or GONE
                 if self.error is not None or was != self.state or dirty:
@@ -197,7 +206,7 @@ class HostMirror:
         is_ours = (
             first <= int(ranked[1]) < first + self._plan.num_ranks  # else of an earlier start, when that rank was here
             if ranked
-            else path == f"logs/{self.name}.log" or (path == "manifest.json" and self._plan.node_rank == 0)
+            else path == f"logs/{self.name}.log" or (path in OF_RANK_0 and self._plan.node_rank == 0)
         )
         return self._rundir.path / path if is_ours else None
 

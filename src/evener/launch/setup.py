@@ -13,10 +13,11 @@ was interrupted leaves a mark in the environment, and the next one completes it.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from evener.launch.wheels import (
     fetch_wheels,
     lacking,
     pinned,
+    resolve_wheels,
 )
 
 CPU_BYTES = 1_300_000_000  # measured (2026-11): a venv with evener, torch 2.13.0+cpu and all that they need, 1.1 GB
@@ -80,15 +82,19 @@ class Ours(msgspec.Struct, frozen=True, kw_only=True):
     hash: str
 
 
-def set_up(fleet: Fleet, sessions: Sessions, tell: Tell, *, carry: bool = False) -> dict[str, HostSetup | EvenerError]:
-    """All hosts at once; what goes wrong on one stops no other. `carry`: wheels travel from here in any case."""
+def set_up(fleet: Fleet, sessions: Sessions, tell: Tell, more: Sequence[str] = (), *,
+           carry: bool = False) -> dict[str, HostSetup | EvenerError]:  # fmt: skip
+    """All hosts at once; what goes wrong on one stops no other. `carry`: wheels travel from here in any case.
+
+    `more` are packages that evener itself does not need, as pip is told of them.
+    """
     with tempfile.TemporaryDirectory(prefix="evener-setup-") as folder:
         wheel = evener_wheel(Path(folder))
         ours = Ours(wheel=wheel, version=wheel.name.split("-")[1], hash=content_hash(wheel))
 
         def one(name: str) -> HostSetup | EvenerError:
             try:
-                return _Setup(sessions[name], fleet.hosts[name], ours, tell, carry).run()
+                return _Setup(sessions[name], fleet.hosts[name], ours, tell, more, carry).run()
             except RemoteError as error:
                 return _told(name, error)
             except EvenerError as error:
@@ -100,8 +106,8 @@ def set_up(fleet: Fleet, sessions: Sessions, tell: Tell, *, carry: bool = False)
 class _Setup:
     """One host."""
 
-    def __init__(self, session: Session, host: Host, ours: Ours, tell: Tell, carry: bool) -> None:
-        self._session, self._host, self._ours, self._carry = session, host, ours, carry
+    def __init__(self, session: Session, host: Host, ours: Ours, tell: Tell, more: Sequence[str], carry: bool) -> None:
+        self._session, self._host, self._ours, self._more, self._carry = session, host, ours, more, carry
         self._name, self._tell = session.name, tell
         self._actions: list[str] = []
         self._packages, self._sent_bytes = 0, 0
@@ -113,6 +119,8 @@ class _Setup:
         found = self._look()
         if self._todo(found) is not None:
             found = self._change(found)
+        if self._more:
+            found = self._add(found)
         now = found["now"]
         return HostSetup(
             host=self._name, python=found["python"], actions=self._actions, torch=now["packages"]["torch"],
@@ -140,6 +148,45 @@ class _Setup:
             return self._checked(prefix, imports=bool(todo))
         finally:
             self._let_go()
+
+    def _add(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What else is wanted, and nothing that evener needs is changed for it."""
+        python, before = found["python"], found["now"]["packages"]
+        if not found["now"]["is_venv"]:
+            fix = f"on {self._name}: {python} -m pip install {shlex.join(self._more)}"
+            raise self._error("setup.python", f"{python} is no virtual environment: setup does not change it", fix)
+        if who := self._call("begin", workdir=self._host.workdir):
+            raise self._error("setup.busy", f"another setup is at work there: {who}", "wait until it is done")
+        try:
+            ours = pinned({name: before[name] for name in self._wanted(found) if name in before})
+            if self._carry or not self._reaches_registry(python):
+                self._source = "carried"
+                wheels = self._wheels_of(Target.of(found["now"], wants_cuda=self._wants_cuda(found)), ours)
+                tree = pack(wheels)
+                self._step(f"sending {len(wheels)} wheels, {size(tree.size)}")
+                arrived = send_to(self._session, self._host.workdir, tree, self._sending)
+                self._sent_bytes += arrived.sent_bytes
+                arguments = ["--no-index", f"--find-links={arrived.path}"]
+            else:
+                self._source, arguments, tree = "registry", ["--prefer-binary"], None
+            self._step(f"installing {', '.join(self._more)}")
+            self._pip(python, ["install", *QUICK, *arguments, *self._more, *ours], found["now"]["half"])
+            if tree is not None:
+                self._session.call("files", "discard", workdir=self._host.workdir, tree=tree.digest)
+            found = self._look()
+        finally:
+            self._let_go()
+        after = found["now"]["packages"]
+        if changed := [name for name, version in after.items() if before.get(name) != version]:
+            self._packages += len(changed)
+            self._actions.append(self._told_packages(before, after, changed))
+        return found
+
+    def _wheels_of(self, target: Target, ours: list[str]) -> dict[str, Path]:
+        try:
+            return resolve_wheels(target, self._more, ours, self._step)
+        except EvenerError as error:
+            raise self._error("setup.registry", str(error), error.hint, error.output) from error
 
     def _checked(self, prefix: str, *, imports: bool) -> dict[str, Any]:
         """What was wanted is there, and works: else HostError."""

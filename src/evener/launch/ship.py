@@ -17,6 +17,7 @@ import importlib
 import os
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,21 +76,29 @@ def send_to(session: Session, workdir: str, tree: Tree, progress: Progress | Non
 
 
 def fetch(
-    session: Session, path: str, destination: str | os.PathLike[str], progress: Progress | None = None
+    session: Session,
+    path: str,
+    destination: str | os.PathLike[str],
+    progress: Progress | None = None,
+    *,
+    surveyed: list[dict[str, Any]] | None = None,
+    pause: Callable[[float], None] | None = None,
 ) -> Arrived:
     """A file or a folder of a host at `destination`, which must not be there yet.
 
     It appears whole or not at all. What an interrupted call had fetched lies in `.NAME.arriving`, and is not fetched
-    again.
+    again. `surveyed` is what the folder is known to hold. With `pause` the link is left to others: one small piece
+    comes after the other, and it is called with the seconds that each took.
     """
     target = Path(destination)
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target}: is there already", hint="name another place, or remove it")
     store = target.parent / f".{target.name}.arriving"
     try:
-        surveyed = list(session.stream("files", "survey", path=path, timeout_s=WORK_S))
+        if surveyed is None:
+            surveyed = list(session.stream("files", "survey", path=path, timeout_s=WORK_S))
         (store / "blobs").mkdir(parents=True, exist_ok=True)
-        fetcher = _Fetcher(session, path, store, progress)
+        fetcher = _Fetcher(session, path, store, progress, pause)
         fetched_bytes, resumed_bytes = fetcher.fetch([entry for entry in surveyed if "digest" in entry])
         _assemble(surveyed, store, target)
     except RemoteError as error:
@@ -195,8 +204,10 @@ class _Sender:
 class _Fetcher:
     """Files of a host on their way here, into a store as the hosts have it."""
 
-    def __init__(self, session: Session, path: str, store: Path, progress: Progress | None) -> None:
-        self._session, self._path, self._store = session, path, store
+    def __init__(self, session: Session, path: str, store: Path, progress: Progress | None,
+                 pause: Callable[[float], None] | None) -> None:  # fmt: skip
+        self._session, self._path, self._store, self._pause = session, path, store, pause
+        self._piece = CHUNK_BYTES if pause is None else CHUNK_BYTES // 4
         self._meter = _Meter(session.name, progress)
 
     def fetch(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
@@ -220,20 +231,22 @@ class _Fetcher:
             failed: list[BaseException] = []
 
             def read(start: int, part: str = part, failed: list[BaseException] = failed) -> None:
-                length = min(CHUNK_BYTES, entry["size"] - start)
+                length, began = min(self._piece, entry["size"] - start), time.monotonic()
                 try:
                     content = self._session.call(
                         "files", "read", path=self._path, name=entry["path"], offset=start, length=length,
                         timeout_s=WORK_S,
                     )  # fmt: skip
                     _files.write_part(part, start, content or b"")
+                    if self._pause is not None:
+                        self._pause(time.monotonic() - began)
                 except BaseException as error:
                     failed.append(error)
                     _files.drop_part(part, error)  # so that no later chunk waits for this one
                     raise failed[0] from None  # the first: others only found the part gone
                 self._meter.add(len(content or b""))
 
-            _pipelined(range(offset, entry["size"], CHUNK_BYTES), read)
+            _pipelined(range(offset, entry["size"], self._piece), read, WINDOW if self._pause is None else 1)
             if _files.close_part(part):
                 return int(offset)
             self._meter.add(-entry["size"])
@@ -290,12 +303,12 @@ def _place(folder: Path, name: str) -> Path:
     return Path(os.fsdecode(os.path.join(os.fsencode(folder), _files.inside(name)))) if name else folder
 
 
-def _pipelined(items: Iterable[Any], work: Callable[[Any], None]) -> None:
-    """Call work(item) for each, `WINDOW` at a time; items are made when they are needed."""
-    with ThreadPoolExecutor(max_workers=WINDOW) as pool:
+def _pipelined(items: Iterable[Any], work: Callable[[Any], None], window: int = WINDOW) -> None:
+    """Call work(item) for each, `window` at a time; items are made when they are needed."""
+    with ThreadPoolExecutor(max_workers=window) as pool:
         going: deque[Future[None]] = deque()
         for item in items:
-            if len(going) == WINDOW:
+            if len(going) == window:
                 going.popleft().result()
             going.append(pool.submit(work, item))
         while going:

@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,15 @@ class Tree(msgspec.Struct, frozen=True):
         return json.dumps({"files": files, "links": sorted(self.links.items())}).encode()
 
 
-def describe(folder: str | os.PathLike[str], *, max_bytes: int = MAX_CODE_BYTES) -> Tree:
-    """A project's code. A link that stays inside is kept; one that leads out is a UsageError, as are > `max_bytes`."""
+def describe(folder: str | os.PathLike[str], include: Sequence[str] = (), *, max_bytes: int = MAX_CODE_BYTES) -> Tree:
+    """A project's code, and of the folder what `include` names besides, files and folders.
+
+    A link that stays inside is kept; one that leads out is a UsageError, as are > `max_bytes` that nobody named.
+    """
     root = _folder(folder)
     listed = _git_files(root)
-    names = sorted(listed if listed else _walk(root))
+    named = [name for path in include for name in _below(root, path)]
+    names = sorted({*(listed if listed else _walk(root)), *named})
     sizes: dict[str, int] = {}
     links: dict[str, str] = {}
     for name in names:
@@ -76,12 +81,23 @@ def describe(folder: str | os.PathLike[str], *, max_bytes: int = MAX_CODE_BYTES)
                 links[name] = _target(root, name)
             elif stat.S_ISREG(state.st_mode):
                 sizes[name] = state.st_size
-    if sum(sizes.values()) > max_bytes:
+    code = {name: num_bytes for name, num_bytes in sizes.items() if name not in named}
+    if sum(code.values()) > max_bytes:
         raise UsageError(
-            f"{root} holds {size(sum(sizes.values()))} of code, more than {size(max_bytes)}: {_largest(sizes)}",
+            f"{root} holds {size(sum(code.values()))} of code, more than {size(max_bytes)}: {in_short(code)}",
             hint="name in .gitignore what the program does not need; a corpus travels by itself, with --data",
         )
     return Tree(_hashed(root, sizes), links)
+
+
+def ignored(folder: str | os.PathLike[str], tree: Tree) -> dict[str, int]:
+    """Bytes of the files that git ignores, and that are therefore not in a project's tree."""
+    root = _folder(folder)
+    if not _git_files(root):
+        return {}
+    names = _git_list(root, "--others", "--ignored", "--exclude-standard")
+    return {name: (root / name).stat().st_size for name in names
+            if not _is_left_out(root, name) and name not in tree.files and (root / name).is_file()}  # fmt: skip
 
 
 def describe_data(folder: str | os.PathLike[str]) -> Tree:
@@ -104,6 +120,17 @@ def _folder(folder: str | os.PathLike[str]) -> Path:
     if not root.is_dir():
         raise UsageError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
     return root
+
+
+def _below(root: Path, path: str) -> list[str]:
+    """A file of the project, or the files of a folder of it, as they are written in the tree."""
+    full = (root / path).resolve()
+    if not full.exists() or not full.is_relative_to(root.resolve()):
+        raise UsageError(f"--include {path}: {'not in' if full.exists() else 'no such file or folder in'} {root}")
+    name = full.relative_to(root.resolve()).as_posix()
+    if full.is_file():
+        return [name]
+    return [below if name == "." else f"{name}/{below}" for below in _walk(full)]
 
 
 def _git_files(root: Path) -> list[str]:
@@ -171,14 +198,15 @@ def _target(root: Path, name: str) -> str:
     return written
 
 
-def _largest(sizes: dict[str, int], num: int = 3) -> str:
-    """`checkpoints/ 2.1 GB, model.bin 503.3 MB`."""
+def in_short(sizes: Mapping[str, int], num: int = 3) -> str:
+    """The largest of some files, by what is at the top: `checkpoints/ 2.1 GB, model.bin 503.3 MB`."""
     by_top: dict[str, int] = {}
     for name, num_bytes in sizes.items():
         top, slash, _ = name.partition("/")
         by_top[top + slash] = by_top.get(top + slash, 0) + num_bytes
     largest = sorted(by_top.items(), key=lambda entry: -entry[1])[:num]
-    return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in largest)
+    told = [f"{name} {size(num_bytes)}" for name, num_bytes in largest]
+    return ", ".join(told + ([f"and {len(by_top) - num} more"] if len(by_top) > num else []))
 
 
 def _hashed(root: Path, sizes: dict[str, int], *, executable: bool = True) -> dict[str, File]:

@@ -11,13 +11,14 @@ import email
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,28 +184,82 @@ def fetch_wheels(
     return {path.name: path for path in found.values()}
 
 
+def requirements(words: Iterable[str]) -> list[str]:
+    """What pip is to install: packages as they are given, and those that a requirements file names.
+
+    UsageError for what is neither.
+    """
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    found = []
+    for word in words:
+        is_file = word.endswith(".txt") or Path(word).is_file()
+        try:
+            lines = Path(word).read_text().splitlines() if is_file else [word]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--with {word}: {getattr(error, 'strerror', None) or 'not text'}") from None
+        for number, line in enumerate(lines, 1):
+            text = re.sub(r"(^|\s)#.*", "", line).strip()
+            if text.startswith(("-r ", "--requirement ")):
+                found += requirements([str(Path(word).parent / text.split(None, 1)[1])])
+            elif text:
+                try:
+                    found.append(str(Requirement(text)))
+                except InvalidRequirement:
+                    where = f"{word}, line {number}" if is_file else word
+                    raise UsageError(
+                        f"--with {where}: not a package: {text}", hint="such as tiktoken or 'datasets>=2.0'"
+                    ) from None
+    return found
+
+
+def resolve_wheels(
+    target: Target, wanted: Sequence[str], installed: Sequence[str], tell: Callable[[str], None]
+) -> dict[str, Path]:
+    """Wheels by file name of what is wanted on a host, and of all that it needs, as pip chooses them beside what is
+    installed there.
+    """
+    tell(f"asking what {', '.join(wanted)} need ({target.key})")
+    with tempfile.TemporaryDirectory() as temporary:
+        constraints, report = Path(temporary) / "constraints.txt", Path(temporary) / "report.json"
+        constraints.write_text("\n".join(installed))
+        cached = cache_folder() / "wheels" / target.key
+        _pip_here(["install", "--dry-run", "--ignore-installed", f"--target={temporary}", f"--report={report}",
+                   f"--constraint={constraints}", f"--find-links={cached}", *wanted], target)  # fmt: skip
+        chosen = {_canonical(one["metadata"]["name"]): one["metadata"]["version"]
+                  for one in json.loads(report.read_bytes())["install"]}  # fmt: skip
+    there = {_canonical(text.partition("==")[0]) for text in installed}
+    lacks = {name: version for name, version in chosen.items() if name not in there}
+    return fetch_wheels(target, lacks, chosen, tell) if lacks else {}
+
+
 def _download(target: Target, specifiers: list[str], folder: Path) -> None:
+    index = []
+    if target.is_linux and not target.wants_cuda and any(one.startswith("torch") for one in specifiers):
+        index = ["--extra-index-url", CPU_INDEX] if _remote.opens(f"{CPU_INDEX}/torch/") else []
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
+        _pip_here(["download", "--no-deps", *index, "--dest", temporary, *specifiers], target)
+        for wheel in Path(temporary).glob("*.whl"):
+            wheel.replace(folder / wheel.name)
+
+
+def _pip_here(arguments: list[str], target: Target) -> None:
+    """Run this environment's pip for a host."""
     if importlib.util.find_spec("pip") is None:
         raise EvenerError(
             "this environment has no pip to download wheels with",
             hint=f"{sys.executable} -m ensurepip, or: uv pip install pip",
         )
-    index = []
-    if target.is_linux and not target.wants_cuda and any(one.startswith("torch") for one in specifiers):
-        index = ["--extra-index-url", CPU_INDEX] if _remote.opens(f"{CPU_INDEX}/torch/") else []
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
-        argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
-        argv += [*target.pip_flags(), *index, "--quiet", "--dest", temporary, *specifiers]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or ["ERROR: pip failed"]
-            raise EvenerError(
-                f"no wheels for {target.key} from here: {said[-1].removeprefix('ERROR: ')}",
-                hint="does this machine reach its registry? `pip download` by hand says more",
-                output="\n".join(done.stderr.splitlines()[-15:]),
-            )
-        for wheel in Path(temporary).glob("*.whl"):
-            wheel.replace(folder / wheel.name)
+    argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+    argv += [arguments[0], *target.pip_flags(), *arguments[1:]]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or ["ERROR: pip failed"]
+        raise EvenerError(
+            f"no wheels for {target.key} from here: {said[-1].removeprefix('ERROR: ')}",
+            hint="does this machine reach its registry? `pip download` by hand says more",
+            output="\n".join(done.stderr.splitlines()[-15:]),
+        )
 
 
 def _built(source: Path, folder: Path) -> Path:

@@ -82,6 +82,10 @@ def _describe(event: dict[str, Any]) -> str:
             return str(event.get("what"))
         case "sync.fidelity":
             return f"step {step}: {event.get('why')}"
+        case "run.hang":
+            return str(event.get("error"))
+        case "run.goes-on":
+            return f"it goes on, after {seconds(event.get('after_s'))}"
         case "own.dropped":
             return f"step {step}: other ranks than before: they go on from the weights that were agreed on last"
         case "own.missing":

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from evener.core.files import write_atomic
+from evener.core.plan import find_plan
 from evener.core.prediction import Option
 from evener.core.rundir import Manifest, RunDir
 from evener.core.step import StepRecord, aligned
@@ -70,6 +71,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         what=_what(summary),
         outcome=_outcome(summary, events, _last_word(manifest, records, events), now),
         limit=limit(summary) if summary.step_p50_s else "",
+        away=_away(rundir),
         shown=_shown(summary, events),
         summary=summary,
         steps_per_point=-(-len(summary.losses) // figures.MAX_POINTS),
@@ -110,6 +112,14 @@ class Outcome:
     def mark(self) -> str:
         """The verdict's colour."""
         return MARKS.get(self.verdict, "warn")
+
+
+def _away(rundir: RunDir) -> tuple[int, str] | None:
+    """(step, host) of weights that were saved and are not here."""
+    saved, plan = rundir.saved_step(), find_plan(rundir)
+    if saved is None or plan is None or saved <= max(rundir.checkpoint_steps(), default=-1):
+        return None
+    return saved, plan.hosts[0].name
 
 
 def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, now: float) -> Outcome:

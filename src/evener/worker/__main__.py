@@ -17,9 +17,11 @@ from evener.core.spec import parse_args
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
 from evener.worker.mistakes import in_words
+from evener.worker.pulse import begin_pulse
 
 
 def main() -> int:
+    begin_pulse()
     args = sys.argv[1:]
     resume = "--resume" in args
     try:

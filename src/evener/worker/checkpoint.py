@@ -11,8 +11,6 @@ ranks is the state of their random generators (dropout); it is kept for each and
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,6 @@ from evener.core.errors import CheckpointError, RunError, UsageError
 from evener.core.files import digest_of, write_atomic, write_folder_atomic
 from evener.core.rundir import Checkpoint, RunDir, describe_checkpoint
 from evener.worker.statetree import check_storable, pack, unpack
-
-REMOVED = ".removed"  # ends the name of a checkpoint that is on its way out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,21 +136,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         seen.add(ours.untyped_storage().data_ptr())
         dense[name] = ours
     save_file(dense, path, metadata)
-
-
-def prune(rundir: RunDir, keep: int, best: int | None) -> None:
-    """Remove all complete checkpoints but the newest `keep` and the best one.
-
-    Each gets another name first: killed in the middle, a removal leaves nothing that looks like a checkpoint.
-    """
-    steps = rundir.checkpoint_steps()
-    for step in steps[:-keep]:
-        if step != best:
-            with contextlib.suppress(OSError):
-                path = rundir.checkpoint_path(step)
-                path.rename(path.with_name(f".{path.name}{REMOVED}"))
-    for path in rundir.checkpoints_path.glob(f".*{REMOVED}"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_finite(weights: Mapping[str, Tensor], step: int) -> None:

@@ -49,10 +49,7 @@ def compare_runs(path: Path, other: Path) -> dict[str, Any]:
     """The newest weights of two runs."""
     states = []
     for rundir in (RunDir(path), RunDir(other)):
-        steps = rundir.checkpoint_steps()
-        if not steps:
-            raise CheckpointError(f"{rundir}: holds no complete checkpoint")
-        folder = rundir.checkpoint_path(steps[-1])
+        folder = rundir.checkpoint_path(rundir.newest_checkpoint())
         read_checkpoint(folder)
         states.append((folder, load_file(folder / "weights.safetensors")))
     check = {"what": f"{states[0][0]} and {states[1][0]}"} | largest_difference(states[0][1], states[1][1])

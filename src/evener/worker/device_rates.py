@@ -24,7 +24,7 @@ from evener.core.fleet import Rates
 from evener.core.machine import this_machine
 from evener.core.roster import Dtype
 from evener.core.shape import PRESETS
-from evener.core.units import count
+from evener.core.units import metric
 from evener.worker.arithmetic import TORCH_DTYPES
 from evener.worker.coding import coding_rates
 from evener.worker.collectives import sum_rate_Bps
@@ -122,7 +122,7 @@ def findings(spec: DeviceRatesSpec, device: str, rates: Rates, sustained: Sustai
                 check="dtype.slow",
                 severity="info",
                 host=spec.host,
-                evidence=f"{device}: matrix products run at {count(bf16)}FLOP/s in bf16, {count(fp32)}FLOP/s in fp32",
+                evidence=f"{device}: matrix products run at {metric(bf16)}FLOP/s in bf16, {metric(fp32)}FLOP/s in fp32",
                 fix="--dtype fp32, which --dtype auto takes here"
                 if sustained.dtype == "fp32"
                 else f"--dtype auto takes {sustained.dtype} here; if a second measurement says the same, --dtype fp32",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
 import sys
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from evener.core.corpus import TOKENIZER_FILES
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError
 from evener.core.failure import is_consequence
+from evener.core.files import write_atomic
 from evener.core.machine import Machine, peak_memory_bytes
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, shares_text
@@ -81,7 +81,7 @@ class Journal:
         if resolved is not None:  # a copy, so that the run can write text when its corpus is gone
             for file in (Path(resolved.corpus.path) / name for name in TOKENIZER_FILES):
                 if file.exists():
-                    shutil.copy(file, self._dir.path / file.name)
+                    write_atomic(self._dir.path / file.name, file.read_bytes())
         self._dir.add_event("start", step=first, ranks=roster.world_size, sync=str(roster.sync))
         groups = ", ".join(f"{name} {count(num)}" for name, num in params_by_group.items() if num)
         print(f"{count(self._manifest.num_params)} parameters: {groups}")

@@ -120,7 +120,7 @@ class Keeper:
         if self._group.rank == 0:
             if val_loss is not None and (self._best is None or val_loss < self._best[0]):
                 self._best = (val_loss, step)
-            checkpoints.prune(self._dir, self._spec.checkpoint.keep, self._best[1] if self._best else None)
+            self._dir.prune_checkpoints(self._spec.checkpoint.keep, self._best[1] if self._best else None)
             self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
 
     def conclude(self, step: int) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 
 from evener.core.errors import UsageError
 from evener.core.machine import this_machine
+from evener.core.plan import launched_into, tell_launcher
 from evener.core.resolve import Resolved, new_run_path, starting_point
 from evener.core.roster import Member, Roster
 from evener.core.rundir import Contention
@@ -39,6 +40,7 @@ from evener.worker.keeper import Keeper
 from evener.worker.membership import Membership
 from evener.worker.membership.fixed import Fixed
 from evener.worker.mistakes import tell_in_words
+from evener.worker.pulse import begin_pulse
 from evener.worker.record import Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
@@ -55,7 +57,16 @@ def join(spec: RunSpec | None = None, resolved: Resolved | None = None, *, resum
     `resolved` is there when the model and the corpus are evener's own.
     """
     tell_in_words()
+    begin_pulse()
     return Run(spec or RunSpec(), resolved, resume)
+
+
+def _directory(spec: RunSpec, group: Group) -> RunWriter:
+    """Where the run's records go: where it was told to, where its launcher looks, or a place of its own."""
+    rundir = RunWriter(spec.out or launched_into() or group.gather(new_run_path(spec).encode())[0].decode())
+    if group.local_rank == 0:
+        tell_launcher(rundir)
+    return rundir
 
 
 class Run:
@@ -67,7 +78,7 @@ class Run:
         self.rank, self.world_size, self.device = self.group.rank, self.group.world_size, self.group.device
         machine = this_machine()
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
-        self.dir = RunWriter(spec.out or self.group.gather(new_run_path(spec).encode())[0].decode())
+        self.dir = _directory(spec, self.group)
         self._journal = Journal(self.dir, self.group, machine)
         begin = functools.partial(starting_point, self.dir, spec, resume=resume)
         self._resume = resolved.resume if resolved else self.group.all_or_none(begin)

@@ -252,9 +252,17 @@ def discard(workdir, tree):
             os.unlink(blob)
 
 
-def survey(path):
-    """What a file or a folder holds, hashed: yields {path, digest, size, executable} or {path, to} of each."""
+def survey(path, names=None):
+    """What a file or a folder holds, hashed: yields {path, digest, size, executable} or {path, to} of each.
+
+    With `names` only these files of the folder, as far as they are still there.
+    """
     root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
+    if names is not None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield _entry(os.path.join(root, inside(name)), inside(name))
+        return
     if not os.path.isdir(root):
         yield _entry(root, b"")
         return

@@ -17,27 +17,26 @@ import sys
 import time
 
 POLL_S = 0.1
+LOOK_S = 1.0
 CHUNK = 1 << 18
 START_S = 20.0
 END_S = 5.0  # the supervisor's
-WHOLE = ("manifest.json", "host/state.json")  # replaced, not appended to
+WHOLE = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
 
 
-def start(run, spec, supervisor, code=None, files=None):
+def start(run, spec, supervisor, files=None):
     """Start the program that `spec` describes, detached; its state once it is running.
 
-    `code` is copied to RUN/code, `files` are texts for RUN by name; None: an earlier start's goes.
+    `files` are texts for RUN by name; None: an earlier start's goes.
     """
     run = _absolute(run)
     folder = os.path.join(run, "host")
     _check_over(folder)
     end_leftovers(run)
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    for name in ("state.json", "failures.json"):
+    for name in ("state.json", "failures.json", "joined"):
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
-    if code is not None:
-        _copy_tree(_absolute(code), os.path.join(run, "code"))
     for name, text in (files or {}).items():
         path = os.path.join(run, name)
         if text is not None:
@@ -68,12 +67,15 @@ def start(run, spec, supervisor, code=None, files=None):
 
 
 def status(run):
-    """RUN/host/state.json, with what only a look can tell: "ended" also of a run whose host went down under it."""
+    """RUN/host/state.json, with what only a look can tell: "ended" also of a run whose host went down under it.
+
+    A run whose supervisor and guard were killed goes on as long as its program does.
+    """
     folder = os.path.join(_absolute(run), "host")
     state = _read_state(folder)
     if state is not None and state["state"] == "running" and not _is_alive(folder):
         state = _read_state(folder)  # it may have ended meanwhile
-        if state is not None and state["state"] == "running":
+        if state is not None and state["state"] == "running" and not _has_program(folder, state):
             state.update(state="ended", status=None, lost="the host went down, or its supervisor was killed")
     return state
 
@@ -115,29 +117,67 @@ def end_leftovers(run):
 
 
 def follow(run, have, until_end=True):
-    """What a run's files gain: {"path", "offset", "identity", "size"}, then the bytes; {"caught_up": state} at times.
+    """What a run's files gain: {"path", "offset", "identity", "size"}, then the bytes; {"caught_up": state} at times,
+    and every second {"looks": …} as `looks` gives them.
 
     `have` is {path: [identity, size]} of what the reader holds, None of one who reads the files here. A file that was
     replaced starts again at offset 0. Ends when the run has ended and all is read; without `until_end`, as soon as all
     is read.
     """
     run = _absolute(run)
+    look_at = 0.0
     have = have and {path: list(known) for path, known in have.items()}
     while True:
         state = status(run)
         for path in [] if have is None else _files(run):
             yield from _news(run, path, have)
+        if until_end and time.monotonic() >= look_at:
+            look_at = time.monotonic() + LOOK_S
+            yield {"looks": looks(run, state), "at": time.monotonic()}
         yield {"caught_up": state}
         if not until_end or state is None or state["state"] == "ended":
             return
         time.sleep(POLL_S)
 
 
+def looks(run, state):
+    """What a run's processes do on this host: [[rank, {"pid", "state", "cpu_s", "where", "in_torch"}], …], of rank None
+    what started the ranks. Linux; elsewhere nothing.
+    """
+    spec, pid = _read_json(os.path.join(run, "host", "spec.json"), None), (state or {}).get("pid")
+    if not pid or spec is None or state["state"] != "running" or not os.path.isdir("/proc/self"):
+        return []
+    is_rank, found = spec.get("is_rank"), []
+    for one in [pid] if is_rank else [pid, *_children(pid)]:
+        try:
+            rank = spec["first_rank"] if is_rank else None if one == pid else _rank_of(one)
+            kind, cpu_s = _kernel_says(one)
+            pulse = _read_json(os.path.join(run, "host", "pulse", str(rank)), None) or {}
+            told = {"where": pulse["where"], "in_torch": pulse["in_torch"]} if pulse.get("pid") == one else {}
+            found.append([rank, dict(told, pid=one, state=kind, cpu_s=cpu_s)])
+        except (OSError, ValueError, LookupError):
+            continue  # it has ended, or is no rank
+    return found
+
+
 def checkpoints(run):
-    """Names of the complete checkpoints of a run, the newest last."""
-    folder = os.path.join(_absolute(run), "checkpoints")
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted((name for name in names if re.fullmatch("step-[0-9]{6,12}", name)), key=lambda name: int(name[5:]))
+    """The complete checkpoints of a run that can be read, the newest last: {"step", "val_loss", "folder", "files"}.
+
+    "files" is as `files.survey` tells them, by what state.json says of them: nothing large is read.
+    """
+    found = []
+    for name in _checkpoint_names(run):
+        folder = os.path.join(_place(_absolute(run), "checkpoints"), name)
+        try:
+            state = _read_file(os.path.join(folder, "state.json"))
+            told = json.loads(state)
+            digests = dict(told["files"], **{"state.json": _digest(state)})
+            files = [{"path": path, "digest": digest, "size": os.path.getsize(os.path.join(folder, path)),
+                      "executable": False} for path, digest in sorted(digests.items())]  # fmt: skip
+            found.append({"step": int(name[5:]), "val_loss": told["val_loss"], "folder": folder, "files": files})
+        except (OSError, TypeError, ValueError, LookupError):
+            continue  # it is being removed, or was damaged
+    return found
 
 
 def go_back(run, checkpoint, wanted):
@@ -145,15 +185,18 @@ def go_back(run, checkpoint, wanted):
 
     state.json holds the digests of all other files. One of another content goes, and with it what ranks kept of that
     step for themselves; so does all that is of later steps. An earlier start left it, and the run went on elsewhere.
+    One that is damaged is not here, but what ranks kept beside it is of that step.
     """
     run = _absolute(run)
     _check_over(os.path.join(run, "host"))
-    state = _read_file(os.path.join(run, "checkpoints", checkpoint, "state.json"))
-    is_here = state is not None and hashlib.blake2b(state).hexdigest() == wanted
-    saved = checkpoints(run)
-    first = int(checkpoint[5:]) + (is_here or checkpoint not in saved)  # step that is not so any more
+    folder = os.path.join(run, "checkpoints", checkpoint)
+    state = _read_file(os.path.join(folder, "state.json"))
+    is_same = state is not None and _digest(state) == wanted
+    is_here = is_same and _is_whole(folder, json.loads(state)["files"])
+    saved = _checkpoint_names(run)
+    first = int(checkpoint[5:]) + (is_same or checkpoint not in saved)  # step that is not so any more
     for name in saved:
-        if int(name[5:]) >= first:
+        if int(name[5:]) >= first or (name == checkpoint and not is_here):
             removed = os.path.join(run, "checkpoints", f".{name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             os.rename(os.path.join(run, "checkpoints", name), removed)  # killed here, it is no checkpoint any more
@@ -170,16 +213,7 @@ def lacking(run, files):
     """Of {path: [size, blake2b]} the paths whose file here does not begin with that content."""
     found = []
     for path, (size, wanted) in files.items():
-        digest = hashlib.blake2b(digest_size=32)
-        with contextlib.suppress(FileNotFoundError), open(os.path.join(_absolute(run), path), "rb") as file:
-            left = size
-            while left:
-                chunk = file.read(min(CHUNK, left))
-                if not chunk:
-                    break
-                digest.update(chunk)
-                left -= len(chunk)
-        if digest.hexdigest() != wanted:
+        if _digest_of(os.path.join(_absolute(run), path), size) != wanted:
             found.append(path)
     return found
 
@@ -212,20 +246,82 @@ def free_port(address, wanted, low, high):
     return None
 
 
+def _checkpoint_names(run):
+    """Of the complete checkpoints, by step."""
+    folder = _place(_absolute(run), "checkpoints")
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted((name for name in names if re.fullmatch("step-[0-9]{6,12}", name)), key=lambda name: int(name[5:]))
+
+
+def _is_whole(folder, digests):
+    """Is every file of a checkpoint what state.json says?"""
+    return all(_digest_of(os.path.join(folder, name)) == digest for name, digest in digests.items())
+
+
+def _digest(content):
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _digest_of(path, size=None):
+    """Of a file's content, or of its first `size` bytes; None where there is no such file."""
+    digest, left = hashlib.blake2b(digest_size=32), size
+    try:
+        with open(path, "rb") as file:
+            while left is None or left:
+                chunk = file.read(CHUNK if left is None else min(CHUNK, left))
+                if not chunk:
+                    break
+                digest.update(chunk)
+                left = None if left is None else left - len(chunk)
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
 def _files(run):
-    found = [path for path in WHOLE if os.path.exists(os.path.join(run, path))]
-    if os.path.exists(os.path.join(run, "events.jsonl")):
-        found.append("events.jsonl")
+    found = [path for path in (*WHOLE, "events.jsonl") if os.path.exists(_place(run, path))]
     for folder in ("steps", "logs", "replicas"):
-        root = os.path.join(run, folder)
+        root = _place(run, folder)
         if os.path.isdir(root):
             found += [folder + "/" + name for name in sorted(os.listdir(root)) if not name.startswith(".")]
     return found
 
 
+def _rank_of(pid):
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        told = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
+    return int(told[b"RANK"])
+
+
+def _kernel_says(pid):
+    """(the letter of its state, processor seconds of it and of all that came of it)."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
+    cpu_s = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    for child in _children(pid):
+        with contextlib.suppress(OSError):
+            cpu_s += _kernel_says(child)[1]
+    return fields[0].decode(), cpu_s
+
+
+def _children(pid):
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
+                found += [int(word) for word in file.read().split()]
+    return found
+
+
+def _place(run, path):
+    """Where a file of a run lies: a script may have joined another run directory than the one it was launched into."""
+    joined = None if path.split("/")[0] in ("host", "logs") else _read_file(os.path.join(run, "host", "joined"))
+    return os.path.join(joined.decode() if joined else run, path)
+
+
 def _news(run, path, have):
     try:
-        file = open(os.path.join(run, path), "rb")  # noqa: SIM115
+        file = open(_place(run, path), "rb")  # noqa: SIM115
     except OSError:
         return
     with file:
@@ -248,22 +344,6 @@ def _news(run, path, have):
                     yield chunk
                 offset += len(chunk)
                 have[path] = [identity, offset]
-
-
-def _copy_tree(source, target):
-    """A copy that the run may write into; whole or not there."""
-    if os.path.isdir(target):
-        return
-    temporary = target + ".tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(source, temporary, symlinks=True)
-    for root, folders, names in os.walk(temporary):
-        for name in folders + names:
-            path = os.path.join(root, name)
-            if not os.path.islink(path):
-                os.chmod(path, os.stat(path).st_mode | 0o200)
-    os.chmod(temporary, 0o700)
-    os.rename(temporary, target)
 
 
 def _check_over(folder):
@@ -289,6 +369,13 @@ def _is_alive(folder):
     finally:
         os.close(lock)
     return False
+
+
+def _has_program(folder, state):
+    """Does what a supervisor started run without it?"""
+    spec = _read_json(os.path.join(folder, "spec.json"), None)
+    environment = _read_file(f"/proc/{state['pid']}/environ") or b""
+    return spec is not None and f"EVENER_RUN={spec['id']}".encode() in environment.split(b"\0")
 
 
 def _read_state(folder):

@@ -211,6 +211,7 @@ class Supervisor:
         guard = start_guard(self.run, self.spec["id"])
         take_over(self.run)
         self.state["started"] = time.time()  # every line that is stamped from now on is this start's
+        self.oom_kills = oom_kills()
         ranks = self._begin()
         log = Log(os.path.join(self.run, "logs", self.log_name))
         env = dict(os.environ, **self.spec["env"])
@@ -316,11 +317,30 @@ class Supervisor:
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.folder, "failures.json")) as file:
             failures = json.load(file)
         self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in failures]
-        self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left)
+        self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left,
+                          oom_kills=oom_kills() - self.oom_kills)  # fmt: skip
         self._save()
 
     def _save(self):
         write_json(os.path.join(self.folder, "state.json"), self.state)
+
+
+def oom_kills():
+    """Processes that the kernel has killed for want of memory: in our control groups, or on this machine. Linux."""
+    counted = 0
+    places = ["/proc/vmstat"]
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        for line in file.read().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                places.append(f"/sys/fs/cgroup{path}/memory.events")
+            elif "memory" in controllers.split(","):
+                places.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    for place in places:
+        with contextlib.suppress(OSError, ValueError), open(place) as file:
+            words = dict(line.split()[:2] for line in file.read().splitlines() if line.count(" ") == 1)
+            counted += int(words.get("oom_kill", 0))
+    return counted
 
 
 def lock(path):

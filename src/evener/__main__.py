@@ -1,0 +1,5 @@
+"""`python -m evener` is `evener`."""
+
+from evener.cli.main import main
+
+main()

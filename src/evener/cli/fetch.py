@@ -1,0 +1,52 @@
+"""evener fetch: bring home what a run has made."""
+
+from __future__ import annotations
+
+import typer
+
+
+def fetch(
+    run: str = typer.Argument(..., help="run directory, or a run's id"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+) -> int:
+    """Bring home what a run made: records, logs, weights (the newest checkpoint and the best), what a script wrote.
+
+    A run that goes on is left alone. Afterwards its hosts are not needed any more to look at it, write text with it,
+    check it or go on with it. Cut off, it goes on where it was.
+
+    Example: `evener fetch runs/mine`.
+    """
+    import json
+
+    from evener.cli import fleets
+    from evener.core.errors import HostError
+    from evener.core.plan import read_plan
+    from evener.core.rundir import RunDir
+    from evener.launch import carry
+    from evener.launch import fleet as launcher
+    from evener.launch.written import bring_written
+
+    rundir = RunDir(fleets.find_run(run))
+    plan = read_plan(rundir)
+    errors = [] if plan.is_here else list(launcher.catch_up(rundir, plan).values())
+    known = launcher.known_states(rundir, plan)
+    if all(state.get("state") == "ended" for state in known.values()):
+        launcher.conclude(rundir, plan, known)
+    failed: list[HostError] = []
+    try:
+        came = carry.bring(rundir, plan, fleets.say)
+    except HostError as unreached:
+        came, failed = [], [unreached]
+    files, lacking = bring_written(rundir, plan, known, fleets.say)
+    errors += [error for error in (*failed, *lacking) if error.host not in [one.host for one in errors]]
+    if as_json:
+        told = {"run_dir": str(rundir), "came": came, "files": [str(path) for path in files]}
+        failures = [{"host": error.host, "error": str(error), "hint": error.hint} for error in errors]
+        print(json.dumps(told | fleets.weights(rundir, plan) | {"errors": failures}))
+        return 1 if errors else 0
+    for error in errors:
+        fleets.say(f"error: {error}\nhint:  {error.hint}")
+    fleets.tell_weights(rundir, plan)
+    if (rundir.path / "files").is_dir():
+        fleets.say(f"files that it wrote: {rundir.path / 'files'}")
+    return 1 if errors else 0

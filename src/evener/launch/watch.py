@@ -1,0 +1,117 @@
+"""Which rank holds all the others up, and how? By what its host sees of it: a rank that is frozen cannot tell.
+
+a process that is stopped, or that waits in the kernel for a disk      that is it, whatever the others do
+no rank uses its processor, and some do not wait for others            one of these is it
+all wait for the others                                                it is what lies between them
+some rank computes                                                     a long step: nothing is wrong
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+STILL_S = 8.0  # seen like that for so long; a look, its way home and a reader's second make 10
+ALL_STILL_S = 20.0  # a link that is away for a moment is nobody's fault
+IDLE = 0.02  # of a processor: a pulse takes less
+STOPPED, DISK = ("T", "t"), "D"  # the kernel's letters
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """A process as its host saw it."""
+
+    pid: int
+    state: str  # the kernel's letter
+    cpu_s: float  # that it and its children have used since they began
+    where: str = ""  # its line of Python, where it has a pulse
+    in_torch: bool = False  # that line calls torch: where it uses no processor there, it waits for others
+
+
+class Hang(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds the run up. Two of the same are equal, however long it lasts."""
+
+    host: str | None  # None: all wait for each other
+    rank: int | None  # None: what started the ranks there
+    what: str
+    fix: str
+
+
+@dataclass
+class _Seen:
+    """What was seen of one process, by its host's clock."""
+
+    look: Look
+    at_s: float
+    since_s: float  # it is in its state
+    busy_s: float  # when it last used its processor
+    counted: tuple[float, float]  # (when, cpu_s) from which on that is counted
+
+    def add(self, look: Look, at_s: float) -> None:
+        if look.state != self.look.state:
+            self.since_s = at_s
+        began_s, cpu_s = self.counted
+        if look.cpu_s - cpu_s > IDLE * max(1.0, at_s - began_s):
+            self.busy_s, self.counted = at_s, (at_s, look.cpu_s)
+        self.look, self.at_s = look, at_s
+
+    @property
+    def same_for_s(self) -> float:
+        return self.at_s - self.since_s
+
+    @property
+    def idle_for_s(self) -> float:
+        return self.at_s - self.busy_s
+
+    @property
+    def at(self) -> str:
+        return f", in {self.look.where}" if self.look.where else ""
+
+
+class Watch:
+    """What was seen of the processes of a run."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int | None], _Seen] = {}
+
+    def see(self, host: str, at_s: float, looks: Mapping[int | None, Look]) -> None:
+        """A look at a host, at a time of its own clock: its ranks and (None) what started them."""
+        for key in [key for key in self._seen if key[0] == host and key[1] not in looks]:
+            del self._seen[key]
+        for rank, look in looks.items():
+            known = self._seen.get((host, rank))
+            if known is None or known.look.pid != look.pid:
+                self._seen[host, rank] = _Seen(look, at_s, at_s, at_s, (at_s, look.cpu_s))
+            else:
+                known.add(look, at_s)
+
+    def hang(self) -> Hang | None:
+        """Who holds the others up, as it was seen last."""
+        for (host, rank), seen in self._seen.items():
+            if seen.look.state in STOPPED and seen.same_for_s >= STILL_S:
+                what = "is stopped, by a signal or a debugger"
+                return Hang(host=host, rank=rank, what=what, fix=f"on {host}: kill -CONT {seen.look.pid}")
+            if seen.look.state == DISK and min(seen.same_for_s, seen.idle_for_s) >= STILL_S:
+                what = f"waits for its disk{seen.at}"
+                return Hang(host=host, rank=rank, what=what, fix=f"on {host}: dmesg | tail tells of a disk that fails")
+        ranks = {key: seen for key, seen in self._seen.items() if key[1] is not None}
+        idle_s = min((seen.idle_for_s for seen in ranks.values()), default=0.0)
+        waiting = [key for key, seen in ranks.items() if seen.look.in_torch]
+        alone = [key for key, seen in ranks.items() if seen.look.where and not seen.look.in_torch]
+        if waiting and alone and idle_s >= STILL_S:
+            (host, rank), seen = alone[0], ranks[alone[0]]
+            what = f"does nothing{seen.at}, and the others wait for it"
+            return Hang(host=host, rank=rank, what=what, fix=f"evener logs --rank {rank} RUN shows what it printed")
+        if len(waiting) == len(ranks) > 1 and idle_s >= ALL_STILL_S:
+            what = f"every rank waits for the others{ranks[waiting[0]].at}"
+            return Hang(host=None, rank=None, what=what, fix="evener doctor looks at the links between the hosts")
+        return None
+
+
+def sentence(hang: Hang) -> str:
+    """A sentence."""
+    if hang.host is None:
+        return hang.what
+    who = "the launcher" if hang.rank is None else f"rank {hang.rank}"
+    return f"{who} on {hang.host} {hang.what}"

@@ -1,0 +1,132 @@
+"""Faults in which nothing ends: who holds the run up is named, and what goes on by itself loses nothing. And ends that
+nobody saw: a rank that the kernel took, a run whose keepers are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.lab.host import Host
+from evener.lab.lab import Lab
+from tests.lab.conftest import rank_on, wait_until
+from tests.lab.test_launch import FLAGS, Command, Fleet
+
+WITHIN_S = 60  # on a machine as busy as it likes; 15 s where it is not
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def fleet(pair: Lab, tmp_path: Path) -> Fleet:
+    return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
+
+
+@contextlib.contextmanager
+def running(fleet: Fleet, corpus: Path, name: str, steps: str = "100000", *flags: str) -> Iterator[Command]:
+    """A training, and somebody who follows it."""
+    fleet.ok("train", "--data", str(corpus), *FLAGS, steps, *flags, "--out", name, "--detach")
+    watcher = fleet.start("logs", "-f", name)
+    wait_until(lambda: len(fleet.rundir(name).records(0)) > 2, "it trains")
+    yield watcher
+    fleet.run("stop", "--now", name)
+    watcher.wait()
+
+
+def keepers_on(host: Host) -> list[int]:
+    """The supervisor and its guard."""
+    found = []
+    for pid in host.pids():
+        with contextlib.suppress(OSError):
+            if b"supervisor.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_a_stopped_rank_is_named_and_when_it_goes_on_nothing_was_lost(fleet: Fleet, corpus: Path) -> None:
+    with running(fleet, corpus, "runs/frozen") as watcher:
+        pid = rank_on(fleet.lab.host("b"))
+        os.kill(pid, signal.SIGSTOP)
+        expected = "run.hang: rank 1 on b is stopped, by a signal or a debugger"
+        wait_until(lambda: expected in watcher.told(), "it is named", WITHIN_S)
+        assert f"hint:  on b: kill -CONT {fleet_pid(pid)}" in watcher.told()
+        had = len(fleet.rundir("runs/frozen").records(0))
+        fleet.lab.host("b").exec(["kill", "-CONT", str(fleet_pid(pid))])
+        wait_until(lambda: "it goes on, after" in watcher.told(), "it goes on", WITHIN_S)
+        wait_until(lambda: len(fleet.rundir("runs/frozen").records(0)) > had + 2, "it trains again")
+    events = [event["event"] for event in fleet.rundir("runs/frozen").events()]
+    assert [events.count("run.hang"), events.count("run.goes-on")] == [1, 1]
+    steps = [record.step for record in fleet.rundir("runs/frozen").records(0)]
+    assert steps == list(range(len(steps)))
+
+
+def fleet_pid(pid: int) -> int:
+    """As its own host calls it."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("NSpid:"))
+    return int(line.split()[-1])
+
+
+def test_a_rank_that_waits_for_something_of_its_own_is_named_with_its_line(fleet: Fleet, corpus: Path) -> None:
+    """A loop of somebody's own that reads what nobody writes, on one of two hosts."""
+    (fleet.folder / "wait.py").write_text(
+        "import os, sys, torch, evener; torch.manual_seed(0)\n"
+        "from torch import nn\n"
+        "from torch.utils.data import TensorDataset\n"
+        "data = TensorDataset(torch.randn(64, 2), torch.randn(64, 1))\n"
+        "def load():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        os.mkfifo('fifo')\n"
+        "        open('fifo').read()\n"
+        "with evener.join(evener.parse_args(sys.argv[1:])) as run:\n"
+        "    model = run.model(nn.Linear(2, 1))\n"
+        "    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 0.1))\n"
+        "    for step in run.steps(data):\n"
+        "        if step.index == 3:\n"
+        "            load()\n"
+        "        for x, y in step.micro_batches():\n"
+        "            step.backward((model(x) - y).square().sum())\n"
+        "        step.update(optimizer)\n"
+    )
+    watcher = fleet.start("launch", "--out", "runs/waits", "--", "wait.py", "--batch", "8", "--steps", "9")
+    expected = "run.hang: rank 1 on b does nothing, in wait.py:8 in load, and the others wait for it"
+    wait_until(lambda: expected in watcher.told(), "it is named", WITHIN_S)
+    fleet.ok("stop", "--now", "runs/waits")
+    watcher.wait()
+
+
+@pytest.mark.skipif(
+    not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
+)
+def test_a_rank_that_the_kernel_took_for_its_memory(fleet: Fleet, corpus: Path) -> None:
+    group = MEMORY / f"evener-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text("2000000")
+        with running(fleet, corpus, "runs/oom") as watcher:
+            (group / "cgroup.procs").write_text(str(rank_on(fleet.lab.host("b"))))
+            assert watcher.wait() == 1
+            assert "run.oom: rank 1 on b was killed by SIGKILL: b had no memory left" in watcher.told()
+    finally:
+        deadline = time.monotonic() + 20
+        while group.exists():
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            assert time.monotonic() < deadline
+
+
+def test_a_run_whose_keepers_were_killed_goes_on_and_ends_well(fleet: Fleet, corpus: Path) -> None:
+    with running(fleet, corpus, "runs/kept", "60", "--checkpoint-every", "0") as watcher:
+        for host in fleet.lab.hosts:
+            keepers = keepers_on(host)
+            for signum in (signal.SIGSTOP, signal.SIGKILL):  # first stopped: neither sees the other go
+                for pid in keepers:
+                    os.kill(pid, signum)
+        assert watcher.wait() == 0, watcher.told()
+    run = fleet.rundir("runs/kept")
+    assert run.manifest().verdict == "finished"
+    assert run.checkpoint_steps() == [60]

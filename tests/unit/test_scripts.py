@@ -1,0 +1,70 @@
+"""What a script's last words mean on a fleet: the words are Python's and PyTorch's own, as they were printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from evener.launch.scripts import hint_of, wants_gpu
+
+
+def last_words(code: str) -> list[str]:
+    """What this interpreter says of a program that fails."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr.splitlines()
+
+
+def test_a_file_that_is_here_alone(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.bin").touch()
+    lines = last_words("open('data/train.bin')")
+    assert hint_of(lines, "b", str(tmp_path), fleet=True) == (
+        "data/train.bin is here, and did not travel to b: evener launch --include data/train.bin -- …"
+    )
+    assert hint_of(lines, "b", str(tmp_path / "data"), fleet=True) is None, "it is not here either"
+    assert hint_of(lines, "b", None, fleet=False) is None
+    elsewhere = last_words(f"open('{tmp_path}/data/train.bin' + '')".replace("data", "nowhere"))
+    assert hint_of(elsewhere, "b", str(tmp_path), fleet=True) is None
+    said = hint_of([f"No such file or directory: '{tmp_path}/data/train.bin'"], "b", "/", fleet=True)
+    assert said is not None
+    assert "is on this machine, and not on b" in said
+
+
+def test_a_module_that_is_not_installed_or_did_not_travel(tmp_path):
+    lines = last_words("import no_such.part")
+    assert hint_of(lines, "b", str(tmp_path), fleet=True) == "evener setup --with no_such installs it on the hosts"
+    assert hint_of(lines, "b", None, fleet=False) == "pip install no_such"
+    (tmp_path / "no_such").mkdir()
+    said = hint_of(lines, "b", str(tmp_path), fleet=True)
+    assert said is not None
+    assert "evener launch --include no_such" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a "
+        "driver from http://www.nvidia.com/Download/index.aspx",
+        "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+        "RuntimeError: Distributed package doesn't have NCCL built in",
+        "RuntimeError: No CUDA GPUs are available",
+    ],
+)
+def test_a_script_that_insists_on_a_gpu(line):
+    said = hint_of(["Traceback", line, "ValueError: later"], "b", None, fleet=True)
+    assert said is not None
+    assert "asks for a GPU, and b has none" in said
+
+
+def test_a_script_that_ended_well_for_want_of_gpus():
+    """pytorch/examples' own line, and lines of healthy scripts."""
+    line = "Unable to locate sufficient 2 gpus to run this example. Exiting."
+    assert wants_gpu(["begin", line, ""]) == line
+    for healthy in (
+        "epoch 3 | loss 0.12 | GPU memory 0",
+        "using device: cpu",
+        "[GPU0] Epoch 1 | Batchsize: 32 | Steps: 8",
+    ):
+        assert wants_gpu([healthy]) is None

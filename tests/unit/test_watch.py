@@ -1,0 +1,106 @@
+"""Who holds a run up? What was seen of its processes says it, and never blames a rank that works or waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from evener.launch.watch import ALL_STILL_S, STILL_S, Look, Watch, sentence
+
+COMPUTES = {"state": "R", "rate": 0.9, "where": "model.py:30 in forward"}
+WAITS = {"state": "S", "rate": 0.003, "where": "loop.py:57 in train", "in_torch": True}
+STOPPED = {"state": "T", "rate": 0.0, "where": "model.py:30 in forward"}
+DISK = {"state": "D", "rate": 0.001, "where": "keeper.py:120 in save"}
+SLEEPS = {"state": "S", "rate": 0.001, "where": "data.py:9 in read"}
+AGENT = {"state": "S", "rate": 0.01}
+
+
+def watched(**ranks: dict) -> Watch:
+    """A minute in which nothing changes: every second a look at each host, of which each has a clock of its own."""
+    watch = Watch()
+    for second in range(60):
+        for number, (host, what) in enumerate(ranks.items()):
+            watch.see(host, 1000.0 * number + second, {number: look(what, second), None: look(AGENT, second)})
+    return watch
+
+
+def look(what: dict, second: float, pid: int = 7) -> Look:
+    facts = {name: value for name, value in what.items() if name != "rate"}
+    return Look(pid=pid, cpu_s=100 + what["rate"] * second, **facts)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (COMPUTES, COMPUTES, None),
+        (COMPUTES, WAITS, None),  # a long step, a long evaluation
+        (WAITS, STOPPED, "rank 1 on b is stopped, by a signal or a debugger"),
+        (STOPPED, COMPUTES, "rank 0 on a is stopped, by a signal or a debugger"),
+        (WAITS, DISK, "rank 1 on b waits for its disk, in keeper.py:120 in save"),
+        (SLEEPS, WAITS, "rank 0 on a does nothing, in data.py:9 in read, and the others wait for it"),
+        (SLEEPS, SLEEPS, None),  # they begin, or wait for what both wait for
+        (SLEEPS, COMPUTES, None),
+        (WAITS, WAITS, "every rank waits for the others, in loop.py:57 in train"),
+        (AGENT, AGENT, None),  # a script without a pulse, of which nothing is known
+    ],
+)
+def test_who_holds_the_others_up(a, b, expected):
+    hang = watched(a=a, b=b).hang()
+    assert (hang and sentence(hang)) == expected
+
+
+def test_the_launcher_may_be_stopped_too():
+    watch = Watch()
+    for second in range(20):
+        watch.see("a", second, {0: look(WAITS, second), None: look(STOPPED, second, pid=42)})
+    hang = watch.hang()
+    assert hang is not None
+    assert sentence(hang) == "the launcher on a is stopped, by a signal or a debugger"
+    assert hang.fix == "on a: kill -CONT 42"
+
+
+@pytest.mark.parametrize(
+    ("what", "after_s"), [(STOPPED, STILL_S), (DISK, STILL_S), (SLEEPS, STILL_S), (WAITS, ALL_STILL_S)]
+)
+def test_it_takes_a_while_and_no_longer(what, after_s):
+    """Both wait for the same thing before, each for its own time: only the last stretch counts."""
+    watch, first = Watch(), None
+    for tenth in range(600):
+        second = tenth / 10
+        b = (
+            look(COMPUTES, second)
+            if second < 30
+            else Look(pid=7, cpu_s=127, **{k: v for k, v in what.items() if k != "rate"})
+        )
+        watch.see("a", second, {0: look(WAITS, second)})
+        watch.see("b", second, {1: b})
+        if first is None and watch.hang() is not None:
+            first = second
+    assert first == pytest.approx(30 + after_s, abs=0.3)
+
+
+def test_what_goes_on_is_forgotten():
+    watch = watched(a=WAITS, b=STOPPED)
+    assert watch.hang() is not None
+    watch.see("b", 1061.0, {1: look(COMPUTES, 61)})
+    assert watch.hang() is None
+
+
+def test_healthy_runs_on_a_busy_machine_give_no_finding():
+    """Steps of 0.1 to 30 s, looks that come late, ranks that wait for the slowest: twenty runs of ten minutes."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        step_s = 10 ** draw.uniform(-1, 1.5)
+        watch, cpu = Watch(), [0.0, 0.0]
+        second = 0.0
+        while second < 600:
+            took = draw.choice([0.1, 1.0, 3.0])
+            second += took
+            for rank, (host, load) in enumerate((("a", 0.3), ("b", 0.9))):
+                is_waiting = second % step_s > step_s * load
+                cpu[rank] += 0.001 if is_waiting else took * draw.uniform(0.05, 1)
+                state = "S" if is_waiting else draw.choice("RRRD")
+                seen = Look(pid=1, state=state, cpu_s=cpu[rank], where="loop.py:1 in train", in_torch=is_waiting)
+                watch.see(host, second, {rank: seen})
+            assert watch.hang() is None
