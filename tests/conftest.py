@@ -22,6 +22,11 @@ TIMEOUT_S = 180
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Other people's programs that are no packages."""
+    parser.addoption("--nanogpt", metavar="DIR", help="a checkout of karpathy/nanoGPT, to be launched on two hosts")
+
+
 def pytest_configure() -> None:
     """A shell that starts the tests in the background, or nohup, has them and what they start ignore these signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

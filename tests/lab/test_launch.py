@@ -141,7 +141,7 @@ class Fleet:
         """What a rank wrote to stdout."""
         stem = host if rank is None else f"{host}.{rank}"
         path = self.folder / name / "logs" / f"{stem}.log"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_bytes().decode().split("\n")[:-1] if path.exists() else []  # a progress bar has its own
         return "\n".join(line.split(" ", 2)[2] for line in lines if line.split(" ", 2)[1] == "O")
 
 

@@ -157,7 +157,7 @@ def test_of_a_damaged_one_the_one_before_comes(empty, there):
     told: list[str] = []
     assert carry.bring(empty, plan_of(empty, there), told.append) == [200]
     assert any("step-000300 is damaged" in text for text in told)
-    assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000200", ".lock"}
+    assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000200"}
 
 
 def test_one_that_was_damaged_at_home_comes_again(empty, there):
@@ -188,7 +188,7 @@ def test_while_a_run_is_followed_the_link_is_left_to_it_and_at_its_end_the_rest_
     assert len(pauses) == 2
     assert (empty.checkpoints_path / ".step-000300.arriving").is_dir()
     assert carry.bring(empty, plan_of(empty, there)) == [300]
-    assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000300", ".lock"}
+    assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000300"}
 
 
 def test_a_checkpoint_that_is_saved_while_the_run_is_followed_comes_home_by_itself(empty, there):

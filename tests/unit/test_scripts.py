@@ -20,9 +20,11 @@ def test_a_file_that_is_here_alone(tmp_path):
     (tmp_path / "data" / "train.bin").touch()
     lines = last_words("open('data/train.bin')")
     assert hint_of(lines, "b", str(tmp_path), fleet=True) == (
-        "data/train.bin is here, and did not travel to b: evener launch --include data/train.bin -- …"
+        "data/train.bin is here, and did not travel to b: evener launch --include data -- …"
     )
-    assert hint_of(lines, "b", str(tmp_path / "data"), fleet=True) is None, "it is not here either"
+    said = hint_of(lines, "b", str(tmp_path / "data"), fleet=True)
+    assert said is not None
+    assert said.startswith("data/train.bin is not on b: what a script writes stays on the host where it ran")
     assert hint_of(lines, "b", None, fleet=False) is None
     elsewhere = last_words(f"open('{tmp_path}/data/train.bin' + '')".replace("data", "nowhere"))
     assert hint_of(elsewhere, "b", str(tmp_path), fleet=True) is None
@@ -50,6 +52,9 @@ def test_a_module_that_is_not_installed_or_did_not_travel(tmp_path):
         "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
         "RuntimeError: Distributed package doesn't have NCCL built in",
         "RuntimeError: No CUDA GPUs are available",
+        "ValueError: DistributedDataParallel device_ids and output_device arguments only work with "
+        "single-device/multiple-device GPU modules or CPU modules, but got device_ids [0], output_device None, and "
+        "module parameters {device(type='cpu')}.",
     ],
 )
 def test_a_script_that_insists_on_a_gpu(line):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from evener.hosts.doctor import Survey
     from evener.hosts.pairs import Pair
 
+PATIENCE_S = 7.0  # with a host that lets one in and then says nothing
 MATRIX = 16  # hosts, up to which a pair has a cell
 CELL, ROW_HEAD = 20, 14  # columns of one that tells figures
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
@@ -45,7 +46,7 @@ def doctor(
     known = load_fleet(path) if path is not None else Fleet(hosts={"local": Host(address="local")})
     with _progress(quiet=as_json) as told:
         told("connecting")
-        with connect(known) as (sessions, errors):
+        with connect(known, patience_s=PATIENCE_S) as (sessions, errors):
             found = survey(known, sessions, errors, quick=quick, port=port, told=told)
     if as_json:
         print(json.dumps(as_object(found), ensure_ascii=False))

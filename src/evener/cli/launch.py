@@ -70,7 +70,7 @@ def launch(
             fleets.print_plan(plan, as_json)
             return 0
         if trees and (left := ignored(project, trees[0])):
-            fleets.say(f"not sent, for git ignores it: {in_short(left)}\nhint:  --include PATH sends it")
+            fleets.say(f"not sent, for git ignores it: {in_short(left)}\nhint:  --include sends a file or folder of it")
         launcher.deliver(trees, plan, sessions, fleets.say)
         fleets.tell_plan(plan)
         fleets.say(f"run directory {rundir}")

@@ -76,6 +76,8 @@ def _row(rundir: RunDir) -> dict[str, Any]:
         "tokens_per_s": None, "loss": None,
     }  # fmt: skip
     plan = find_plan(rundir)
+    if launched := [event["time"] for event in rundir.events() if event["event"] == "launched"]:
+        row |= {"begun": launched[0], "model": "script"}
     if plan is not None and plan.hosts:
         told = launcher.known_states(rundir, plan)
         if any(state.get("state") != "ended" for state in told.values()):
@@ -97,7 +99,7 @@ def _row(rundir: RunDir) -> dict[str, Any]:
         if not row["hosts"]:
             row["state"] = manifest.verdict
             row["hosts"] = {machine.host: manifest.verdict for machine in manifest.hosts}
-        elif row["state"] == "ended":
+        elif row["state"] == "finished":
             row["state"] = manifest.verdict
             row["hosts"] = dict.fromkeys(row["hosts"], manifest.verdict)
     return row | fleets.weights(rundir, plan)
@@ -107,5 +109,5 @@ def _state(state: State) -> str:
     if state.get("lost"):
         return "lost"
     if state.get("state") == "ended":
-        return "stopped" if state.get("stopped") else "ended" if state.get("status") == 0 else "failed"
+        return "stopped" if state.get("stopped") else "finished" if state.get("status") == 0 else "failed"
     return str(state.get("state", "started"))

@@ -46,7 +46,7 @@ class RemoteError(Exception):
 class Session:
     """An open connection to one host. Safe to use from several threads."""
 
-    def __init__(self, name: str, shell: Shell) -> None:
+    def __init__(self, name: str, shell: Shell, patience_s: float = HELLO_S) -> None:
         self.name, self._shell = name, shell
         self._process = shell.start()
         self._ids = itertools.count(1)
@@ -56,6 +56,7 @@ class Session:
         self._lost: HostError | None = None
         self._closing = False
         self._stderr: list[bytes] = []
+        self._noise = b""  # what was printed before the program there answered
         self._queues["hello"] = queue.SimpleQueue()
         self._errors = threading.Thread(target=self._read_stderr, daemon=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -64,7 +65,7 @@ class Session:
         program = (REMOTE / "serve.py").read_bytes()
         self._write(f"{len(program)}\n".encode() + program)
         try:
-            hello, _ = self._next("hello", HELLO_S)
+            hello, _ = self._next("hello", patience_s)
         except BaseException:
             self.close()
             raise
@@ -195,6 +196,7 @@ class Session:
                 if not line:
                     return
                 noise = (noise + line)[-4096:]
+                self._noise = noise
             answered = True
             while True:
                 line = stdout.readline()
@@ -229,7 +231,8 @@ class Session:
                 waiting.put(({"lost": True}, b""))
 
     def _failed(self, status: int | None) -> HostError:
-        return self._shell.failure(status, b"".join(self._stderr).decode(errors="replace"))
+        said = (b"".join(self._stderr), self._noise)
+        return self._shell.failure(status, *(text.decode(errors="replace") for text in said))
 
     def _connection_lost(self, status: int | None) -> HostError:
         said = b"".join(self._stderr).decode(errors="replace").strip().splitlines()[-1:]
@@ -251,14 +254,16 @@ Sessions = dict[str, Session]
 
 
 def open_session(name: str, host: Host) -> Session:
-    """A connection to one host; HostError with ssh.unreachable, ssh.auth, ssh.hostkey or version.python."""
+    """A connection to one host; HostError with ssh.unreachable, ssh.auth, ssh.hostkey, ssh.shell or version.python."""
     return Session(name, shell_of(name, host))
 
 
 @contextlib.contextmanager
-def connect(fleet: Fleet) -> Iterator[tuple[Sessions, dict[str, HostError]]]:
-    """Connections to all hosts at once, in the fleet's order, and the errors of those that cannot be reached."""
-    opened = for_each(fleet.hosts, lambda name: _try_open(name, fleet.hosts[name]))
+def connect(fleet: Fleet, patience_s: float = HELLO_S) -> Iterator[tuple[Sessions, dict[str, HostError]]]:
+    """Connections to all hosts at once, in the fleet's order, and the errors of those that cannot be reached, or that
+    have not answered in the seconds that one is patient.
+    """
+    opened = for_each(fleet.hosts, lambda name: _try_open(name, fleet.hosts[name], patience_s))
     sessions = {name: result for name, result in opened.items() if isinstance(result, Session)}
     errors = {name: result for name, result in opened.items() if isinstance(result, HostError)}
     try:
@@ -282,8 +287,8 @@ def for_each(names: Mapping[str, T] | list[str], work: Callable[[str], R]) -> di
     return {name: future.result() for name, future in futures.items()}
 
 
-def _try_open(name: str, host: Host) -> Session | HostError:
+def _try_open(name: str, host: Host, patience_s: float) -> Session | HostError:
     try:
-        return open_session(name, host)
+        return Session(name, shell_of(name, host), patience_s)
     except HostError as error:
         return error

@@ -19,6 +19,10 @@ CONNECT_S = 5
 ALIVE_EVERY_S = 5  # a connection that is silent for three of these is dead
 # The line that tells why; with a jump host or a ProxyCommand, what follows it only says that there is no connection.
 NO_WAY = re.compile(r"connect to host|could not resolve hostname|open failed: connect failed", re.IGNORECASE)
+VERBOSE_S = 2.0  # by then it has told what a login needs
+REFUSED = re.compile(r"permission denied \(|too many authentication failures|no supported auth", re.IGNORECASE)
+LOGGED_IN = "evener-logged-in"  # what a shell says that runs a command at all
+READS = "read what was meant for the program"
 # Reads a program's length and text from stdin and becomes it.
 BOOT = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 
@@ -31,8 +35,8 @@ class Shell(Protocol):
     def start(self) -> subprocess.Popen[bytes]:
         """A python on that machine that runs what it is sent; stdin, stdout and stderr are pipes."""
 
-    def failure(self, status: int | None, stderr: str) -> HostError:
-        """Why the python never answered."""
+    def failure(self, status: int | None, stderr: str, stdout: str) -> HostError:
+        """Why the python never answered; `status` is None while the program goes on."""
 
 
 class Local:
@@ -49,9 +53,9 @@ class Local:
         try:
             return _pipe(self.argv())
         except OSError as error:
-            raise self.failure(127, f"{self._python}: {error.strerror}") from None
+            raise self.failure(127, f"{self._python}: {error.strerror}", "") from None
 
-    def failure(self, status: int | None, stderr: str) -> HostError:
+    def failure(self, status: int | None, stderr: str, stdout: str) -> HostError:
         return _no_python(self.name, self._python, status, stderr)
 
 
@@ -62,11 +66,12 @@ class SSH:
         self.name, self._host = name, host
         self._python = host.python or "python3"
 
-    def argv(self) -> list[str]:
+    def argv(self, *more: str) -> list[str]:
         """The command. Options come before the user's own, which win: ssh takes the first value that it meets."""
         host = self._host
         options = [
             *host.ssh_options,
+            "RemoteCommand=none",  # ours is the command
             "BatchMode=yes",  # never asks: nobody may be there to answer
             f"ConnectTimeout={CONNECT_S}",
             f"ServerAliveInterval={ALIVE_EVERY_S}",
@@ -74,7 +79,7 @@ class SSH:
             "ClearAllForwardings=yes",
             "ControlMaster=no",  # a master of the user's is used, but ours never becomes one for others
         ]
-        argv = ["ssh", "-T", "-e", "none"]
+        argv = ["ssh", "-T", "-e", "none", *more]
         for option in options:
             argv += ["-o", option]
         if host.identity_file:
@@ -83,7 +88,7 @@ class SSH:
             argv += ["-p", str(host.port)]
         if host.user:
             argv += ["-l", host.user]
-        return [*argv, "--", host.address, f"{_word(self._python)} -u -c '{BOOT}'"]
+        return [*argv, "--", host.address, f"echo {LOGGED_IN}; exec {_word(self._python)} -u -c '{BOOT}'"]
 
     def start(self) -> subprocess.Popen[bytes]:
         try:
@@ -93,10 +98,28 @@ class SSH:
                 "this machine has no ssh", check="ssh.unreachable", host=self.name, hint="apt install openssh-client"
             ) from None
 
-    def failure(self, status: int | None, stderr: str) -> HostError:
-        if status == 255 or status is None:
-            return ssh_failure(self.name, self._host, stderr)
-        return _no_python(self.name, self._python, status, stderr)
+    def failure(self, status: int | None, stderr: str, stdout: str) -> HostError:
+        if LOGGED_IN in stdout.split():
+            if "invalid literal for int()" in stderr:
+                return login_failure(self.name, READS, stderr)
+            return _no_python(self.name, self._python, status, stderr)
+        if status not in (255, None):
+            said = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it said nothing"
+            return login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
+        if REFUSED.search(stderr):
+            return ssh_refused(self.name, self._host, stderr, self._verbose())
+        if status is None and "Authenticated to" in (verbose := self._verbose()):
+            return login_failure(self.name, "has not run a command yet", verbose)
+        return ssh_failure(self.name, self._host, stderr)
+
+    def _verbose(self) -> str:
+        """What ssh tells of another attempt, step by step; all of it in English."""
+        try:
+            done = subprocess.run(self.argv("-v"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                  timeout=VERBOSE_S, errors="replace", check=False)  # fmt: skip
+        except subprocess.TimeoutExpired as late:
+            return (late.stderr or b"").decode(errors="replace")
+        return done.stderr
 
 
 def shell_of(name: str, host: Host) -> Local | SSH:
@@ -105,10 +128,9 @@ def shell_of(name: str, host: Host) -> Local | SSH:
 
 
 def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
-    """Which of the three it was, from what ssh itself said; exit status 255 alone says only that it was ssh."""
+    """Why there is no connection, from what ssh itself said; exit status 255 alone says only that it was ssh."""
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
-    login = f"{host.user}@{host.address}" if host.user else host.address
-    port = f" -p {host.port}" if host.port else ""
+    login, port = _login(host)
     if re.search(r"host key verification failed|identification has changed", stderr, re.IGNORECASE):
         changed = "HAS CHANGED" in stderr
         known = f"[{host.address}]:{host.port}" if host.port else host.address
@@ -121,14 +143,6 @@ def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
             else f"ssh{port} {login} once by hand, and compare the fingerprint",
             output=stderr,
         )
-    if re.search(r"permission denied|too many authentication failures|no supported authentication", stderr, re.I):
-        return HostError(
-            f"{name}: ssh was refused: {said[-1]}",
-            check="ssh.auth",
-            host=name,
-            hint=f"ssh-copy-id{port} {login}",
-            output=stderr,
-        )
     why = next((line for line in said if NO_WAY.search(line)), said[-1] if said else f"no answer within {CONNECT_S} s")
     return HostError(
         f"{name}: ssh cannot reach {login}{port}: {why.removeprefix('ssh: ')}",
@@ -137,6 +151,54 @@ def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
         hint=f"is it on, and does its sshd run? By hand: ssh{port} {login}",
         output=stderr,
     )
+
+
+def ssh_refused(name: str, host: Host, stderr: str, verbose: str) -> HostError:
+    """Why a host that answers lets nobody in, from what ssh said of a second attempt with -v."""
+    login, port = _login(host)
+    refused = next(line.strip() for line in stderr.splitlines() if REFUSED.search(line))
+    methods = re.search(r"\(([\w,-]+)\)\.?$", refused)
+    named = str(Path(host.identity_file).expanduser()) if host.identity_file else None
+    keys = re.findall(r"(?:Offering public key|Server accepts key): (\S+)", verbose)
+    key = named or (keys[-1] if keys else None)
+    if found := re.search(r"Permissions (\d+) for '([^']+)' are too open", verbose):
+        why, hint = f"others may read its key {found[2]} (mode {found[1]}): ssh leaves it out", f"chmod 600 {found[2]}"
+    elif named and not Path(named).exists():
+        why = f"identity_file {named} is not there"
+        hint = f"ls ~/.ssh, and name the key's file in [hosts.{name}] identity_file"
+    elif found := re.search(r'Load key "([^"]+)": Permission denied', verbose):
+        why, hint = f"its key {found[1]} cannot be read", f"sudo chown $(id -un) {found[1]}; chmod 600 {found[1]}"
+    elif found := re.search(r'Load key "([^"]+)": (?:error in libcrypto|invalid format)', verbose):
+        why, hint = f"{found[1]} is no private key", f"ssh-keygen -y -f {found[1]} says more"
+    elif key and re.search(r"Server accepts key|incorrect passphrase|bad passphrase|read_passphrase", verbose):
+        why, hint = f"its key {key} has a passphrase, and no agent that has it", f"ssh-add {key}"
+    elif methods and "publickey" not in methods[1].split(","):
+        why = f"its server takes no keys, only: {methods[1].replace(',', ', ')}"
+        hint = f"on {name}: PubkeyAuthentication yes in /etc/ssh/sshd_config, then sudo systemctl reload ssh"
+    elif key is None:
+        why, hint = "this user has no key to show", f"ssh-keygen -t ed25519, then ssh-copy-id{port} {login}"
+    else:
+        why, hint = f"it does not know {key}", f"ssh-copy-id -i {key}{port} {login}"
+    return HostError(
+        f"{name}: ssh was refused: {why}: {refused}", check="ssh.auth", host=name, hint=hint, output=stderr
+    )
+
+
+def login_failure(name: str, what: str, output: str) -> HostError:
+    """Somebody was let in, and then no command ran: the account's shell, or what it reads first."""
+    return HostError(
+        f"{name}: ssh logs in, and the login shell there {what}",
+        check="ssh.shell",
+        host=name,
+        hint=f"on {name}: getent passwd $(id -un) names the shell; ~/.bashrc and ~/.profile must do nothing but set "
+        "variables where no terminal is ([[ $- == *i* ]] || return), and sshd_config must force no command on you",
+        output=output,
+    )
+
+
+def _login(host: Host) -> tuple[str, str]:
+    """As it is typed after `ssh`: whom, and -p."""
+    return (f"{host.user}@{host.address}" if host.user else host.address), (f" -p {host.port}" if host.port else "")
 
 
 def _no_python(name: str, python: str, status: int | None, stderr: str) -> HostError:

@@ -109,6 +109,7 @@ def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
             if not left:
                 break
             here = rundir.checkpoint_path(left[0].step)
+            here.parent.mkdir(exist_ok=True)
             say(f"bringing home {here.name} from {first.name}, {size(sum(file['size'] for file in left[0].files))}")
             try:
                 fetch(session, left[0].folder, here, surveyed=left[0].files, pause=pause)
@@ -158,8 +159,9 @@ def _tidy(rundir: RunDir, plan: Plan) -> None:
 @contextlib.contextmanager
 def _alone(rundir: RunDir, *, wait: bool) -> Iterator[None]:
     """Of all terminals that look at a run one fetches; BlockingIOError where another does and we do not wait."""
-    rundir.checkpoints_path.mkdir(parents=True, exist_ok=True)
-    with (rundir.checkpoints_path / ".lock").open("w") as lock:
+    path = rundir.path / "hosts" / "carry.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 

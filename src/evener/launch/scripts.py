@@ -14,7 +14,8 @@ NO_FILE = re.compile(r"No such file or directory: '([^'\n]+)'")
 NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 NO_GPU = re.compile(
     r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"
-    r"|only supported with GPUs, no GPUs found|doesn't have NCCL built in|CUDA is not available",
+    r"|only supported with GPUs, no GPUs found|no attribute '_cuda_|doesn't have NCCL built in|CUDA is not available"
+    r"|device_ids and output_device arguments only work with",
     re.IGNORECASE,
 )
 WANTS_GPU = re.compile(
@@ -59,7 +60,14 @@ def _of_module(name: str, host: str, project: Path) -> str | None:
 def _of_file(path: str, host: str, project: Path) -> str | None:
     """A file that is here and did not travel, for git ignores it or it is elsewhere."""
     if not Path(path).is_absolute() and (project / path).exists():
-        return f"{path} is here, and did not travel to {host}: evener launch --include {path} -- …"
+        folder = Path(path).parent  # what lies beside it is needed next
+        include = path if folder == Path() else folder
+        return f"{path} is here, and did not travel to {host}: evener launch --include {include} -- …"
     if Path(path).is_absolute() and Path(path).exists():
         return f"{path} is on this machine, and not on {host}: what is in the project's folder travels"
+    if not Path(path).is_absolute():
+        return (
+            f"{path} is not on {host}: what a script writes stays on the host where it ran; evener fetch RUN brings it "
+            "here, and from the project's folder --include sends it to all"
+        )
     return None

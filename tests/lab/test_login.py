@@ -1,0 +1,145 @@
+"""Hosts that answer and let nobody in, or let one in and then run nothing: doctor tells them apart, and the remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tomlkit
+
+from evener.core.fleet import load_fleet
+from evener.lab.host import Host
+from evener.lab.lab import Lab
+from evener.lab.spec import HostSpec
+from tests.conftest import slowdown
+from tests.lab.conftest import MakeLab
+
+
+@pytest.fixture(scope="module")
+def lab(make_lab: MakeLab) -> Lab:
+    """Two hosts that no other test logs into."""
+    return make_lab(a=HostSpec(), b=HostSpec())
+
+
+@pytest.fixture
+def b(lab: Lab) -> Iterator[Host]:
+    """A host whose account is set right again."""
+    host = lab.host("b")
+    yield host
+    (host.home / ".bashrc").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def faced(host: Host, path: str | Path, content: str) -> Iterator[None]:
+    """Another file there, for a while."""
+    host.face(str(path), content)
+    try:
+        yield
+    finally:
+        host.face(str(path), None)
+
+
+@pytest.fixture
+def doctor(lab: Lab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Its finding about b, which comes within seconds; `changes` are of b's entry in the fleet file."""
+
+    def look(**changes: Any) -> dict[str, Any]:
+        hosts = msgspec.to_builtins(load_fleet(lab.state.fleet_file or "").hosts)
+        hosts["b"] = {key: value for key, value in (hosts["b"] | changes).items() if value is not None}
+        hosts["a"] = {key: value for key, value in hosts["a"].items() if value is not None}
+        path = tmp_path / "fleet.toml"
+        path.write_text(tomlkit.dumps({"hosts": hosts}))
+        argv = [Path(sys.executable).with_name("evener"), "doctor", "--fleet", path, "--quick", "--json"]
+        before, began = slowdown(), time.monotonic()
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        assert time.monotonic() - began < 10 * max(before, slowdown()) + 2
+        (found,) = [one for one in json.loads(done.stdout)["findings"] if one["host"] == "b"]
+        return dict(found)
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("bashrc", "told"),
+    [
+        ("exit 3", "the login shell there ended (exit status 3) before it ran a command: it said nothing"),
+        ("echo hello; exit 0", "the login shell there ended (exit status 0) before it ran a command: hello"),
+        ("read line", "the login shell there read what was meant for the program"),
+        ("sleep 600", "the login shell there has not run a command yet"),
+        ("exec sh", "the login shell there ended (exit status"),
+    ],
+)
+def test_what_a_login_shell_does_before_it_does_what_it_is_told(b: Host, doctor: Any, bashrc: str, told: str) -> None:
+    (b.home / ".bashrc").write_text(f"{bashrc}\n")
+    found = doctor()
+    assert (found["check"], found["severity"]) == ("ssh.shell", "error")
+    assert told in found["evidence"]
+    assert "[[ $- == *i* ]] || return" in found["fix"]
+    (b.home / ".bashrc").write_text(f"[[ $- == *i* ]] || return\n{bashrc}\n")  # as it says
+    with pytest.raises(ValueError, match="not enough values"):
+        doctor()
+
+
+def test_a_login_shell_that_only_talks_is_none_of_our_business(b: Host, doctor: Any) -> None:
+    (b.home / ".bashrc").write_text("echo welcome; echo and hello >&2\n")
+    with pytest.raises(ValueError, match="not enough values"):
+        doctor()
+
+
+def test_an_account_without_a_shell(b: Host, doctor: Any) -> None:
+    entries = Path("/etc/passwd").read_text().splitlines()
+    entries[0] = ":".join([*entries[0].split(":")[:5], str(b.home), "/usr/sbin/nologin"])
+    with faced(b, "/etc/passwd", "\n".join(entries) + "\n"):
+        found = doctor()
+    assert found["check"] == "ssh.shell"
+    assert "This account is currently not available" in found["evidence"]
+
+
+def test_a_server_that_forces_a_command(lab: Lab, b: Host, doctor: Any) -> None:
+    key = (lab.path / "id_ed25519.pub").read_text()
+    with faced(b, lab.path / "id_ed25519.pub", f'command="echo the menu" {key}'):
+        found = doctor()
+    assert found["check"] == "ssh.shell"
+    assert "ended (exit status 0) before it ran a command: the menu" in found["evidence"]
+
+
+def keygen(path: Path, passphrase: str = "") -> Path:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(path)], check=True)
+    return path
+
+
+def test_why_a_key_opens_no_door(lab: Lab, b: Host, doctor: Any, tmp_path: Path) -> None:
+    """Each with the command that mends it, and none with one that cannot."""
+    unknown, fleet_file = keygen(tmp_path / "unknown"), lab.state.fleet_file or ""
+    found = doctor(identity_file=str(unknown))
+    assert found["check"] == "ssh.auth"
+    assert f"it does not know {unknown}" in found["evidence"]
+    assert found["fix"] == f"ssh-copy-id -i {unknown} {load_fleet(fleet_file).hosts['b'].user}@{b.address}"
+
+    found = doctor(identity_file=str(tmp_path / "missing"))
+    assert f"identity_file {tmp_path}/missing is not there" in found["evidence"]
+    assert "identity_file" in found["fix"]
+
+    (tmp_path / "text").write_text("no key\n")
+    (tmp_path / "text").chmod(0o600)
+    assert "is no private key" in doctor(identity_file=str(tmp_path / "text"))["evidence"]
+
+    with faced(b, lab.path / "id_ed25519.pub", Path(f"{unknown}.pub").read_text()):
+        unknown.chmod(0o644)
+        found = doctor(identity_file=str(unknown))
+    assert f"others may read its key {unknown} (mode 0644)" in found["evidence"]
+    assert found["fix"] == f"chmod 600 {unknown}"
+
+    secret = keygen(tmp_path / "secret", passphrase="horses")
+    with faced(b, lab.path / "id_ed25519.pub", Path(f"{secret}.pub").read_text()):
+        found = doctor(identity_file=str(secret))
+    assert f"its key {secret} has a passphrase, and no agent that has it" in found["evidence"]
+    assert found["fix"] == f"ssh-add {secret}"
