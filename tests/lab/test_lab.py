@@ -130,7 +130,7 @@ class TestAHost:
                     assert Path(ours.name).name not in host.exec(["ls", "-a", folder]).stdout.split()
             assert set(host.exec(["ls", "/sys/class/net"]).stdout.split()) == {"lo", "eth0"}
         inside = {int(pid) for pid in pair.host("a").exec(["sh", "-c", "cd /proc; echo [0-9]*"]).stdout.split()}
-        assert max(inside) < 1000
+        assert len(inside) < 20  # its own alone, whatever their numbers
         assert os.getpid() not in inside
 
     def test_it_knows_every_host_by_name(self, pair: Lab) -> None:

@@ -121,7 +121,7 @@ def test_why_a_key_opens_no_door(lab: Lab, b: Host, doctor: Any, tmp_path: Path)
     unknown, fleet_file = keygen(tmp_path / "unknown"), lab.state.fleet_file or ""
     found = doctor(identity_file=str(unknown))
     assert found["check"] == "ssh.auth"
-    assert f"it does not know {unknown}" in found["evidence"]
+    assert f"it does not accept {unknown}" in found["evidence"]
     assert found["fix"] == f"ssh-copy-id -i {unknown} {load_fleet(fleet_file).hosts['b'].user}@{b.address}"
 
     found = doctor(identity_file=str(tmp_path / "missing"))

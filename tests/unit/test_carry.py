@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.core.errors import HostError
+from evener.core.errors import HostError, UsageError
 from evener.core.files import digest_of, write_atomic
 from evener.core.fleet import Fleet, Host
 from evener.core.plan import HostPlan, Plan
@@ -186,7 +186,7 @@ def test_while_a_run_is_followed_the_link_is_left_to_it_and_at_its_end_the_rest_
         assert second.wait(60)
     assert empty.checkpoint_steps() == []
     assert len(pauses) == 2
-    assert (empty.checkpoints_path / ".step-000300.arriving").is_dir()
+    assert (empty.checkpoints_path / "..step-000300.arrived.arriving").is_dir()
     assert carry.bring(empty, plan_of(empty, there)) == [300]
     assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000300"}
 
@@ -206,3 +206,35 @@ def test_where_the_host_is_gone_it_says_so(empty, there):
     gone = msgspec.structs.replace(plan.hosts[0], host=Host(address="127.0.0.1", port=1))
     with pytest.raises(HostError, match="a"):
         carry.bring(empty, msgspec.structs.replace(plan, hosts=[gone]))
+
+
+def test_where_it_cannot_be_kept_nothing_is_passed_over_in_silence(empty, there, monkeypatch):
+    """A quota, say: whoever resumes must not go on from an older one, and have the newer removed there."""
+    save(there, 300, b"third")
+
+    def refuse(*args, **kwargs):
+        raise UsageError("no room here")
+
+    monkeypatch.setattr(carry, "fetch", refuse)
+    with pytest.raises(UsageError, match="no room here"):
+        carry.bring(empty, plan_of(empty, there))
+
+
+def test_one_of_a_format_that_is_not_read_any_more_stays(empty, there):
+    for run in (empty, there):
+        state = save(run, 300, b"third") / "state.json"
+        old = {**msgspec.json.decode(state.read_bytes()), "format": 3, "files": {"state.safetensors": "0" * 128}}
+        state.write_bytes(msgspec.json.encode(old))
+    assert carry.bring(empty, plan_of(empty, there)) == []
+    assert empty.checkpoint_steps() == [300]
+
+
+def test_a_host_that_went_on_from_it_is_not_set_back(home, there):
+    """It saved step 400 since, and nobody has brought that home."""
+    save(there, 300, b"second")
+    save(there, 400, b"third")
+    with pytest.raises(HostError, match="it has saved step 400 since"):
+        restored(home, there, 300)
+    (there.checkpoint_path(400) / "weights.safetensors").write_bytes(b"damaged")
+    restored(home, there, 300)
+    assert there.checkpoint_steps() == [300]

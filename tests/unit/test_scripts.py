@@ -35,9 +35,16 @@ def test_a_file_that_is_here_alone(tmp_path):
 
 def test_a_module_that_is_not_installed_or_did_not_travel(tmp_path):
     lines = last_words("import no_such.part")
-    assert hint_of(lines, "b", str(tmp_path), fleet=True) == "evener setup --with no_such installs it on the hosts"
-    assert hint_of(lines, "b", None, fleet=False) == "pip install no_such"
+    assert hint_of(lines, "b", str(tmp_path), fleet=True) == (
+        "evener setup --with installs the package that has no_such on the hosts"
+    )
+    assert hint_of(lines, "b", None, fleet=False) == "pip install the package that has no_such"
+    known = ["ModuleNotFoundError: No module named 'yaml'"]
+    assert hint_of(known, "b", str(tmp_path), fleet=True) == "evener setup --with PyYAML installs it on the hosts"
     (tmp_path / "no_such").mkdir()
+    (tmp_path / "no_such" / "log.txt").touch()  # a folder is not yet a package
+    assert "--include" not in str(hint_of(lines, "b", str(tmp_path), fleet=True))
+    (tmp_path / "no_such" / "__init__.py").touch()
     said = hint_of(lines, "b", str(tmp_path), fleet=True)
     assert said is not None
     assert "evener launch --include no_such" in said
@@ -68,6 +75,7 @@ def test_a_script_that_ended_well_for_want_of_gpus():
     line = "Unable to locate sufficient 2 gpus to run this example. Exiting."
     assert wants_gpu(["begin", line, ""]) == line
     for healthy in (
+        "No GPU found, training on CPU",
         "epoch 3 | loss 0.12 | GPU memory 0",
         "using device: cpu",
         "[GPU0] Epoch 1 | Batchsize: 32 | Steps: 8",

@@ -321,7 +321,7 @@ def test_a_file_comes_back(session, tmp_path):
     assert arrived.sent_bytes == 3 * MB
     with pytest.raises(UsageError, match="is there already"):
         fetch(session, str(tmp_path / "there"), tmp_path / "model")
-    with pytest.raises(UsageError, match="no such file or folder there"):
+    with pytest.raises(HostError, match="no such file or folder there"):
         fetch(session, str(tmp_path / "nowhere"), tmp_path / "back")
 
 
@@ -450,3 +450,18 @@ def test_a_file_just_written_is_not_remembered(tmp_path):
 
 def test_the_chunks_are_what_the_tests_assume():
     assert CHUNK_BYTES == MB
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"path": "a", "digest": "/etc/passwd", "size": 1, "executable": False},
+        {"path": "../a", "digest": "0" * 64, "size": 1, "executable": False},
+        {"path": "a", "digest": "0" * 64, "size": -1, "executable": False},
+        {"path": "a"},
+    ],
+)
+def test_what_a_host_tells_of_its_files_leads_nowhere_else(session, tmp_path, entry):
+    with pytest.raises(HostError, match="cannot be"):
+        fetch(session, str(tmp_path), tmp_path / "back", surveyed=[entry])
+    assert not (tmp_path / "back").exists()

@@ -389,6 +389,9 @@ def test_what_nobody_read_is_read_at_the_next_start(session: Session, tmp_path: 
     wait_until(lambda: log.exists() and b"earlier 4999" in started.printed("here.4")["O"])
     started.kill()
     os.truncate(log, log.stat().st_size // 2 + 7)
+    with pytest.raises(RemoteError, match="running here already, without its supervisor"):
+        Started(session, tmp_path / "run", python(RANK, run, "3", "later", "end"))
+    started.stop()
     Started(session, tmp_path / "run", python(RANK, run, "3", "later", "end")).wait()
     assert started.processes() == []
     assert started.printed("here.4")["O"] == EARLIER + LATER

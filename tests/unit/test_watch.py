@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from evener.launch.watch import ALL_STILL_S, STILL_S, Look, Watch, sentence
+from evener.launch.watch import DISK_S, STILL_S, Look, Watch, sentence
 
 COMPUTES = {"state": "R", "rate": 0.9, "where": "model.py:30 in forward"}
-WAITS = {"state": "S", "rate": 0.003, "where": "loop.py:57 in train", "in_torch": True}
+WAITS = {"state": "S", "rate": 0.003, "where": "loop.py:57 in train", "waits": True}
+WAITS_IN_EXCHANGE = {"state": "S", "rate": 0.01, "where": "jobs.py:43 in wait", "waits": True}
 STOPPED = {"state": "T", "rate": 0.0, "where": "model.py:30 in forward"}
 DISK = {"state": "D", "rate": 0.001, "where": "keeper.py:120 in save"}
 SLEEPS = {"state": "S", "rate": 0.001, "where": "data.py:9 in read"}
@@ -18,8 +19,8 @@ AGENT = {"state": "S", "rate": 0.01}
 
 def watched(**ranks: dict) -> Watch:
     """A minute in which nothing changes: every second a look at each host, of which each has a clock of its own."""
-    watch = Watch()
-    for second in range(60):
+    watch = Watch(2)
+    for second in range(90):
         for number, (host, what) in enumerate(ranks.items()):
             watch.see(host, 1000.0 * number + second, {number: look(what, second), None: look(AGENT, second)})
     return watch
@@ -41,7 +42,8 @@ def look(what: dict, second: float, pid: int = 7) -> Look:
         (SLEEPS, WAITS, "rank 0 on a does nothing, in data.py:9 in read, and the others wait for it"),
         (SLEEPS, SLEEPS, None),  # they begin, or wait for what both wait for
         (SLEEPS, COMPUTES, None),
-        (WAITS, WAITS, "every rank waits for the others, in loop.py:57 in train"),
+        (WAITS, WAITS, None),  # a slow link
+        (SLEEPS, WAITS_IN_EXCHANGE, "rank 0 on a does nothing, in data.py:9 in read, and the others wait for it"),
         (AGENT, AGENT, None),  # a script without a pulse, of which nothing is known
     ],
 )
@@ -51,7 +53,7 @@ def test_who_holds_the_others_up(a, b, expected):
 
 
 def test_the_launcher_may_be_stopped_too():
-    watch = Watch()
+    watch = Watch(2)
     for second in range(20):
         watch.see("a", second, {0: look(WAITS, second), None: look(STOPPED, second, pid=42)})
     hang = watch.hang()
@@ -60,13 +62,11 @@ def test_the_launcher_may_be_stopped_too():
     assert hang.fix == "on a: kill -CONT 42"
 
 
-@pytest.mark.parametrize(
-    ("what", "after_s"), [(STOPPED, STILL_S), (DISK, STILL_S), (SLEEPS, STILL_S), (WAITS, ALL_STILL_S)]
-)
+@pytest.mark.parametrize(("what", "after_s"), [(STOPPED, STILL_S), (DISK, DISK_S), (SLEEPS, STILL_S)])
 def test_it_takes_a_while_and_no_longer(what, after_s):
     """Both wait for the same thing before, each for its own time: only the last stretch counts."""
-    watch, first = Watch(), None
-    for tenth in range(600):
+    watch, first = Watch(2), None
+    for tenth in range(1200):
         second = tenth / 10
         b = (
             look(COMPUTES, second)
@@ -92,7 +92,7 @@ def test_healthy_runs_on_a_busy_machine_give_no_finding():
     for seed in range(20):
         draw = random.Random(seed)
         step_s = 10 ** draw.uniform(-1, 1.5)
-        watch, cpu = Watch(), [0.0, 0.0]
+        watch, cpu = Watch(2), [0.0, 0.0]
         second = 0.0
         while second < 600:
             took = draw.choice([0.1, 1.0, 3.0])
@@ -101,6 +101,30 @@ def test_healthy_runs_on_a_busy_machine_give_no_finding():
                 is_waiting = second % step_s > step_s * load
                 cpu[rank] += 0.001 if is_waiting else took * draw.uniform(0.05, 1)
                 state = "S" if is_waiting else draw.choice("RRRD")
-                seen = Look(pid=1, state=state, cpu_s=cpu[rank], where="loop.py:1 in train", in_torch=is_waiting)
+                seen = Look(pid=1, state=state, cpu_s=cpu[rank], where="loop.py:1 in train", waits=is_waiting)
                 watch.see(host, second, {rank: seen})
             assert watch.hang() is None
+
+
+def test_who_waited_long_and_works_again_is_busy_at_once():
+    """Half an hour at a barrier, for the other's evaluation; then it computes, and the other waits."""
+    watch = Watch(2)
+    for second in range(1800):
+        watch.see("a", second, {0: look(COMPUTES, second)})
+        watch.see("b", second, {1: look(WAITS, second)})
+        assert watch.hang() is None
+    for second in range(1800, 1900):
+        watch.see("a", second, {0: Look(pid=7, cpu_s=1720, state="S", where="loop.py:57 in train", waits=True)})
+        watch.see(
+            "b", second, {1: Look(pid=7, cpu_s=105.4 + 0.9 * (second - 1800), state="R", where="model.py:3 in up")}
+        )
+        assert watch.hang() is None
+
+
+def test_of_ranks_that_nobody_sees_nothing_is_said():
+    """A host without /proc, one that is not reached: it may well compute."""
+    watch = Watch(3)
+    for second in range(60):
+        watch.see("a", second, {0: look(WAITS, second), 1: look(SLEEPS, second)})
+    assert watch.hang() is None
+    assert not watch.sees_all

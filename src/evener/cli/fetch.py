@@ -19,7 +19,7 @@ def fetch(
     import json
 
     from evener.cli import fleets
-    from evener.core.errors import HostError
+    from evener.core.errors import EvenerError, HostError
     from evener.core.plan import read_plan
     from evener.core.rundir import RunDir
     from evener.launch import carry
@@ -28,20 +28,26 @@ def fetch(
 
     rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
-    errors = [] if plan.is_here else list(launcher.catch_up(rundir, plan).values())
+    errors: list[EvenerError] = [] if plan.is_here else list(launcher.catch_up(rundir, plan).values())
     known = launcher.known_states(rundir, plan)
+    known |= {name: state for name, state in launcher.states(rundir, plan).items() if not isinstance(state, HostError)}
     if all(state.get("state") == "ended" for state in known.values()):
         launcher.conclude(rundir, plan, known)
-    failed: list[HostError] = []
+    failed: list[EvenerError] = []
     try:
         came = carry.bring(rundir, plan, fleets.say)
-    except HostError as unreached:
-        came, failed = [], [unreached]
+    except EvenerError as problem:
+        came, failed = [], [problem]
     files, lacking = bring_written(rundir, plan, known, fleets.say)
-    errors += [error for error in (*failed, *lacking) if error.host not in [one.host for one in errors]]
+    unreached = [error.host for error in errors if isinstance(error, HostError)]
+    errors += [
+        error
+        for error in (*failed, *lacking)
+        if not (isinstance(error, HostError) and error.check == "ssh.unreachable" and error.host in unreached)
+    ]
     if as_json:
         told = {"run_dir": str(rundir), "came": came, "files": [str(path) for path in files]}
-        failures = [{"host": error.host, "error": str(error), "hint": error.hint} for error in errors]
+        failures = [{"host": getattr(error, "host", None), "error": str(error), "hint": error.hint} for error in errors]
         print(json.dumps(told | fleets.weights(rundir, plan) | {"errors": failures}))
         return 1 if errors else 0
     for error in errors:

@@ -213,7 +213,7 @@ class _Bench:
             plan, trees, prepared = fleet_run.planned(hosts, sessions, errors, resolved, as_asked=True)
             fleet_run.begin(plan, trees, prepared, sessions, resolved)
         with self._ending_it_on_ctrl_c(rundir, plan), follow.bar(resolved, self.console) as observe:
-            launcher.follow(rundir, plan, observe, fleets.on_lost)
+            launcher.follow(rundir, plan, observe, fleets.on_lost, carries=False)
 
     @contextlib.contextmanager
     def _ending_it_on_ctrl_c(self, rundir: RunDir, plan: Plan) -> Iterator[None]:

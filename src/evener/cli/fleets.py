@@ -260,7 +260,7 @@ def weights(rundir: RunDir, plan: Plan | None) -> dict[str, Any]:
     """As JSON tells it: the newest checkpoint that is here, and the host that alone has a newer one."""
     here, saved = rundir.checkpoint_steps(), rundir.saved_step()
     newer = None
-    if plan is not None and saved is not None and saved > max(here, default=-1):
+    if plan is not None and not plan.is_here and saved is not None and saved > max(here, default=-1):
         newer = {"step": saved, "host": plan.hosts[0].name}
     return {"checkpoint": str(rundir.checkpoint_path(here[-1])) if here else None, "newer_checkpoint": newer}
 

@@ -24,23 +24,17 @@ def sample(
 
     import msgspec
 
-    from evener.core.corpus import TOKENIZER_FILES
     from evener.core.errors import UsageError
-    from evener.core.rundir import RunDir, read_checkpoint
-    from evener.corpus.tokenizer import load_tokenizer
+    from evener.core.rundir import RunDir
+    from evener.corpus.tokenizer import tokenizer_of
     from evener.launch.tool import lines_of
 
     rundir = RunDir(run)
     manifest = rundir.manifest()
-    newest, steps = rundir.newest_checkpoint(), rundir.checkpoint_steps()
-    if step is not None and step not in steps:
-        raise UsageError(f"--step {step}: {rundir} holds steps {', '.join(map(str, steps))}")
+    folder = rundir.whole_checkpoint(step)
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
-    folder = rundir.checkpoint_path(newest if step is None else step)
-    read_checkpoint(folder)
-    has_tokenizer = any((rundir.path / name).exists() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(rundir.path if has_tokenizer else manifest.corpus.path)
+    tokenizer = tokenizer_of(rundir.path, manifest.corpus)
     request = {
         "checkpoint": str(folder),
         "shape": msgspec.to_builtins(manifest.shape),

@@ -26,11 +26,10 @@ def stop(
 
 
 def _stop(run: str, now: bool, as_json: bool) -> int:
-    import contextlib
     import json
 
     from evener.cli import fleets
-    from evener.core.errors import HostError
+    from evener.core.errors import EvenerError, HostError
     from evener.core.plan import read_plan
     from evener.core.rundir import RunDir
     from evener.launch import carry
@@ -44,14 +43,16 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     ended = launcher.stop(rundir, plan, now=now)
     launcher.catch_up(rundir, plan)
     if not any(isinstance(one, HostError) for one in ended.values()):
-        launcher.close_manifest(rundir, "stopped")
+        launcher.conclude(rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)})
     unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
     if not as_json:
         for name, one in ended.items():
             word = "" if isinstance(one, HostError) else "ended" if one.get("stopped") else "had ended already"
             fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {word}")
-    with contextlib.suppress(HostError):  # it was told, and what did not come is told below
+    try:
         carry.bring(rundir, plan, fleets.say)
+    except EvenerError as error:
+        fleets.say(f"warning: {error}")
     if as_json:
         told = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
         print(json.dumps({"run_dir": str(rundir), "hosts": told, **fleets.weights(rundir, plan)}))

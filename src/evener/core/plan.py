@@ -116,9 +116,11 @@ def told_roster() -> Roster | None:
 
 
 def launched_into() -> str | None:
-    """The folder that `evener launch` made for the run of this process; None of one that was started otherwise."""
+    """The folder that `evener launch` made for the run of this process; None of one that was started otherwise, or has
+    told of a run already.
+    """
     path = os.environ.get("EVENER_JOINED")
-    return None if path is None else str(Path(path).parents[1])
+    return None if path is None or Path(path).exists() else str(Path(path).parents[1])
 
 
 def tell_launcher(rundir: RunDir) -> None:

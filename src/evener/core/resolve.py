@@ -43,8 +43,8 @@ def resolve(
     model = spec.model
     shape = shape_of(spec, corpus.vocab_size)
     check_block(corpus, shape.block_size)
-    if model.init_from is not None and not resume and not Path(model.init_from).is_file():
-        raise UsageError(f"--init-from {model.init_from}: no such file")
+    if model.init_from is not None and not resume:
+        weights_file(model.init_from)
     rundir = RunDir(spec.out or "runs")
     check_built(spec)
     sync = asked_sync(spec)
@@ -55,6 +55,21 @@ def resolve(
     sync = roster.sync if roster else asked_sync(spec) if spec.machine.ranks > 1 else NO_SYNC
     _check_disk(rundir, shape, spec, OWN_BYTES_PER_PARAM.get(sync.kind, 0) * (ranks_here or spec.machine.ranks))
     return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
+
+
+def weights_file(init_from: str) -> Path:
+    """The file of `--init-from`: itself, that of a checkpoint or of transformers' folder, or a run's newest one."""
+    path = Path(init_from)
+    if RunDir(path).is_run():
+        return RunDir(path).whole_checkpoint() / "weights.safetensors"
+    if path.is_dir():
+        found = [path / name for name in ("weights.safetensors", "model.safetensors") if (path / name).is_file()]
+        if not found:
+            raise UsageError(f"--init-from {path}: neither a run, nor a checkpoint, nor a folder of transformers")
+        return found[0]
+    if not path.is_file():
+        raise UsageError(f"--init-from {path}: no such file")
+    return path
 
 
 def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:

@@ -184,13 +184,22 @@ class RunDir:
         """Step of the newest complete checkpoint; CheckpointError where none is here."""
         if steps := self.checkpoint_steps():
             return steps[-1]
-        saved = self.saved_step()
+        saved = self.saved_step() if (self.path / "hosts").is_dir() else None  # else it ran here
         raise CheckpointError(
             f"{self}: holds no complete checkpoint" + ("" if saved is None else f"; its host saved step {saved}"),
             hint="it saves none before --checkpoint-every steps, or its end"
             if saved is None
             else f"evener fetch {self}",
         )
+
+    def whole_checkpoint(self, step: int | None = None) -> Path:
+        """The checkpoint of a step [the newest], whose files are all there and unchanged; else an EvenerError."""
+        newest, steps = self.newest_checkpoint(), self.checkpoint_steps()
+        if step is not None and step not in steps:
+            raise UsageError(f"--step {step}: {self} holds steps {', '.join(map(str, steps))}")
+        folder = self.checkpoint_path(newest if step is None else step)
+        read_checkpoint(folder)
+        return folder
 
     def saved_step(self) -> int | None:
         """The newest step that the run told to have saved, wherever that lies; None: it told of none."""

@@ -47,7 +47,10 @@ class ModelSpec(Section, frozen=True, kw_only=True):
     num_heads: Annotated[Count | None, Meta(description="attention heads [preset's]")] = None
     width: Annotated[Count | None, Meta(description="of the residual stream [preset's]")] = None
     dropout: Annotated[Fraction | None, Meta(description="share of activations dropped [preset's]")] = None
-    init_from: Annotated[str | None, Meta(description="GPT-2 weights to start from, a safetensors file")] = None
+    init_from: Annotated[
+        str | None,
+        Meta(description="weights to start from: a run, a checkpoint, a folder of transformers, GPT-2's file"),
+    ] = None
     recompute: Annotated[bool, Meta(description="activation checkpointing: less memory, more time")] = False
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],

@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 
 from evener.core.corpus import (
     GPT2_VOCAB_SIZE,
+    TOKENIZER_FILES,
     TOKENIZERS,
+    Corpus,
     describe_tokenizer,
     read_nanogpt_chars,
     token_dtype,
@@ -240,6 +242,11 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         except DataError as error:
             raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
     raise DataError(f"{path} is damaged: no tokenizer of the kind {kind!r}", hint="prepare the corpus again")
+
+
+def tokenizer_of(run: Path, corpus: Corpus) -> Tokenizer:
+    """That of a run: its own copy, so that it can write text when its corpus is gone; else the corpus's."""
+    return load_tokenizer(run if any((run / name).exists() for name in TOKENIZER_FILES) else corpus.path)
 
 
 def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeTokenizer:

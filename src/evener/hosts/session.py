@@ -225,7 +225,7 @@ class Session:
             except subprocess.TimeoutExpired:
                 status = None
             self._errors.join(1)
-        self._lost = self._connection_lost(status) if answered else self._failed(status)
+        self._lost = self._connection_lost(status) if answered or self._closing else self._failed(status)
         with self._lock:  # a request that comes later sees _lost
             for waiting in self._queues.values():
                 waiting.put(({"lost": True}, b""))

@@ -71,7 +71,6 @@ class SSH:
         host = self._host
         options = [
             *host.ssh_options,
-            "RemoteCommand=none",  # ours is the command
             "BatchMode=yes",  # never asks: nobody may be there to answer
             f"ConnectTimeout={CONNECT_S}",
             f"ServerAliveInterval={ALIVE_EVERY_S}",
@@ -88,7 +87,7 @@ class SSH:
             argv += ["-p", str(host.port)]
         if host.user:
             argv += ["-l", host.user]
-        return [*argv, "--", host.address, f"echo {LOGGED_IN}; exec {_word(self._python)} -u -c '{BOOT}'"]
+        return [*argv, "--", host.address, f"echo {LOGGED_IN}; {_word(self._python)} -u -c '{BOOT}'"]
 
     def start(self) -> subprocess.Popen[bytes]:
         try:
@@ -99,10 +98,18 @@ class SSH:
             ) from None
 
     def failure(self, status: int | None, stderr: str, stdout: str) -> HostError:
-        if LOGGED_IN in stdout.split():
+        if LOGGED_IN in stdout:
             if "invalid literal for int()" in stderr:
                 return login_failure(self.name, READS, stderr)
+            if status is None:
+                return login_failure(self.name, f"has started {self._python}, which has not answered yet", stderr)
             return _no_python(self.name, self._python, status, stderr)
+        if "remote command" in stderr:  # "Cannot execute command-line and remote command."
+            return HostError(
+                f"{self.name}: ssh's own configuration has a RemoteCommand for it, and runs no other",
+                check="ssh.shell", host=self.name, hint=f'[hosts.{self.name}] ssh_options = ["RemoteCommand=none"]',
+                output=stderr,
+            )  # fmt: skip
         if status not in (255, None):
             said = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it said nothing"
             return login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
@@ -158,10 +165,24 @@ def ssh_refused(name: str, host: Host, stderr: str, verbose: str) -> HostError:
     login, port = _login(host)
     refused = next(line.strip() for line in stderr.splitlines() if REFUSED.search(line))
     methods = re.search(r"\(([\w,-]+)\)\.?$", refused)
+    whom = re.match(r"(\S+@\S+): Permission denied", refused)
     named = str(Path(host.identity_file).expanduser()) if host.identity_file else None
     keys = re.findall(r"(?:Offering public key|Server accepts key): (\S+)", verbose)
     key = named or (keys[-1] if keys else None)
-    if found := re.search(r"Permissions (\d+) for '([^']+)' are too open", verbose):
+    own = f"-i {key} " if key and Path(key).exists() else ""
+    if whom and whom[1].partition("@")[2] not in (host.address, ""):
+        why, hint = f"{whom[1]}, on the way to it, does not let this machine in", f"ssh {whom[1]}, by hand, says more"
+    elif re.search(r"too many authentication failures", stderr, re.IGNORECASE):
+        why = "this machine offered more keys than its server listens to"
+        hint = f"name the right one: [hosts.{name}] identity_file"
+    elif re.search(r"partial success", verbose, re.IGNORECASE):
+        why, hint = (
+            "it asks for more than a key, which nobody is there to give",
+            "a key alone must do: see its sshd_config",
+        )
+    elif re.search(r"agent refused|sign_and_send_pubkey: signing failed", verbose):
+        why, hint = f"the agent does not sign with {key}", "ssh-add -l; a card wants its PIN, an agent perhaps a yes"
+    elif found := re.search(r"Permissions (\d+) for '([^']+)' are too open", verbose):
         why, hint = f"others may read its key {found[2]} (mode {found[1]}): ssh leaves it out", f"chmod 600 {found[2]}"
     elif named and not Path(named).exists():
         why = f"identity_file {named} is not there"
@@ -170,7 +191,7 @@ def ssh_refused(name: str, host: Host, stderr: str, verbose: str) -> HostError:
         why, hint = f"its key {found[1]} cannot be read", f"sudo chown $(id -un) {found[1]}; chmod 600 {found[1]}"
     elif found := re.search(r'Load key "([^"]+)": (?:error in libcrypto|invalid format)', verbose):
         why, hint = f"{found[1]} is no private key", f"ssh-keygen -y -f {found[1]} says more"
-    elif key and re.search(r"Server accepts key|incorrect passphrase|bad passphrase|read_passphrase", verbose):
+    elif own and re.search(r"Server accepts key|incorrect passphrase|bad passphrase|read_passphrase", verbose):
         why, hint = f"its key {key} has a passphrase, and no agent that has it", f"ssh-add {key}"
     elif methods and "publickey" not in methods[1].split(","):
         why = f"its server takes no keys, only: {methods[1].replace(',', ', ')}"
@@ -178,7 +199,7 @@ def ssh_refused(name: str, host: Host, stderr: str, verbose: str) -> HostError:
     elif key is None:
         why, hint = "this user has no key to show", f"ssh-keygen -t ed25519, then ssh-copy-id{port} {login}"
     else:
-        why, hint = f"it does not know {key}", f"ssh-copy-id -i {key}{port} {login}"
+        why, hint = f"it does not accept {key}", f"ssh-copy-id {own}{port.strip()}{' ' if port else ''}{login}"
     return HostError(
         f"{name}: ssh was refused: {why}: {refused}", check="ssh.auth", host=name, hint=hint, output=stderr
     )

@@ -15,6 +15,7 @@ import fcntl
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,13 +25,14 @@ from evener.core.errors import CheckpointError, EvenerError, HostError, UsageErr
 from evener.core.files import digest_of
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir, describe_checkpoint, read_checkpoint
-from evener.core.runwriter import RunWriter
+from evener.core.runwriter import REMOVED, RunWriter
 from evener.core.units import size
-from evener.hosts.session import RemoteError, Sessions, for_each, open_session
+from evener.hosts.session import RemoteError, Session, Sessions, for_each, open_session
 from evener.launch.mirror import host_failed
 from evener.launch.ship import WORK_S, fetch, send_to
 from evener.launch.tree import pack
 
+ARRIVED = ".arrived"  # ends the name of a checkpoint that came, and does not have its own yet
 JOIN_S = 5.0  # for the piece that is on its way when a run ends
 SHARE = 0.1  # of the time in which a checkpoint is under way while its run goes on
 
@@ -47,11 +49,11 @@ class Kept(msgspec.Struct, frozen=True):
 def bring(rundir: RunDir, plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[int]:
     """Fetch the newest checkpoint and the best from the first host, where they are not here yet: the steps that came.
 
-    HostError where the host cannot be reached.
+    HostError where the host cannot be reached, UsageError where this machine cannot keep them.
     """
     if plan.hosts[0].is_here:
         return []
-    with _alone(rundir, wait=True):
+    with alone(rundir, say):
         return _bring(rundir, plan, say)
 
 
@@ -81,8 +83,9 @@ class Carrier:
             return
         while self._news.wait() and not self._ended.is_set():
             self._news.clear()
-            with contextlib.suppress(EvenerError, BlockingIOError, _EndedError), _alone(self._rundir, wait=False):
-                _bring(self._rundir, self._plan, lambda text: None, self._pause)
+            with contextlib.suppress(EvenerError, OSError, _EndedError), alone(self._rundir, None):
+                if _bring(self._rundir, self._plan, lambda text: None, self._pause):
+                    self._news.set()  # there may be another
 
     def _pause(self, took_s: float) -> None:
         if self._ended.wait(took_s * (1 / SHARE - 1)):
@@ -95,11 +98,13 @@ class _EndedError(Exception):
 
 def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
            pause: Callable[[float], None] | None = None) -> list[int]:  # fmt: skip
-    """What a run that goes on saves meanwhile comes as well; what goes meanwhile, or is damaged, is passed over."""
+    """What a run that goes on saves meanwhile comes as well; what goes meanwhile, or is damaged, is passed over. With
+    `pause` one checkpoint at most.
+    """
     first, came, passed_over = plan.hosts[0], list[int](), set[int]()
     assert first.run is not None
     with contextlib.closing(open_session(first.name, first.host)) as session:
-        while True:
+        while not (pause and came):
             try:
                 kept = from_tree(session.call("runs", "checkpoints", run=first.run), list[Kept])
             except RemoteError as error:
@@ -108,22 +113,39 @@ def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
                     if one.step not in came and not _is_whole(rundir, one.step)]  # fmt: skip
             if not left:
                 break
-            here = rundir.checkpoint_path(left[0].step)
-            here.parent.mkdir(exist_ok=True)
-            say(f"bringing home {here.name} from {first.name}, {size(sum(file['size'] for file in left[0].files))}")
             try:
-                fetch(session, left[0].folder, here, surveyed=left[0].files, pause=pause)
+                _take(rundir, session, left[0], say, pause)
                 came.append(left[0].step)
-            except UsageError:  # it has gone meanwhile
-                passed_over.add(left[0].step)
+                _tidy(rundir, plan)
             except HostError as error:
-                if error.check != "files.changed":
+                if error.check not in ("files.changed", "files.gone", "files.odd"):
                     raise
                 passed_over.add(left[0].step)
-                say(f"{first.name}: {left[0].folder} is damaged; it is left there")
-    if came:
-        _tidy(rundir, plan)
+                shutil.rmtree(_store(rundir.checkpoint_path(left[0].step)), ignore_errors=True)
+                if error.check != "files.gone":
+                    say(f"{first.name}: {left[0].folder} is damaged; it is left there")
     return came
+
+
+def _take(rundir: RunDir, session: Session, kept: Kept, say: Callable[[str], None],
+          pause: Callable[[float], None] | None) -> None:  # fmt: skip
+    """One checkpoint; a damaged one that is here makes way when its successor is whole."""
+    here = rundir.checkpoint_path(kept.step)
+    arrived = here.with_name(f".{here.name}{ARRIVED}")
+    if any("to" in file for file in kept.files):
+        raise HostError(
+            f"{kept.folder}: holds more than files", check="files.odd", host=session.name, hint="look there"
+        )
+    say(f"bringing home {here.name} from {session.name}, {size(sum(file['size'] for file in kept.files))}")
+    try:
+        here.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(arrived, ignore_errors=True)
+        fetch(session, kept.folder, arrived, surveyed=kept.files, pause=pause)
+        if here.exists():
+            here.rename(here.with_name(f".{here.name}{REMOVED}"))
+        arrived.rename(here)
+    except OSError as error:
+        raise UsageError(f"{here}: {error.strerror}", hint="make room, or see who may write there") from None
 
 
 def _wanted(kept: list[Kept]) -> list[Kept]:
@@ -134,35 +156,45 @@ def _wanted(kept: list[Kept]) -> list[Kept]:
 
 
 def _is_whole(rundir: RunDir, step: int) -> bool:
-    """Is it here? One that was damaged here makes way for the host's."""
-    folder = rundir.checkpoint_path(step)
-    if not folder.exists():
-        return False
+    """Is it here, as it was written?"""
     try:
-        read_checkpoint(folder)
+        read_checkpoint(rundir.checkpoint_path(step))
     except CheckpointError:
-        shutil.rmtree(folder)
         return False
     return True
 
 
+def _store(here: Path) -> Path:
+    """Where `fetch` keeps what has arrived of it."""
+    return here.with_name(f"..{here.name}{ARRIVED}.arriving")
+
+
 def _tidy(rundir: RunDir, plan: Plan) -> None:
     """Keep here what the run itself would keep, and nothing of what never arrived."""
-    losses = [(describe_checkpoint(rundir.checkpoint_path(step)).val_loss, step) for step in rundir.checkpoint_steps()]
+    losses = []
+    for step in rundir.checkpoint_steps():
+        with contextlib.suppress(CheckpointError):  # who wants this one hears of it
+            losses.append((describe_checkpoint(rundir.checkpoint_path(step)).val_loss, step))
     best = min(((loss, step) for loss, step in losses if loss is not None), default=(None, None))[1]
     if spec := plan.spec or (rundir.manifest().spec if rundir.is_run() else None):
         RunWriter(rundir.path).prune_checkpoints(spec.checkpoint.keep, best)
-    for store in rundir.checkpoints_path.glob(".*.arriving"):
+    for store in rundir.checkpoints_path.glob(f"..*{ARRIVED}.arriving"):
         shutil.rmtree(store, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _alone(rundir: RunDir, *, wait: bool) -> Iterator[None]:
-    """Of all terminals that look at a run one fetches; BlockingIOError where another does and we do not wait."""
+def alone(rundir: RunDir, say: Callable[[str], None] | None) -> Iterator[None]:
+    """Of all terminals that look at a run one fetches, and the others wait; None: BlockingIOError instead."""
     path = rundir.path / "hosts" / "carry.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if say is None:
+                raise
+            say("another terminal is bringing it home; waiting until it has what it is at")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

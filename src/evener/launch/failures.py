@@ -23,6 +23,7 @@ from evener.launch.scripts import hint_of
 
 LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
+OOM_S = 10.0  # between a look at the kernel's counter and a rank's end
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
 
 LESS_MEMORY = (
@@ -61,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         here, saved = rundir.checkpoint_steps(), rundir.saved_step()
         if plan.kind == "train" and here and "--resume" not in hint:
             hint += f"; evener train --resume {rundir} goes on from step {here[-1]}"
-        if saved is not None and saved not in here:
+        if not plan.is_here and saved is not None and saved not in here:
             hint += f"; step {saved} was saved on {plan.hosts[0].name} alone: evener fetch {rundir}"
         return RunError(self.how, hint=hint, output=self.output)
 
@@ -94,7 +95,7 @@ def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
             by_itself = not CONSEQUENCE.search("\n".join(last_lines(log, SEARCHED_LINES, since)))
             how = f"rank {one['rank']} on {host} {_ending(one['exitcode'], one.get('signal'))}"
             hint = ""
-            if one.get("signal") == "SIGKILL" and state.get("oom_kills"):
+            if one.get("signal") == "SIGKILL" and abs((state.get("oom_at") or 0.0) - one["time"]) <= OOM_S:
                 how, hint = f"run.oom: {how}: {host} had no memory left", LESS_MEMORY
             found.append(
                 Failure(host=host, rank=one["rank"], how=how, time=one["time"], log=log, since=since,

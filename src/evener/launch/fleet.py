@@ -22,13 +22,13 @@ from typing import Any
 import msgspec
 
 from evener.core.decoding import from_json, json_decoder
-from evener.core.errors import HostError, RunError, UsageError
+from evener.core.errors import EvenerError, HostError, RunError, UsageError
 from evener.core.files import follow_lines
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.machine import this_machine
 from evener.core.plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, find_plan, write_plan
-from evener.core.resolve import Resolved
+from evener.core.resolve import Resolved, weights_file
 from evener.core.roster import Roster, Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
@@ -131,7 +131,7 @@ def _examined(
 def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, resume: bool) -> tuple[Plan, list[Tree]]:
     """evener's own worker on all hosts, and what they must have for it: corpus and weights."""
     spec = resolved.spec
-    weights = None if spec.model.init_from is None or resume else Path(spec.model.init_from)
+    weights = None if spec.model.init_from is None or resume else weights_file(spec.model.init_from).absolute()
     trees: list[Tree] = []
     init_from: dict[str, str] = {}
     if prepared.is_here:
@@ -173,12 +173,26 @@ def fleet_of(plan: Plan) -> Fleet:
 
 
 def deliver(trees: list[Tree], plan: Plan, sessions: Sessions, say: Progress) -> None:
-    """Send what the hosts lack."""
+    """Send what the hosts lack, and bring a project's folder there up to date."""
     fleet = fleet_of(plan)
     for tree in trees:
         for name, arrived in send(sessions, fleet, tree).items():
             if arrived.sent_bytes:
                 say(f"{size(arrived.sent_bytes)} sent to {name}")
+
+    def sync(name: str) -> list[int]:
+        host = plan.host(name)
+        try:
+            if host.code is not None:
+                return list(sessions[name].call("project", "sync", tree=host.code, folder=host.cwd, timeout_s=WORK_S))
+        except RemoteError as error:
+            raise host_failed(error) from None
+        return []
+
+    for name, pids in for_each([host.name for host in plan.hosts], sync).items():
+        if pids:
+            say(f"warning: {name}: another run of this project is going on there (pid {pids[0]}): what changed of its "
+                "files changed under it too")  # fmt: skip
 
 
 def start(
@@ -219,8 +233,6 @@ def start(
             "attached": str(_hold_path(rundir)) if attached else None,
         }
         try:
-            if host.code is not None:
-                sessions[name].call("project", "sync", tree=host.code, folder=host.cwd, timeout_s=WORK_S)
             sessions[name].call(
                 "runs",
                 "start",
@@ -282,11 +294,11 @@ def note_findings(rundir: RunDir, plan: Plan, prepared: Prepared) -> None:
 
 def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[HostMirror], None],
            on_change: Callable[[Mirror], None] = lambda mirror: None, *,
-           say: Progress = lambda text: None) -> dict[str, State]:  # fmt: skip
+           say: Progress = lambda text: None, carries: bool = True) -> dict[str, State]:  # fmt: skip
     """Mirror the run until it has ended everywhere; the hosts' last states. EvenerError names the first failure.
 
-    What it saves comes home meanwhile, and what is lacking at its end after it. `observe` hears of rank 0's records and
-    of what happens from now on. KeyboardInterrupt leaves the run alone.
+    What it saves comes home meanwhile, if this `carries`, and what is lacking at its end after it. `observe` hears of
+    rank 0's records and of what happens from now on. KeyboardInterrupt leaves the run alone.
     """
     decoder = json_decoder(StepRecord)
     steps = follow_lines(rundir.steps_path(0))
@@ -294,9 +306,10 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
     for follower in events.values():
         next(follower)  # what happened in earlier starts of the run
     lost: set[str] = set()
-    next_step, watching = -1, _Watching()
+    next_step, watching = -1, _Watching(plan.world_size)
     with Mirror(rundir, plan) as mirror, Carrier(rundir, plan) as carrier:
-        carrier.look()
+        if carries:
+            carrier.look()
         done = False
         while not done:
             done = mirror.is_done or _only_lost_are_left(mirror)
@@ -308,7 +321,7 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
             for follower in events.values():
                 for line in next(follower):
                     event = from_json(line, dict[str, Any])
-                    if event["event"] == "checkpoint":
+                    if event["event"] == "checkpoint" and carries:
                         carrier.look()
                     observe(event)
             for name, host in mirror.hosts.items():
@@ -322,15 +335,18 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                     on_lost(host)
             for event in watching.news(mirror):
                 tell(rundir, plan, **event)
-                observe(event)
+                if not plan.is_here:  # else it is among the run's own
+                    observe(event)
             on_change(mirror)
             if not done:
                 mirror.wait(POLL_S)
         ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
     failure = conclude(rundir, plan, ended)
+    if failure is not None:
+        say(failure.how)
     try:
         carry.bring(rundir, plan, say)
-    except HostError as error:
+    except EvenerError as error:
         say(f"{error}: what it saved stays there")
     if failure is not None:
         raise failure.error(rundir, plan)
@@ -340,8 +356,8 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
 class _Watching:
     """Tells of a run that hangs when it begins to, and when it goes on."""
 
-    def __init__(self) -> None:
-        self._watch, self._since = Watch(), 0.0
+    def __init__(self, world_size: int) -> None:
+        self._watch, self._since = Watch(world_size), 0.0
         self._hang: Hang | None = None
 
     def news(self, mirror: Mirror) -> list[dict[str, Any]]:
@@ -349,11 +365,15 @@ class _Watching:
         for name, host in mirror.hosts.items():
             while host.seen:
                 self._watch.see(name, *host.seen.pop(0))
+            if host.error is not None:
+                self._watch.see(name, 0.0, {})  # nobody sees it
         hang, was = self._watch.hang(), self._hang
-        if hang == was:
+        if hang == was or (hang and was and hang.kind == was.kind):
             return []
         self._hang = hang
         if hang is None:
+            if not self._watch.sees_all:
+                return []  # it ended, or was lost from sight
             return [{"event": "run.goes-on", "after_s": time.monotonic() - self._since}]
         if was is None:
             self._since = time.monotonic()

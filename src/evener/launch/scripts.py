@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 NO_FILE = re.compile(r"No such file or directory: '([^'\n]+)'")
@@ -19,7 +20,7 @@ NO_GPU = re.compile(
     re.IGNORECASE,
 )
 WANTS_GPU = re.compile(
-    r"\b(requires?|needs?|need|locate|no|not|without|insufficient)\b.*\b(gpus?|cuda|nccl)\b|\b(gpus?|cuda|nccl)\b.*\bexit",
+    r"\b(requires?|needs?|at least|sufficient|insufficient)\b.*\b(gpus?|cuda|nccl)\b|\b(gpus?|cuda|nccl)\b.*\bexit",
     re.IGNORECASE,
 )
 
@@ -30,6 +31,7 @@ def hint_of(lines: Sequence[str], host: str, project: str | None, fleet: bool) -
     `project` is the folder here that it came from. Of a script on this machine alone (no `fleet`) every file is here.
     """
     text = "\n".join(lines)
+    text = text[max(0, text.rfind("Traceback (most recent call last)")) :]  # what was said before is no failure
     if NO_GPU.search(text):
         return f"the script asks for a GPU, and {host} has none that its torch can use; has it an option without?"
     if fleet and project is not None:
@@ -38,8 +40,12 @@ def hint_of(lines: Sequence[str], host: str, project: str | None, fleet: bool) -
         if (found := NO_FILE.findall(text)) and (hint := _of_file(found[-1], host, Path(project))):
             return hint
     if found := NO_MODULE.findall(text):
-        package = found[-1].partition(".")[0]
-        return f"evener setup --with {package} installs it on the hosts" if fleet else f"pip install {package}"
+        module = found[-1].partition(".")[0]
+        here = packages_distributions().get(module)  # cv2 is opencv-python's
+        if here is None:
+            what = f"the package that has {module}"
+            return f"evener setup --with installs {what} on the hosts" if fleet else f"pip install {what}"
+        return f"evener setup --with {here[0]} installs it on the hosts" if fleet else f"pip install {here[0]}"
     return None
 
 
@@ -52,7 +58,7 @@ def _of_module(name: str, host: str, project: Path) -> str | None:
     """A module of the project's own that did not travel."""
     for path in (name.replace(".", "/"), name.partition(".")[0]):
         for place in (f"{path}.py", path):
-            if (project / place).exists():
+            if (project / place).is_file() or any((project / place).glob("*.py")):
                 return f"{place} is here, and did not travel to {host}: evener launch --include {place} -- …"
     return None
 

@@ -155,24 +155,31 @@ class _Setup:
         if not found["now"]["is_venv"]:
             fix = f"on {self._name}: {python} -m pip install {shlex.join(self._more)}"
             raise self._error("setup.python", f"{python} is no virtual environment: setup does not change it", fix)
+        if "pip" not in before:
+            fix = f"uv pip install --python {python} {shlex.join(self._more)}"
+            raise self._error("setup.pip", f"{python} has no pip to install it", fix)
         if who := self._call("begin", workdir=self._host.workdir):
             raise self._error("setup.busy", f"another setup is at work there: {who}", "wait until it is done")
+        index = ["--extra-index-url", CPU_INDEX] if before.get("torch", "").endswith("+cpu") else []
         try:
             ours = pinned({name: before[name] for name in self._wanted(found) if name in before})
             if self._carry or not self._reaches_registry(python):
                 self._source = "carried"
-                wheels = self._wheels_of(Target.of(found["now"], wants_cuda=self._wants_cuda(found)), ours)
+                target = Target.of(found["now"], wants_cuda=self._wants_cuda(found))
+                wheels = self._wheels_of(target, ours, before, index)
                 tree = pack(wheels)
                 self._step(f"sending {len(wheels)} wheels, {size(tree.size)}")
                 arrived = send_to(self._session, self._host.workdir, tree, self._sending)
                 self._sent_bytes += arrived.sent_bytes
                 arguments = ["--no-index", f"--find-links={arrived.path}"]
             else:
-                self._source, arguments, tree = "registry", ["--prefer-binary"], None
+                has_index = index and self._call("opens", url=f"{CPU_INDEX}/torch/")
+                self._source, arguments, tree = "registry", ["--prefer-binary", *(index if has_index else [])], None
             self._step(f"installing {', '.join(self._more)}")
             self._pip(python, ["install", *QUICK, *arguments, *self._more, *ours], found["now"]["half"])
             if tree is not None:
                 self._session.call("files", "discard", workdir=self._host.workdir, tree=tree.digest)
+            self._run("import", "try_import", python=python)
             found = self._look()
         finally:
             self._let_go()
@@ -182,9 +189,9 @@ class _Setup:
             self._actions.append(self._told_packages(before, after, changed))
         return found
 
-    def _wheels_of(self, target: Target, ours: list[str]) -> dict[str, Path]:
+    def _wheels_of(self, target: Target, ours: list[str], there: dict[str, str], index: list[str]) -> dict[str, Path]:
         try:
-            return resolve_wheels(target, self._more, ours, self._step)
+            return resolve_wheels(target, self._more, ours, there, index, self._step)
         except EvenerError as error:
             raise self._error("setup.registry", str(error), error.hint, error.output) from error
 

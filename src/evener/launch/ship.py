@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -97,13 +98,18 @@ def fetch(
     try:
         if surveyed is None:
             surveyed = list(session.stream("files", "survey", path=path, timeout_s=WORK_S))
+        for entry in surveyed:
+            _check_entry(session, path, entry)
         (store / "blobs").mkdir(parents=True, exist_ok=True)
         fetcher = _Fetcher(session, path, store, progress, pause)
         fetched_bytes, resumed_bytes = fetcher.fetch([entry for entry in surveyed if "digest" in entry])
         _assemble(surveyed, store, target)
     except RemoteError as error:
         if error.kind == "FileNotFoundError":
-            raise UsageError(f"{session.name}: {path}: no such file or folder there") from error
+            raise HostError(
+                f"{session.name}: {path}: no such file or folder there", check="files.gone", host=session.name,
+                hint="look there: it was removed, or never written",
+            ) from error  # fmt: skip
         raise _host_error(session, path, error) from error
     except OSError as error:
         raise UsageError(f"{error.filename or target}: {error.strerror or error}") from error
@@ -273,6 +279,21 @@ class _Meter:
             self.done += num_bytes
             if self._progress is not None:
                 self._progress(self._host, self.done, max(self.done, self._total))
+
+
+def _check_entry(session: Session, path: str, entry: dict[str, Any]) -> None:
+    """What a host tells of a file becomes names here: HostError where it would lead elsewhere."""
+    try:
+        if entry["path"]:
+            _files.inside(entry["path"])
+        is_good = "to" in entry or (re.fullmatch(r"[0-9a-f]{64}", entry["digest"]) and entry["size"] >= 0)
+    except (LookupError, TypeError, ValueError):
+        is_good = False
+    if not is_good:
+        raise HostError(
+            f"{session.name}: {path}: what it tells of its files cannot be: {str(entry)[:200]}", check="files.odd",
+            host=session.name, hint="is that host what it seems to be?",
+        )  # fmt: skip
 
 
 def _assemble(surveyed: list[dict[str, Any]], store: Path, target: Path) -> None:

@@ -69,7 +69,7 @@ def describe(folder: str | os.PathLike[str], include: Sequence[str] = (), *, max
     """
     root = _folder(folder)
     listed = _git_files(root)
-    named = [name for path in include for name in _below(root, path)]
+    named = {name for path in include for name in _below(root, path)}
     names = sorted({*(listed if listed else _walk(root)), *named})
     sizes: dict[str, int] = {}
     links: dict[str, str] = {}

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import msgspec
 
 STILL_S = 8.0  # seen like that for so long; a look, its way home and a reader's second make 10
-ALL_STILL_S = 20.0  # a link that is away for a moment is nobody's fault
+DISK_S = 60.0  # a checkpoint on a slow disk takes its time
 IDLE = 0.02  # of a processor: a pulse takes less
+SPAN_S = 2.0  # over which that is counted
 STOPPED, DISK = ("T", "t"), "D"  # the kernel's letters
 
 
@@ -26,16 +27,22 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # the kernel's letter
     cpu_s: float  # that it and its children have used since they began
     where: str = ""  # its line of Python, where it has a pulse
-    in_torch: bool = False  # that line calls torch: where it uses no processor there, it waits for others
+    waits: bool = False  # that line exchanges with others: where it uses no processor there, it waits for them
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds the run up. Two of the same are equal, however long it lasts."""
+    """Who holds the run up."""
 
-    host: str | None  # None: all wait for each other
+    host: str
     rank: int | None  # None: what started the ranks there
+    how: str  # stopped, disk, idle
     what: str
     fix: str
+
+    @property
+    def kind(self) -> tuple[str, int | None, str]:
+        """The same while it lasts, whatever line is seen."""
+        return self.host, self.rank, self.how
 
 
 @dataclass
@@ -46,14 +53,19 @@ class _Seen:
     at_s: float
     since_s: float  # it is in its state
     busy_s: float  # when it last used its processor
+    disk_s: float  # when it last waited for a disk, or began
     counted: tuple[float, float]  # (when, cpu_s) from which on that is counted
 
     def add(self, look: Look, at_s: float) -> None:
         if look.state != self.look.state:
             self.since_s = at_s
         began_s, cpu_s = self.counted
-        if look.cpu_s - cpu_s > IDLE * max(1.0, at_s - began_s):
-            self.busy_s, self.counted = at_s, (at_s, look.cpu_s)
+        if look.cpu_s - cpu_s > IDLE * max(SPAN_S, at_s - began_s):
+            self.busy_s = at_s
+        if look.state == DISK:
+            self.disk_s = at_s
+        if at_s - began_s >= SPAN_S:
+            self.counted = at_s, look.cpu_s
         self.look, self.at_s = look, at_s
 
     @property
@@ -65,6 +77,11 @@ class _Seen:
         return self.at_s - self.busy_s
 
     @property
+    def does_nothing_for_s(self) -> float:
+        """Neither computes, nor reads or writes."""
+        return self.at_s - max(self.busy_s, self.disk_s)
+
+    @property
     def at(self) -> str:
         return f", in {self.look.where}" if self.look.where else ""
 
@@ -72,7 +89,8 @@ class _Seen:
 class Watch:
     """What was seen of the processes of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._seen: dict[tuple[str, int | None], _Seen] = {}
 
     def see(self, host: str, at_s: float, looks: Mapping[int | None, Look]) -> None:
@@ -82,36 +100,41 @@ class Watch:
         for rank, look in looks.items():
             known = self._seen.get((host, rank))
             if known is None or known.look.pid != look.pid:
-                self._seen[host, rank] = _Seen(look, at_s, at_s, at_s, (at_s, look.cpu_s))
+                self._seen[host, rank] = _Seen(look, at_s, at_s, at_s, at_s, (at_s, look.cpu_s))
             else:
                 known.add(look, at_s)
+
+    @property
+    def sees_all(self) -> bool:
+        """Is there a look at every rank?"""
+        return sum(rank is not None for _, rank in self._seen) == self._world_size
 
     def hang(self) -> Hang | None:
         """Who holds the others up, as it was seen last."""
         for (host, rank), seen in self._seen.items():
             if seen.look.state in STOPPED and seen.same_for_s >= STILL_S:
                 what = "is stopped, by a signal or a debugger"
-                return Hang(host=host, rank=rank, what=what, fix=f"on {host}: kill -CONT {seen.look.pid}")
-            if seen.look.state == DISK and min(seen.same_for_s, seen.idle_for_s) >= STILL_S:
+                return Hang(
+                    host=host, rank=rank, how="stopped", what=what, fix=f"on {host}: kill -CONT {seen.look.pid}"
+                )
+            if seen.look.state == DISK and min(seen.same_for_s, seen.idle_for_s) >= DISK_S:
                 what = f"waits for its disk{seen.at}"
-                return Hang(host=host, rank=rank, what=what, fix=f"on {host}: dmesg | tail tells of a disk that fails")
+                return Hang(
+                    host=host, rank=rank, how="disk", what=what, fix=f"on {host}: a slow or full disk? df; dmesg"
+                )
+        if not self.sees_all:
+            return None
         ranks = {key: seen for key, seen in self._seen.items() if key[1] is not None}
-        idle_s = min((seen.idle_for_s for seen in ranks.values()), default=0.0)
-        waiting = [key for key, seen in ranks.items() if seen.look.in_torch]
-        alone = [key for key, seen in ranks.items() if seen.look.where and not seen.look.in_torch]
-        if waiting and alone and idle_s >= STILL_S:
+        waiting = [key for key, seen in ranks.items() if seen.look.waits]
+        alone = [key for key, seen in ranks.items() if seen.look.where and not seen.look.waits]
+        if waiting and alone and min(seen.does_nothing_for_s for seen in ranks.values()) >= STILL_S:
             (host, rank), seen = alone[0], ranks[alone[0]]
             what = f"does nothing{seen.at}, and the others wait for it"
-            return Hang(host=host, rank=rank, what=what, fix=f"evener logs --rank {rank} RUN shows what it printed")
-        if len(waiting) == len(ranks) > 1 and idle_s >= ALL_STILL_S:
-            what = f"every rank waits for the others{ranks[waiting[0]].at}"
-            return Hang(host=None, rank=None, what=what, fix="evener doctor looks at the links between the hosts")
+            fix = f"evener logs --rank {rank} RUN shows what it printed"
+            return Hang(host=host, rank=rank, how="idle", what=what, fix=fix)
         return None
 
 
 def sentence(hang: Hang) -> str:
-    """A sentence."""
-    if hang.host is None:
-        return hang.what
-    who = "the launcher" if hang.rank is None else f"rank {hang.rank}"
-    return f"{who} on {hang.host} {hang.what}"
+    """In words."""
+    return f"{'the launcher' if hang.rank is None else f'rank {hang.rank}'} on {hang.host} {hang.what}"

@@ -214,22 +214,27 @@ def requirements(words: Iterable[str]) -> list[str]:
 
 
 def resolve_wheels(
-    target: Target, wanted: Sequence[str], installed: Sequence[str], tell: Callable[[str], None]
+    target: Target,
+    wanted: Sequence[str],
+    pins: Sequence[str],
+    there: Mapping[str, str],
+    index: Sequence[str],
+    tell: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Wheels by file name of what is wanted on a host, and of all that it needs, as pip chooses them beside what is
-    installed there.
+    """Wheels by file name of what is wanted on a host, and of all that it needs and that is not `there`, as pip chooses
+    them beside what is pinned. `index` are pip's flags for another registry, where it can be reached.
     """
     tell(f"asking what {', '.join(wanted)} need ({target.key})")
     with tempfile.TemporaryDirectory() as temporary:
         constraints, report = Path(temporary) / "constraints.txt", Path(temporary) / "report.json"
-        constraints.write_text("\n".join(installed))
+        reached = index if index and _remote.opens(f"{CPU_INDEX}/torch/") else []
+        constraints.write_text("\n".join(pins if reached else map(_public, pins)))
         cached = cache_folder() / "wheels" / target.key
         _pip_here(["install", "--dry-run", "--ignore-installed", f"--target={temporary}", f"--report={report}",
-                   f"--constraint={constraints}", f"--find-links={cached}", *wanted], target)  # fmt: skip
+                   f"--constraint={constraints}", f"--find-links={cached}", *reached, *wanted], target)  # fmt: skip
         chosen = {_canonical(one["metadata"]["name"]): one["metadata"]["version"]
                   for one in json.loads(report.read_bytes())["install"]}  # fmt: skip
-    there = {_canonical(text.partition("==")[0]) for text in installed}
-    lacks = {name: version for name, version in chosen.items() if name not in there}
+    lacks = lacking(chosen, there)
     return fetch_wheels(target, lacks, chosen, tell) if lacks else {}
 
 

@@ -6,7 +6,6 @@ host's project folder, where the script ran   → RUN/files/HOST/…, by the sam
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 import msgspec
 
 from evener.core.decoding import from_tree
-from evener.core.errors import HostError
+from evener.core.errors import EvenerError, HostError, UsageError
 from evener.core.files import digest_of
 from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir
 from evener.core.units import plural, size
 from evener.hosts.session import RemoteError, Session, for_each, open_session
+from evener.launch.carry import alone
 from evener.launch.mirror import State, host_failed
 from evener.launch.ship import WORK_S, fetch
 
@@ -58,20 +58,23 @@ def written(plan: Plan, states: Mapping[str, State]) -> dict[str, Written]:
 
 
 def bring_written(rundir: RunDir, plan: Plan, states: Mapping[str, State],
-                  say: Callable[[str], None]) -> tuple[list[Path], list[HostError]]:  # fmt: skip
+                  say: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
     """Fetch what is not here yet of it: the files here that are new, and what kept others from coming."""
 
-    def bring(name: str) -> list[Path] | HostError:
+    def bring(name: str) -> tuple[list[Path], list[EvenerError]]:
         try:
             with _asking(plan.host(name)) as session:
                 found = _written(session, plan.host(name), states[name])
-                return _bring(session, rundir.path / "files" / name, found, say) if found.files else []
-        except HostError as error:
-            return error
+                return _bring(session, rundir.path / "files" / name, found, say) if found.files else ([], [])
+        except EvenerError as error:
+            return [], [error]
 
-    brought = for_each(_scripts(plan, states), bring)
-    came = [path for paths in brought.values() if not isinstance(paths, HostError) for path in paths]
-    return came, [error for error in brought.values() if isinstance(error, HostError)]
+    names = _scripts(plan, states)
+    if not names:
+        return [], []
+    with alone(rundir, say):
+        brought = for_each(names, bring)
+    return [path for paths, _ in brought.values() for path in paths], [one for _, of in brought.values() for one in of]
 
 
 def _scripts(plan: Plan, states: Mapping[str, State]) -> list[str]:
@@ -95,26 +98,40 @@ def _written(session: Session, host: HostPlan, state: State) -> Written:
     return Written(host.cwd, from_tree(files, list[File]))
 
 
-def _bring(session: Session, target: Path, found: Written, say: Callable[[str], None]) -> list[Path]:
+def _bring(session: Session, target: Path, found: Written,
+           say: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
+    """File by file: one that a script is writing, or has removed, keeps no other from coming."""
     names = [file.path for file in found.files]
     surveyed = list(session.stream("files", "survey", path=found.folder, names=names, timeout_s=WORK_S))
-    lacking = [entry for entry in surveyed if not _is_here(target / entry["path"], entry)]
-    if not lacking:
-        return []
-    say(f"bringing home {plural(len(lacking), 'file')} from {session.name}, "
-        f"{size(sum(entry['size'] for entry in lacking))}")  # fmt: skip
-    target.mkdir(parents=True, exist_ok=True)
-    making = target.parent / f".{target.name}.new"
-    shutil.rmtree(making, ignore_errors=True)  # of one who was cut off here; what had arrived lies beside it
-    fetch(session, found.folder, making, surveyed=lacking)
-    came = []
+    lacking = [entry for entry in surveyed if "digest" in entry and not _is_here(_place(target, entry), entry)]
+    if lacking:
+        told = size(sum(entry["size"] for entry in lacking))
+        say(f"bringing home {plural(len(lacking), 'file')} from {session.name}, {told}")
+    came, failed = list[Path](), list[EvenerError]()
     for entry in lacking:
-        place = target / entry["path"]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        (making / entry["path"]).replace(place)
-        came.append(place)
-    shutil.rmtree(making)
-    return came
+        place = _place(target, entry)
+        new = place.with_name(f".{place.name}.new")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)
+            fetch(session, f"{found.folder}/{entry['path']}", new, surveyed=[entry | {"path": ""}])
+            new.replace(place)
+            came.append(place)
+        except HostError as error:
+            if error.check not in ("files.changed", "files.gone"):
+                raise
+            failed.append(error)
+        except OSError as error:
+            raise UsageError(f"{place}: {error.strerror}", hint="make room, or see what is in its way") from None
+    return came, failed
+
+
+def _place(target: Path, entry: Mapping[str, Any]) -> Path:
+    """Where a file of a host comes to lie; HostError where that would not be in its folder here."""
+    place: Path = target / entry["path"]
+    if ".." in place.parts or not place.parent.resolve().is_relative_to(target.resolve()):
+        raise HostError(f"{place}: leads out of {target}", check="files.odd", host=target.name, hint="look at it there")
+    return place
 
 
 def _is_here(path: Path, entry: dict[str, Any]) -> bool:

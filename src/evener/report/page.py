@@ -117,7 +117,7 @@ class Outcome:
 def _away(rundir: RunDir) -> tuple[int, str] | None:
     """(step, host) of weights that were saved and are not here."""
     saved, plan = rundir.saved_step(), find_plan(rundir)
-    if saved is None or plan is None or saved <= max(rundir.checkpoint_steps(), default=-1):
+    if saved is None or plan is None or plan.is_here or saved <= max(rundir.checkpoint_steps(), default=-1):
         return None
     return saved, plan.hosts[0].name
 

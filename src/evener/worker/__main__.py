@@ -8,6 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
+from evener.worker.pulse import begin_pulse
+
+if __name__ == "__main__":
+    begin_pulse()  # torch may hang while it is imported
+
 import msgspec
 
 from evener.core.errors import EvenerError
@@ -17,11 +22,9 @@ from evener.core.spec import parse_args
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
 from evener.worker.mistakes import in_words
-from evener.worker.pulse import begin_pulse
 
 
 def main() -> int:
-    begin_pulse()
     args = sys.argv[1:]
     resume = "--resume" in args
     try:

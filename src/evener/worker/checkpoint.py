@@ -88,14 +88,14 @@ def save(
 
 def load(folder: Path) -> Saved:
     """What `save` wrote there, to the bit."""
-    tensors = _read_tensors(folder / "state.safetensors")
+    tensors = read_tensors(folder / "state.safetensors")
     states = {name: unpack(tree, tensors) for name, tree in describe_checkpoint(folder).states.items()}
-    return Saved(weights=_read_tensors(folder / "weights.safetensors"), states=states)
+    return Saved(weights=read_tensors(folder / "weights.safetensors"), states=states)
 
 
 def load_weights(folder: Path, module: nn.Module) -> None:
     """Copy the saved weights into a module of the same shape."""
-    put_weights(_read_tensors(folder / "weights.safetensors"), weights_of(module), folder)
+    put_weights(read_tensors(folder / "weights.safetensors"), weights_of(module), folder)
 
 
 @torch.no_grad()
@@ -151,6 +151,8 @@ def _check_finite(weights: Mapping[str, Tensor], step: int) -> None:
             )
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Copies: a loaded file is mapped, and an optimizer would hold on to a checkpoint that is removed later."""
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """What a safetensors file holds; copies, for a loaded file is mapped, and an optimizer would hold on to one that is
+    removed later.
+    """
     return {name: tensor.clone() for name, tensor in load_file(path).items()}

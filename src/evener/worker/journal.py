@@ -20,6 +20,7 @@ from evener.core.errors import EvenerError
 from evener.core.failure import is_consequence
 from evener.core.files import write_atomic
 from evener.core.machine import Machine, peak_memory_bytes
+from evener.core.plan import tell_launcher
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, shares_text
 from evener.core.rundir import SAMPLERS, Contention, Manifest, Rank, Result, code_hash
@@ -75,6 +76,8 @@ class Journal:
             ranks=ranks,
         )
         self._watch = Watch(roster.sync, roster.world_size)
+        if group.local_rank == 0:
+            tell_launcher(self._dir)
         if group.rank != 0:
             return
         self._dir.write_manifest(self._manifest)

@@ -6,7 +6,6 @@ join → model, optimizer, data → for every step: this rank's share of the bat
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,11 +13,12 @@ import torch
 
 from evener.core.errors import UsageError
 from evener.core.progress import Progress
-from evener.core.resolve import Resolved
+from evener.core.resolve import Resolved, weights_file
 from evener.core.shape import GPTShape
+from evener.worker.checkpoint import put_weights, read_tensors, weights_of
 from evener.worker.contention import contention
 from evener.worker.data import TokenBlocks
-from evener.worker.gpt2 import load_gpt2
+from evener.worker.gpt2 import is_gpt2_file, load_gpt2
 from evener.worker.model import GPT
 from evener.worker.optim import adamw, set_hyperparameters
 from evener.worker.run import Run, join
@@ -63,7 +63,11 @@ def build(resolved: Resolved) -> GPT:
     spec = resolved.spec.model
     model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
     if spec.init_from is not None and resolved.resume is None:
-        shape, weights = load_gpt2(Path(spec.init_from), resolved.shape.num_heads)
+        path = weights_file(spec.init_from)
+        if not is_gpt2_file(path):  # our own
+            put_weights(read_tensors(path), weights_of(model), path)
+            return model
+        shape, weights = load_gpt2(path, resolved.shape.num_heads, bias=resolved.shape.bias)
         if shape != msgspec.structs.replace(resolved.shape, dropout=shape.dropout):
             difference = _difference(shape, resolved.shape)
             raise UsageError(

@@ -1,6 +1,6 @@
 """What is this rank doing right now? A thread of its own writes it every second: a rank that hangs cannot say it.
 
-    RUN/host/pulse/RANK   {"pid", "where": "data.py:33 in read", "in_torch": true}
+    RUN/host/pulse/RANK   {"pid", "where": "data.py:33 in read", "waits": false}
 
 Standard library only, so that it begins before torch is imported, which may hang itself.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 EVERY_S = 1.0
+EXCHANGES = ("torch.", "evener.worker.sync.", "evener.worker.record", "evener.worker.group")
 _began = threading.Lock()
 
 
@@ -35,7 +36,7 @@ def _beat(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             frame = sys._current_frames().get(main or 0)
-            now = json.dumps({"pid": os.getpid(), "where": where(frame), "in_torch": _in_torch(frame)})
+            now = json.dumps({"pid": os.getpid(), "where": where(frame), "waits": waits(frame)})
             if now != told:
                 temporary = path.with_name(f".{path.name}")
                 temporary.write_text(now)
@@ -46,17 +47,29 @@ def _beat(path: Path) -> None:
 
 
 def where(frame: FrameType | None) -> str:
-    """The innermost line of Python that is not torch's own.
+    """The innermost line of Python that is neither torch's nor the standard library's.
 
     >>> where(sys._getframe()).endswith("in <module>")
     True
     """
-    while frame is not None and _in_torch(frame) and frame.f_back is not None:
+    while frame is not None and _top(frame) in ("torch", *sys.stdlib_module_names) and frame.f_back is not None:
         frame = frame.f_back
     if frame is None:
         return ""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _in_torch(frame: FrameType | None) -> bool:
-    return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+def waits(frame: FrameType | None) -> bool:
+    """Is it in what exchanges with other ranks: torch itself, but for what loads data, or our own exchanges?"""
+    while frame is not None and _top(frame) in sys.stdlib_module_names and frame.f_back is not None:
+        frame = frame.f_back
+    name = _module(frame)
+    return name.startswith(EXCHANGES) and not name.startswith("torch.utils.data")
+
+
+def _top(frame: FrameType) -> str:
+    return _module(frame).partition(".")[0]
+
+
+def _module(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", "")).replace("__main__", "main")

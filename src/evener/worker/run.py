@@ -23,7 +23,7 @@ from torch import nn
 
 from evener.core.errors import UsageError
 from evener.core.machine import this_machine
-from evener.core.plan import launched_into, tell_launcher
+from evener.core.plan import launched_into
 from evener.core.resolve import Resolved, new_run_path, starting_point
 from evener.core.roster import Member, Roster
 from evener.core.rundir import Contention
@@ -62,11 +62,16 @@ def join(spec: RunSpec | None = None, resolved: Resolved | None = None, *, resum
 
 
 def _directory(spec: RunSpec, group: Group) -> RunWriter:
-    """Where the run's records go: where it was told to, where its launcher looks, or a place of its own."""
-    rundir = RunWriter(spec.out or launched_into() or group.gather(new_run_path(spec).encode())[0].decode())
-    if group.local_rank == 0:
-        tell_launcher(rundir)
-    return rundir
+    """Where the run's records go: where it was told to, where its launcher looks for its first run, or a place of its
+    own.
+    """
+    if spec.out is not None:
+        return RunWriter(spec.out)
+    launched = launched_into()
+    own = "" if launched is not None and not RunWriter(launched).is_run() else new_run_path(spec)
+    path = group.gather(own.encode())[0].decode() or launched
+    assert path is not None
+    return RunWriter(path)
 
 
 class Run:

@@ -16,7 +16,7 @@ MADE = ("__pycache__",)  # folders whose content Python makes again
 
 
 def sync(tree, folder):
-    """Bring a project's folder up to date with a tree of `files.py`.
+    """Bring a project's folder up to date with a tree of `files.py`: the pids of runs that are going on there (Linux).
 
     A file that was sent and is not in the tree any more goes. One that a program wrote into stays, unless it has
     changed at home too: then the program's becomes NAME~, or NAME~2, …
@@ -28,13 +28,15 @@ def sync(tree, folder):
     with open(folder + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sent, now = _sent(folder), {}
-        wanted = {path: (digest, executable) for path, digest, _, executable in content["files"]}
+        wanted = {path: (digest + "+x" * executable, executable) for path, digest, _, executable in content["files"]}
         wanted.update({path: ("-> " + to, False) for path, to in content["links"]})
         for path in sent:
             place = _place(folder, path)
             if path not in wanted and _facts(place) == sent[path][1:]:
                 os.unlink(place)
                 _remove_empty(os.path.dirname(place), folder)
+        kept = {path: sent[path] for path in sent if path in wanted and sent[path][0] == wanted[path][0]}
+        _write_sent(folder, kept)  # cut off from here on, what is half replaced counts as nobody's
         for path, (digest, executable) in wanted.items():
             place, facts = _place(folder, path), _facts(_place(folder, path))
             known = sent.get(path, [None])
@@ -46,6 +48,7 @@ def sync(tree, folder):
             _put(tree, path, place, digest, executable)
             now[path] = [digest, *_facts(place)]
         _write_sent(folder, now)
+    return _working_in(folder)
 
 
 def written(folder, since, until=None, run=None):
@@ -56,10 +59,10 @@ def written(folder, since, until=None, run=None):
     folder = _absolute(folder)
     sent, found, joined = _sent(folder), [], None
     with contextlib.suppress(OSError), open(os.path.join(run or "", "host", "joined"), "rb") as file:
-        joined = file.read()
+        joined = os.path.realpath(file.read())
     for root, folders, names in os.walk(os.fsencode(folder)):
         folders[:] = sorted(name for name in folders if os.fsdecode(name) not in MADE
-                            and os.path.join(root, name) != joined)  # fmt: skip
+                            and os.path.realpath(os.path.join(root, name)) != joined)  # fmt: skip
         for name in sorted(names):
             place = os.path.join(root, name)
             try:
@@ -76,7 +79,7 @@ def written(folder, since, until=None, run=None):
 
 def _put(tree, path, place, digest, executable):
     os.makedirs(os.path.dirname(place), exist_ok=True)
-    temporary = place + b".tmp"
+    temporary = os.path.join(os.path.dirname(place), b".evener." + os.path.basename(place) + b".tmp")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     if digest.startswith("-> "):
@@ -94,6 +97,17 @@ def _free(place):
     while os.path.lexists(place + (b"~" if number == 1 else b"~%d" % number)):
         number += 1
     return place + (b"~" if number == 1 else b"~%d" % number)
+
+
+def _working_in(folder):
+    """Processes of runs whose working directory this is."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                if os.readlink(f"/proc/{name}/cwd") == os.path.realpath(folder) and b"EVENER_RUN=" in file.read():
+                    found.append(int(name))
+    return found
 
 
 def _facts(place):

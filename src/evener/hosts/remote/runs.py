@@ -21,6 +21,7 @@ LOOK_S = 1.0
 CHUNK = 1 << 18
 START_S = 20.0
 END_S = 5.0  # the supervisor's
+_ranks = {}  # pid: (when it began, its rank)
 WHOLE = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
 
 
@@ -141,7 +142,7 @@ def follow(run, have, until_end=True):
 
 
 def looks(run, state):
-    """What a run's processes do on this host: [[rank, {"pid", "state", "cpu_s", "where", "in_torch"}], …], of rank None
+    """What a run's processes do on this host: [[rank, {"pid", "state", "cpu_s", "where", "waits"}], …], of rank None
     what started the ranks. Linux; elsewhere nothing.
     """
     spec, pid = _read_json(os.path.join(run, "host", "spec.json"), None), (state or {}).get("pid")
@@ -153,7 +154,7 @@ def looks(run, state):
             rank = spec["first_rank"] if is_rank else None if one == pid else _rank_of(one)
             kind, cpu_s = _kernel_says(one)
             pulse = _read_json(os.path.join(run, "host", "pulse", str(rank)), None) or {}
-            told = {"where": pulse["where"], "in_torch": pulse["in_torch"]} if pulse.get("pid") == one else {}
+            told = {"where": pulse["where"], "waits": pulse["waits"]} if pulse.get("pid") == one else {}
             found.append([rank, dict(told, pid=one, state=kind, cpu_s=cpu_s)])
         except (OSError, ValueError, LookupError):
             continue  # it has ended, or is no rank
@@ -194,6 +195,9 @@ def go_back(run, checkpoint, wanted):
     is_same = state is not None and _digest(state) == wanted
     is_here = is_same and _is_whole(folder, json.loads(state)["files"])
     saved = _checkpoint_names(run)
+    for name in reversed(saved):
+        if is_same and int(name[5:]) > int(checkpoint[5:]) and _is_whole_checkpoint(run, name):
+            raise RuntimeError(f"it has saved step {int(name[5:])} since, which is not at home: evener fetch brings it")
     first = int(checkpoint[5:]) + (is_same or checkpoint not in saved)  # step that is not so any more
     for name in saved:
         if int(name[5:]) >= first or (name == checkpoint and not is_here):
@@ -258,6 +262,14 @@ def _is_whole(folder, digests):
     return all(_digest_of(os.path.join(folder, name)) == digest for name, digest in digests.items())
 
 
+def _is_whole_checkpoint(run, name):
+    folder = os.path.join(run, "checkpoints", name)
+    try:
+        return _is_whole(folder, json.loads(_read_file(os.path.join(folder, "state.json")))["files"])
+    except (TypeError, ValueError, LookupError):
+        return False
+
+
 def _digest(content):
     return hashlib.blake2b(content, digest_size=32).hexdigest()
 
@@ -288,9 +300,20 @@ def _files(run):
 
 
 def _rank_of(pid):
+    """Asked once: a process that hangs in the kernel may not let anybody read its environment."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        began = file.read().rpartition(b") ")[2].split()[19]
+    if _ranks.get(pid, (None,))[0] != began:
+        _ranks[pid] = began, _told_rank(pid)
+    if _ranks[pid][1] is None:
+        raise LookupError(pid)
+    return _ranks[pid][1]
+
+
+def _told_rank(pid):
     with open(f"/proc/{pid}/environ", "rb") as file:
         told = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
-    return int(told[b"RANK"])
+    return int(told[b"RANK"]) if b"RANK" in told else None
 
 
 def _kernel_says(pid):
@@ -305,6 +328,7 @@ def _kernel_says(pid):
 
 
 def _children(pid):
+    """A kernel need not tell them; then nobody has any, and nobody is said to hang."""
     found = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -349,6 +373,9 @@ def _news(run, path, have):
 def _check_over(folder):
     """RuntimeError where the run is running here; one that has told its end may take a while to go."""
     deadline = time.monotonic() + END_S
+    state = _read_state(folder)
+    if state is not None and state["state"] == "running" and not _is_alive(folder) and _has_program(folder, state):
+        raise RuntimeError("this run is running here already, without its supervisor")
     while _is_alive(folder):
         state = _read_state(folder)
         if state is None or state["state"] == "running" or time.monotonic() >= deadline:

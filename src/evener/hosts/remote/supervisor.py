@@ -211,7 +211,7 @@ class Supervisor:
         guard = start_guard(self.run, self.spec["id"])
         take_over(self.run)
         self.state["started"] = time.time()  # every line that is stamped from now on is this start's
-        self.oom_kills = oom_kills()
+        self.oom_kills, self.oom_at, self.oom_look = oom_kills(), None, 0.0
         ranks = self._begin()
         log = Log(os.path.join(self.run, "logs", self.log_name))
         env = dict(os.environ, **self.spec["env"])
@@ -266,6 +266,7 @@ class Supervisor:
                     selector.unregister(key.fileobj)
             log.look()
             ranks.read()
+            self._look_for_oom()
             _reap(child.pid)
             if status is not None:
                 left = end_all(self.spec["id"], os.getpid())
@@ -279,6 +280,14 @@ class Supervisor:
                 self.launcher = None
                 self.asked += 1
             self._escalate(child)
+
+    def _look_for_oom(self, last=False):
+        """When did the kernel last kill a process for want of memory? Whether it was ours the time tells."""
+        if last or time.monotonic() >= self.oom_look:
+            self.oom_look, counted = time.monotonic() + LOOK_S, oom_kills()
+            if counted > self.oom_kills:
+                self.oom_at = time.time()
+            self.oom_kills = counted
 
     def _ask(self, signum, frame):
         self.asked += 1
@@ -317,8 +326,9 @@ class Supervisor:
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.folder, "failures.json")) as file:
             failures = json.load(file)
         self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in failures]
-        self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left,
-                          oom_kills=oom_kills() - self.oom_kills)  # fmt: skip
+        self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left)
+        self._look_for_oom(last=True)
+        self.state["oom_at"] = self.oom_at
         self._save()
 
     def _save(self):
