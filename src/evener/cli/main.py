@@ -10,6 +10,7 @@ from evener.cli import (
     bench,
     data,
     doctor,
+    export,
     fetch,
     lab,
     launch,
@@ -59,6 +60,7 @@ app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.command("sample")(sample.sample)
+app.command("export")(export.export)
 app.add_typer(data.app, name="data")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")

@@ -9,12 +9,14 @@ The file is Hugging Face's `model.safetensors`, of any of the four published siz
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,17 +37,32 @@ THEIR_NAME = {
     "mlp.down": "mlp.c_proj",
     "norm": "ln_f",
 }
+ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {"gelu": "gelu", "gelu_new": "gelu_tanh",
+                                                       "gelu_pytorch_tanh": "gelu_tanh"}  # fmt: skip
 PARTS = re.compile("|".join(map(re.escape, THEIR_NAME)))
 CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's Conv1D keeps (in, out), torch's Linear (out, in)
 CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # old files carry these buffers along
 
 
-def load_gpt2(path: Path, num_heads: int | None = None) -> tuple[GPTShape, dict[str, Tensor]]:
-    """The shape, and the weights in fp32 by GPT's names. Heads are 64 wide unless `num_heads` says otherwise.
+def is_gpt2_file(path: Path) -> bool:
+    """Has a file of weights not our own names?"""
+    try:
+        with safe_open(path, "pt") as file:
+            return "token_embedding.weight" not in file.keys()  # noqa: SIM118  it is no dict
+    except (OSError, SafetensorError):
+        return True  # who reads it says what is wrong
+
+
+def load_gpt2(path: Path, num_heads: int | None = None, *, bias: bool = True) -> tuple[GPTShape, dict[str, Tensor]]:
+    """The shape, and the weights in fp32 by GPT's names. Heads are 64 wide unless `num_heads` says otherwise; the
+    activation is GPT-2's unless a config.json beside the file names another. For a model without `bias` biases that are
+    all zero are left out.
 
     Raises CheckpointError for a file that is not a GPT-2; it names the first tensor that is missing or odd.
     """
     theirs = _read(path)
+    if not bias and not any(tensor.any() for name, tensor in theirs.items() if name.endswith(".bias")):
+        theirs = {name: tensor for name, tensor in theirs.items() if not name.endswith(".bias")}
     shape = _infer_shape(path, theirs, num_heads)
     with torch.device("meta"):
         model = GPT(shape)
@@ -107,7 +124,18 @@ def _infer_shape(path: Path, theirs: dict[str, Tensor], num_heads: int | None) -
         num_layers=max(1, sum(name.endswith(".ln_1.weight") for name in theirs)),
         num_heads=num_heads,
         width=width,
+        activation=_activation(path),
+        bias=any(name.endswith(".bias") for name in theirs),
     )
+
+
+def _activation(path: Path) -> Literal["gelu", "gelu_tanh"]:
+    """As transformers' configuration beside the weights names it; GPT-2's where there is none."""
+    try:
+        config = json.loads(path.with_name("config.json").read_text())
+        return ACTIVATIONS.get(config["activation_function"], "gelu_tanh")
+    except (OSError, ValueError, LookupError, TypeError):
+        return "gelu_tanh"
 
 
 def _not_gpt2(path: Path, reason: str) -> CheckpointError:

@@ -1,0 +1,52 @@
+"""evener export: a trained model for transformers."""
+
+from __future__ import annotations
+
+import typer
+
+
+def export(
+    run: str = typer.Argument(..., help="run directory"),
+    out: str | None = typer.Option(None, help="a folder that is not there yet [RUN/export]"),
+    step: int | None = typer.Option(None, min=0, help="checkpoint [newest]"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+) -> int:
+    """Write a folder that Hugging Face's transformers loads: weights, configuration and tokenizer.
+
+    Of models of GPT-2's kind: tiny, char, gpt2 and its sizes. `--init-from` takes the folder again.
+
+    Example: `evener export runs/mine --out mine`, then `AutoModelForCausalLM.from_pretrained("mine")`.
+    """
+    import json
+    from pathlib import Path
+
+    import msgspec
+
+    from evener.core.errors import UsageError
+    from evener.core.files import write_folder_atomic
+    from evener.core.rundir import RunDir
+    from evener.corpus.huggingface import write_tokenizer
+    from evener.corpus.tokenizer import tokenizer_of
+    from evener.launch.tool import lines_of
+
+    rundir = RunDir(run)
+    manifest, folder = rundir.manifest(), rundir.whole_checkpoint(step)
+    if manifest.corpus is None or manifest.shape is None:
+        raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
+    target, shape = Path(out or rundir.path / "export"), manifest.shape
+    if target.exists():
+        raise UsageError(f"--out {target}: is there already", hint="another --out")
+    tokenizer = tokenizer_of(rundir.path, manifest.corpus)
+
+    def write(place: Path) -> None:
+        request = {"checkpoint": str(folder), "shape": msgspec.to_builtins(shape), "out": str(place),
+                   "end_of_text": tokenizer.end_of_text}  # fmt: skip
+        list(lines_of("evener.worker.export", json.dumps(request)))
+        write_tokenizer(tokenizer, place, shape.block_size)
+
+    try:
+        write_folder_atomic(target, write)
+    except OSError as error:
+        raise UsageError(f"--out {target}: {error.strerror}", hint="another --out") from None
+    print(json.dumps({"out": str(target), "checkpoint": str(folder)}) if as_json else target)
+    return 0

@@ -1,0 +1,47 @@
+"""A tokenizer as transformers reads it: tokenizer.json of the `tokenizers` library, and what to do with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from evener.corpus.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
+    """tokenizer.json and tokenizer_config.json; of GPT-2's own tokens only the latter, which names them."""
+    config: dict[str, object] = {"model_max_length": block_size, "clean_up_tokenization_spaces": False}
+    if isinstance(tokenizer, BpeTokenizer | ByteTokenizer | CharTokenizer):
+        (folder / "tokenizer.json").write_bytes(_description(tokenizer))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if tokenizer.end_of_text is not None:
+            config |= dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+    else:
+        config["tokenizer_class"] = "GPT2Tokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _description(tokenizer: BpeTokenizer | ByteTokenizer | CharTokenizer) -> bytes:
+    if isinstance(tokenizer, BpeTokenizer):
+        return tokenizer.describe()
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Engine
+
+    if isinstance(tokenizer, CharTokenizer):
+        engine = Engine(models.WordLevel({char: index for index, char in enumerate(tokenizer.chars)}))
+        engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        engine.decoder = decoders.Fuse()
+    else:
+        engine = Engine(models.BPE({char: byte for byte, char in enumerate(_byte_names())}, []))
+        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        engine.decoder = decoders.ByteLevel()
+    return str(engine.to_str(pretty=True)).encode()
+
+
+def _byte_names() -> list[str]:
+    """The character by which byte-level tokenizers write each byte: itself, or one above 255.   [GPT-2]"""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

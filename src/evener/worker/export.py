@@ -1,0 +1,88 @@
+"""How does a checkpoint become a folder that transformers loads? `python -m evener.worker.export REQUEST`
+
+REQUEST is JSON: {"checkpoint", "shape", "end_of_text": id or null, "out": a folder that is there}. Of GPT-2's kind a
+model is a rename and a transposition away from transformers' own; what has no biases here has zeros there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from evener.core.decoding import from_json
+from evener.core.errors import EvenerError, UsageError
+from evener.core.shape import GPTShape
+from evener.worker.checkpoint import load_weights
+from evener.worker.gpt2 import CONV1D, their_name
+from evener.worker.model import GPT
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # transformers' names for them
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is exported."""
+
+    checkpoint: str
+    shape: GPTShape
+    end_of_text: int | None
+    out: str
+
+
+def export(request: Request) -> None:
+    """Write config.json and model.safetensors; UsageError for a model that transformers has no class for."""
+    shape = request.shape
+    is_gpt2 = (shape.positions, shape.norm, shape.tied_head, shape.value_embeddings, shape.qk_norm) == (
+        "learned", "layernorm", True, False, False,
+    )  # fmt: skip
+    if not is_gpt2 or shape.activation not in ACTIVATIONS:
+        raise UsageError(
+            f"{request.checkpoint}: transformers has no class for this model: it is not of GPT-2's kind",
+            hint="its weights.safetensors has the parameters by name, and evener.worker.model.GPT computes with them",
+        )
+    model = GPT(shape)
+    load_weights(Path(request.checkpoint), model)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        theirs = their_name(name)
+        tensor = parameter.detach().t() if CONV1D.search(theirs) else parameter.detach()
+        weights[f"transformer.{theirs}"] = tensor.contiguous()
+        if theirs.endswith(".weight") and theirs not in ("wte.weight", "wpe.weight"):
+            bias = f"transformer.{theirs.removesuffix('weight')}bias"
+            if bias not in weights:
+                weights[bias] = torch.zeros(tensor.shape[-1])
+    save_file(weights, Path(request.out) / "model.safetensors", {"format": "pt"})
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": shape.vocab_size,
+        "n_positions": shape.block_size,
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_embd": shape.width,
+        "activation_function": ACTIVATIONS[shape.activation],
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "bos_token_id": request.end_of_text,
+        "eos_token_id": request.end_of_text,
+    }
+    (Path(request.out) / "config.json").write_text(json.dumps(config | dropout, indent=2) + "\n")
+
+
+def main() -> int:
+    try:
+        export(from_json(sys.argv[1], Request))
+    except EvenerError as error:
+        print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}), flush=True)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
