@@ -329,11 +329,11 @@ def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
 
 
 def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
-    """Longer than ssh waits: the watcher connects again, and no line is missing or there twice."""
+    """The watcher says so within seconds and connects again, and no line is missing or there twice."""
     watcher = counting.start("logs", "-f", "runs/count")
     wait_until(lambda: len(counted(counting, "b", 1)) > 5, "lines come home")
     counting.lab.host("b").link_up(False)
-    wait_until(lambda: "b: the connection was lost" in watcher.told(), "ssh's patience ends")
+    wait_until(lambda: "trying again, the run goes on without it" in watcher.told(), "a word of it")
     counting.lab.host("b").link_up(True)
     wait_until(lambda: "b: seen again; nothing was missed" in watcher.told(), "it is seen again")
     counting.finish()

@@ -131,7 +131,7 @@ def _examined(
 def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, resume: bool) -> tuple[Plan, list[Tree]]:
     """evener's own worker on all hosts, and what they must have for it: corpus and weights."""
     spec = resolved.spec
-    weights = None if spec.model.init_from is None or resume else weights_file(spec.model.init_from).absolute()
+    weights = None if spec.model.init_from is None or resume else weights_file(spec.model.init_from)
     trees: list[Tree] = []
     init_from: dict[str, str] = {}
     if prepared.is_here:
