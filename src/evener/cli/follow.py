@@ -89,7 +89,7 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
 def of_a_hang(event: dict[str, Any]) -> str:
     """A run that hangs, or goes on, in words."""
     if event["event"] == "run.goes-on":
-        return f"it goes on, after {seconds(event['after_s'])}"
+        return f"it goes on, {seconds(event['after_s'])} after that was told"
     return f"warning: run.hang: {event['error']}\nhint:  {event['hint']}"
 
 

@@ -85,7 +85,7 @@ def _describe(event: dict[str, Any]) -> str:
         case "run.hang":
             return str(event.get("error"))
         case "run.goes-on":
-            return f"it goes on, after {seconds(event.get('after_s'))}"
+            return f"it goes on, {seconds(event.get('after_s'))} after that was told"
         case "own.dropped":
             return f"step {step}: other ranks than before: they go on from the weights that were agreed on last"
         case "own.missing":
