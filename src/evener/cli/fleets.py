@@ -248,8 +248,7 @@ def left_alone(rundir: RunDir) -> None:
     plan = read_plan(rundir)
     if all(state.get("state") == "ended" for state in launcher.known_states(rundir, plan).values()):
         say("the run has ended")
-        tell_weights(rundir, plan)
-        tell_written(rundir, plan)
+        tell_made(rundir, plan)
         return
     say(f"the run goes on without this terminal\nsee it:  evener logs -f {rundir}\nend it:  evener stop {rundir}")
     if not plan.is_here:
@@ -276,11 +275,12 @@ def tell_weights(rundir: RunDir, plan: Plan | None) -> None:
         say("weights: it saved none")
 
 
-def tell_written(rundir: RunDir, plan: Plan) -> None:
-    """What a script of the user's own wrote where it ran, and how it comes home."""
+def tell_made(rundir: RunDir, plan: Plan) -> None:
+    """What a run that ended made: its weights, what a script wrote where it ran; and how it comes home."""
     from evener.launch.fleet import known_states
     from evener.launch.written import written
 
+    tell_weights(rundir, plan)
     found = written(plan, known_states(rundir, plan))
     for name, of_host in found.items():
         say(of_host.told(name))

@@ -36,12 +36,9 @@ def launch(
     Example: `evener launch -- train.py --lr 1e-3`.
     """
     import contextlib
-    import json
     import os
     import time
     from pathlib import Path
-
-    import msgspec
 
     from evener.cli import fleets, follow
     from evener.core.errors import RunError, UsageError
@@ -49,7 +46,6 @@ def launch(
     from evener.launch import fleet as launcher
     from evener.launch import here
     from evener.launch.tree import ignored, in_short
-    from evener.launch.written import written
 
     path = fleets.fleet_path(fleet)
     project, argv = _program(program)
@@ -94,8 +90,21 @@ def launch(
             fleets.left_alone(rundir)
             return 130
         except RunError:
-            fleets.tell_written(rundir, plan)
+            fleets.tell_made(rundir, plan)
             raise
+    return _tell_end(rundir, plan, states, as_json)
+
+
+def _tell_end(rundir: RunDir, plan: Plan, states: Mapping[str, State], as_json: bool) -> int:
+    """What came of it, and the exit status."""
+    import json
+
+    import msgspec
+
+    from evener.cli import fleets
+    from evener.launch.failures import wants_gpus
+    from evener.launch.written import written
+
     stopped = any(state.get("stopped") for state in states.values())
     if as_json:
         made = {name: msgspec.to_builtins(one) for name, one in written(plan, states).items()}
@@ -103,24 +112,10 @@ def launch(
         print(json.dumps(told | fleets.weights(rundir, plan)))
     else:
         fleets.say(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
-        if not stopped and (line := _wants_gpu(rundir, plan, states)):
+        if not stopped and (line := wants_gpus(rundir, plan, states)):
             fleets.say(f"warning: it ended well, and said: {line}\nhint:  it wants GPUs; has it an option without?")
-        fleets.tell_weights(rundir, plan)
-        fleets.tell_written(rundir, plan)
+        fleets.tell_made(rundir, plan)
     return 130 if stopped else 0
-
-
-def _wants_gpu(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> str | None:
-    """What a rank said that did nothing for want of GPUs, and ended as if all were well."""
-    from evener.launch.failures import LAST_LINES, last_lines
-    from evener.launch.scripts import wants_gpu
-
-    for host in plan.hosts:
-        for rank in range(host.first_rank, host.first_rank + host.num_ranks):
-            since = states[host.name].get("started") or 0.0
-            if line := wants_gpu(last_lines(rundir.log_path(host.name, rank), LAST_LINES, since)):
-                return line
-    return None
 
 
 def _program(words: list[str]) -> tuple[Path, list[str]]:

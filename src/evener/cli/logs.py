@@ -46,6 +46,5 @@ def logs(
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130
-    fleets.tell_weights(rundir, plan)
-    fleets.tell_written(rundir, plan)
+    fleets.tell_made(rundir, plan)
     return 0

@@ -40,6 +40,7 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     if not as_json:
         waits = "; the step is finished and saved first" if plan.kind == "train" and not now else ""
         fleets.say(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
+    before = launcher.known_states(rundir, plan)
     ended = launcher.stop(rundir, plan, now=now)
     launcher.catch_up(rundir, plan)
     if not any(isinstance(one, HostError) for one in ended.values()):
@@ -47,7 +48,8 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
     if not as_json:
         for name, one in ended.items():
-            word = "" if isinstance(one, HostError) else "ended" if one.get("stopped") else "had ended already"
+            is_new = not isinstance(one, HostError) and one.get("stopped") and before[name].get("state") != "ended"
+            word = "ended" if is_new else "had ended already"
             fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {word}")
     try:
         carry.bring(rundir, plan, fleets.say)
@@ -57,8 +59,7 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
         told = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
         print(json.dumps({"run_dir": str(rundir), "hosts": told, **fleets.weights(rundir, plan)}))
     else:
-        fleets.tell_weights(rundir, plan)
-        fleets.tell_written(rundir, plan)
+        fleets.tell_made(rundir, plan)
     return 1 if unreached else 0
 
 

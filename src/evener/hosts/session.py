@@ -46,7 +46,7 @@ class RemoteError(Exception):
 class Session:
     """An open connection to one host. Safe to use from several threads."""
 
-    def __init__(self, name: str, shell: Shell, patience_s: float = HELLO_S) -> None:
+    def __init__(self, name: str, shell: Shell, patience_s: float) -> None:
         self.name, self._shell = name, shell
         self._process = shell.start()
         self._ids = itertools.count(1)
@@ -253,9 +253,9 @@ class Session:
 Sessions = dict[str, Session]
 
 
-def open_session(name: str, host: Host) -> Session:
+def open_session(name: str, host: Host, patience_s: float = HELLO_S) -> Session:
     """A connection to one host; HostError with ssh.unreachable, ssh.auth, ssh.hostkey, ssh.shell or version.python."""
-    return Session(name, shell_of(name, host))
+    return Session(name, shell_of(name, host), patience_s)
 
 
 @contextlib.contextmanager
@@ -289,6 +289,6 @@ def for_each(names: Mapping[str, T] | list[str], work: Callable[[str], R]) -> di
 
 def _try_open(name: str, host: Host, patience_s: float) -> Session | HostError:
     try:
-        return Session(name, shell_of(name, host), patience_s)
+        return open_session(name, host, patience_s)
     except HostError as error:
         return error

@@ -19,7 +19,7 @@ from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import CONSEQUENCE
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir
-from evener.launch.scripts import hint_of
+from evener.launch.scripts import hint_of, wants_gpu
 
 LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
@@ -163,6 +163,16 @@ def _told(rundir: RunDir, plan: Plan, states: Mapping[str, State], rank: int, at
         how, hint = f"rank {rank} on {host}: {error}", hint or f"all that it printed: {log}"
     return Failure(host=host, rank=rank, how=how, time=at, log=log, since=_began(states[host]), by_itself=True,
                    hint=hint, kind=kind if is_refusal else RunError)  # fmt: skip
+
+
+def wants_gpus(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> str | None:
+    """What a rank said that did nothing for want of GPUs, and ended as if all were well."""
+    for host in plan.hosts:
+        for rank in range(host.first_rank, host.first_rank + host.num_ranks):
+            said = last_lines(rundir.log_path(host.name, rank), LAST_LINES, _began(states[host.name]))
+            if line := wants_gpu(said):
+                return line
+    return None
 
 
 def last_lines(log: Path, num: int, since: float) -> list[str]:

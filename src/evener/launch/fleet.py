@@ -342,14 +342,13 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                 mirror.wait(POLL_S)
         ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
     failure = conclude(rundir, plan, ended)
-    if failure is not None:
-        say(failure.how)
     try:
         carry.bring(rundir, plan, say)
     except EvenerError as error:
         say(f"{error}: what it saved stays there")
-    if failure is not None:
-        raise failure.error(rundir, plan)
+    finally:  # whoever does not wait for it hears of the failure all the same
+        if failure is not None:
+            raise failure.error(rundir, plan)
     return ended
 
 

@@ -13,11 +13,12 @@ was interrupted leaves a mark in the environment, and the next one completes it.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,19 +167,12 @@ class _Setup:
             if self._carry or not self._reaches_registry(python):
                 self._source = "carried"
                 target = Target.of(found["now"], wants_cuda=self._wants_cuda(found))
-                wheels = self._wheels_of(target, ours, before, index)
-                tree = pack(wheels)
-                self._step(f"sending {len(wheels)} wheels, {size(tree.size)}")
-                arrived = send_to(self._session, self._host.workdir, tree, self._sending)
-                self._sent_bytes += arrived.sent_bytes
-                arguments = ["--no-index", f"--find-links={arrived.path}"]
+                with self._sent(self._wheels_of(target, ours, before, index)) as folder:
+                    self._install_more(found, ["--no-index", f"--find-links={folder}"], ours)
             else:
                 has_index = index and self._call("opens", url=f"{CPU_INDEX}/torch/")
-                self._source, arguments, tree = "registry", ["--prefer-binary", *(index if has_index else [])], None
-            self._step(f"installing {', '.join(self._more)}")
-            self._pip(python, ["install", *QUICK, *arguments, *self._more, *ours], found["now"]["half"])
-            if tree is not None:
-                self._session.call("files", "discard", workdir=self._host.workdir, tree=tree.digest)
+                self._source = "registry"
+                self._install_more(found, ["--prefer-binary", *(index if has_index else [])], ours)
             self._run("import", "try_import", python=python)
             found = self._look()
         finally:
@@ -188,6 +182,20 @@ class _Setup:
             self._packages += len(changed)
             self._actions.append(self._told_packages(before, after, changed))
         return found
+
+    def _install_more(self, found: dict[str, Any], arguments: list[str], ours: list[str]) -> None:
+        self._step(f"installing {', '.join(self._more)}")
+        self._pip(found["python"], ["install", *QUICK, *arguments, *self._more, *ours], found["now"]["half"])
+
+    @contextlib.contextmanager
+    def _sent(self, wheels: dict[str, Path]) -> Iterator[str]:
+        """The folder there that holds them, for as long as they are needed."""
+        tree = pack(wheels)
+        self._step(f"sending {len(wheels)} wheels, {size(tree.size)}")
+        arrived = send_to(self._session, self._host.workdir, tree, self._sending)
+        self._sent_bytes += arrived.sent_bytes
+        yield arrived.path
+        self._session.call("files", "discard", workdir=self._host.workdir, tree=tree.digest)
 
     def _wheels_of(self, target: Target, ours: list[str], there: dict[str, str], index: list[str]) -> dict[str, Path]:
         try:
@@ -308,14 +316,10 @@ class _Setup:
         if self._carry or not self._reaches_registry(python):
             self._source = "carried"
             wheels = self._wheels(target, todo, self._wanted(found))
-            tree = pack(wheels)
-            self._step(f"sending {len(wheels)} wheels, {size(tree.size)}")
-            arrived = send_to(self._session, self._host.workdir, tree, self._sending)
-            self._sent_bytes += arrived.sent_bytes
-            self._step(f"installing {len(wheels)} packages")
-            paths = [f"{arrived.path}/{name}" for name in wheels]
-            self._pip(python, ["install", *QUICK, "--no-index", "--no-deps", *paths], now["half"])
-            self._session.call("files", "discard", workdir=self._host.workdir, tree=tree.digest)
+            with self._sent(wheels) as folder:
+                self._step(f"installing {len(wheels)} packages")
+                paths = [f"{folder}/{name}" for name in wheels]
+                self._pip(python, ["install", *QUICK, "--no-index", "--no-deps", *paths], now["half"])
         else:
             self._source = "registry"
             wants_cpu = target.is_linux and not target.wants_cuda and "torch" in todo

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.files import write_atomic
+from evener.core.files import digest_of, write_atomic
 from evener.core.units import size
 
 MAX_CODE_BYTES = 512_000_000
@@ -247,8 +247,7 @@ class DigestCache:
         if known is not None and known[:-1] == key:
             return str(known[-1])
         now = time.time()
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+        digest = digest_of(path)
         if state.st_size >= CACHED_FROM_BYTES and now - state.st_ctime > SETTLED_S:
             self._known[name] = [*key, digest]
             self._is_new = True
