@@ -73,6 +73,7 @@ def test_a_bare_machine_becomes_one_that_trains(make_lab: Callable[..., Lab], tm
             a_second_run_changes_nothing,
             when_evener_changes_evener_alone_is_installed,
             what_is_missing_alone_is_sent,
+            what_a_script_needs_comes_along,
             a_small_disk_is_told_before_it_is_full,
         ):
             chapter(controller, first)
@@ -153,6 +154,23 @@ def what_is_missing_alone_is_sent(controller: Controller, first: dict[str, Any])
     assert found["packages"] == 1
     assert found["actions"][0].startswith("rich installed from wheels sent from here")
     assert found["sent_bytes"] < 2_000_000
+
+
+def what_a_script_needs_comes_along(controller: Controller, first: dict[str, Any]) -> None:
+    """With all that it needs itself, once, and never another torch."""
+    needs = controller.home / "requirements.txt"
+    needs.write_text("humanize>=4  # sizes\ninflect\n")
+    [found] = controller.setup("--with", str(needs))["hosts"]
+    assert (found["source"], found["torch"]) == ("carried", first["torch"])
+    said = controller.python(
+        "import humanize, inflect; print(humanize.naturalsize(5e9), inflect.engine().plural('ox'))"
+    )
+    assert said == "5.0 GB oxen"
+    [found] = controller.setup("--with", str(needs))["hosts"]
+    assert (found["actions"], found["packages"]) == ([], 0)
+    [refused] = controller.setup("--with", "torch==2.0")["findings"]
+    assert "torch==2.0" in refused["evidence"] + refused["fix"]
+    assert controller.python("import torch; print(torch.__version__)") == first["torch"]
 
 
 def a_small_disk_is_told_before_it_is_full(controller: Controller, first: dict[str, Any]) -> None:

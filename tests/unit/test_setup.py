@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.core.errors import EvenerError, HostError
+from evener.core.errors import EvenerError, HostError, UsageError
 from evener.core.fleet import Fleet, Host
 from evener.hosts.remote import setup as remote
 from evener.hosts.session import Session, open_session
 from evener.launch import wheels
 from evener.launch.setup import Ours, _Setup, set_up
-from evener.launch.wheels import Target, closure, content_hash, evener_wheel, fetch_wheels
+from evener.launch.wheels import Target, closure, content_hash, evener_wheel, fetch_wheels, requirements
 
 ROOT = Path(__file__).parents[2]
 LINUX = {
@@ -271,3 +271,16 @@ def test_the_verb_names_each_host(tmp_path):
 
 def test_a_target_is_plain_data():
     assert msgspec.json.decode(msgspec.json.encode(target()), type=Target) == target()
+
+
+def test_what_a_script_needs_is_read_as_pip_reads_it(tmp_path):
+    file = tmp_path / "requirements.txt"
+    file.write_text("# all of it\nhumanize >= 4  # sizes\n\ntiktoken[extra]==0.8 ; python_version > '3'\n")
+    asked = requirements(["datasets", str(file)])
+    assert asked == ["datasets", "humanize>=4", 'tiktoken[extra]==0.8; python_version > "3"']
+    for bad, told in (("no package!", "not a package"), ("missing.txt", "No such file"), ("-r other", "not a package")):
+        with pytest.raises(UsageError, match=told):
+            requirements([bad])
+    file.write_text("fine\n--index-url x\n")
+    with pytest.raises(UsageError, match="line 2"):
+        requirements([str(file)])

@@ -50,6 +50,8 @@ SILENT_S = 60.0  # a host that works says so every 5 s
 QUICK = ("--no-compile", "--progress-bar=off")
 SMALL_PACKAGE = "msgspec"  # small, and on every registry that has what evener needs
 
+OTHER_VERSIONS = "{} cannot be there together with what evener needs, which is the same on all hosts: other versions?"
+
 Tell = Callable[[str, str, bool], None]  # host, what it does, is that a new step?
 
 
@@ -393,7 +395,8 @@ class _Setup:
         hint = {
             "venv": f"on {self._name}, run: sudo apt install python3-venv",
             "import": f"the lines above name what is missing on {self._name}",
-        }.get(what, "run it again: what is there is kept; --carry sends wheels from here")
+            "pip": OTHER_VERSIONS.format(", ".join(self._more)) if "ResolutionImpossible" in text else None,
+        }.get(what) or "run it again: what is there is kept; --carry sends wheels from here"
         about = {"venv": "setup.venv", "import": "setup.import"}.get(what, "setup.pip")
         message = errors[-1].removeprefix("ERROR: ")
         return self._error(about, f"{what} failed (exit status {status}): {message}", hint, "\n".join(said[-15:]))

@@ -191,7 +191,7 @@ def requirements(words: Iterable[str]) -> list[str]:
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
-    found = []
+    found: list[str] = []
     for word in words:
         is_file = word.endswith(".txt") or Path(word).is_file()
         try:
@@ -200,15 +200,14 @@ def requirements(words: Iterable[str]) -> list[str]:
             raise UsageError(f"--with {word}: {getattr(error, 'strerror', None) or 'not text'}") from None
         for number, line in enumerate(lines, 1):
             text = re.sub(r"(^|\s)#.*", "", line).strip()
-            if text.startswith(("-r ", "--requirement ")):
-                found += requirements([str(Path(word).parent / text.split(None, 1)[1])])
-            elif text:
+            if text:
                 try:
                     found.append(str(Requirement(text)))
                 except InvalidRequirement:
                     where = f"{word}, line {number}" if is_file else word
                     raise UsageError(
-                        f"--with {where}: not a package: {text}", hint="such as tiktoken or 'datasets>=2.0'"
+                        f"--with {where}: not a package: {text}",
+                        hint="such as tiktoken or 'datasets>=2.0'; another file has a --with of its own",
                     ) from None
     return found
 
@@ -259,10 +258,13 @@ def _pip_here(arguments: list[str], target: Target) -> None:
     argv += [arguments[0], *target.pip_flags(), *arguments[1:]]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or ["ERROR: pip failed"]
+        said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+        is_conflict = any(line.startswith("ResolutionImpossible") for line in said)
         raise EvenerError(
-            f"no wheels for {target.key} from here: {said[-1].removeprefix('ERROR: ')}",
-            hint="does this machine reach its registry? `pip download` by hand says more",
+            f"no wheels for {target.key} from here: {said[0 if is_conflict else -1] if said else 'pip failed'}",
+            hint="other versions: what evener itself needs is the same on all hosts"
+            if is_conflict
+            else "does this machine reach its registry? `pip download` by hand says more",
             output="\n".join(done.stderr.splitlines()[-15:]),
         )
 
