@@ -58,6 +58,7 @@ def test_to_flags_and_back(spec):
         (["--lr", "-1"], "--lr '-1': expected a number >= 0.0", ""),
         (["--lr", "inf"], "--lr inf: expected a finite number", ""),
         (["--steps", "many"], "--steps 'many': expected a whole number, got text", ""),
+        (["--block-size=NULL"], "--block-size 'NULL': expected a whole number", ""),
         (["--steps"], "--steps: expected a value after it: whole number", ""),
         (["--compile", "maybe"], "--compile 'maybe': expected auto or on or off", ""),
         (

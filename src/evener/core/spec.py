@@ -253,6 +253,8 @@ def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None 
         choices = ["true", "false"] if flag.kind == "yes or no" else flag.kind.split("|") if "|" in flag.kind else []
         if choices and text not in choices:
             raise UsageError(f"{flag.name} {text!r}: expected {' or '.join(choices)}")
+        if text.lower() == "null" and "number" in flag.kind:  # which msgspec takes for None
+            raise UsageError(f"{flag.name} {text!r}: expected a {flag.kind}")
         try:
             spec = from_tree(tree, RunSpec, strict=False)
         except msgspec.ValidationError as error:
