@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from evener.launch.watch import DISK_S, STILL_S, Look, Watch, sentence
+from evener.launch.watch import CUT_S, DISK_S, STILL_S, Look, Watch, sentence
 
 COMPUTES = {"state": "R", "rate": 0.9, "where": "model.py:30 in forward"}
 WAITS = {"state": "S", "rate": 0.003, "where": "loop.py:57 in train", "waits": True}
@@ -128,3 +128,19 @@ def test_of_ranks_that_nobody_sees_nothing_is_said():
         watch.see("a", second, {0: look(WAITS, second), 1: look(SLEEPS, second)})
     assert watch.hang() is None
     assert not watch.sees_all
+
+
+def test_a_machine_that_acknowledges_nothing_is_told_of():
+    """Whatever the ranks look like; not for a moment's loss, and not of machines that have no part in the run."""
+    watch = Watch(2, {"10.0.0.1": "a", "10.0.0.2": "b"})
+    for second in range(60):
+        stuck = ["10.0.0.2", "192.168.7.7"] if second in (3, 4) or second >= 30 else ["192.168.7.7"]
+        watch.see("a", second, {0: look(WAITS, second)}, stuck)
+        watch.see("b", 7000 + second, {1: look(COMPUTES, second)})
+        hang = watch.hang()
+        assert (hang is not None) == (second >= 30 + CUT_S)
+    assert hang is not None
+    assert (hang.host, hang.peer, hang.how) == ("a", "b", "cut-off")
+    assert sentence(hang).startswith("a has no answer from b any more")
+    watch.see("a", 60, {0: look(WAITS, 60)})
+    assert watch.hang() is None

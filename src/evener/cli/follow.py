@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from evener.report.summary import Summary
 
 PLAIN_EVERY_S = 5.0
+TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "run.peer-exit")
 
 
 @contextlib.contextmanager
@@ -78,25 +79,25 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
                 console.print(f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
             elif news["event"] == "sync.fidelity":
                 console.print(f"step {news['step']}: {news['why']}")
-            elif news["event"] in ("run.hang", "run.goes-on"):
-                console.print(of_a_hang(news), markup=False)
+            elif news["event"] in TROUBLE:
+                console.print(in_words(news), markup=False)
             elif news["event"] == "run.diverged":
                 console.print(f"step {news['step']}: the replicas differ")
 
         yield observe
 
 
-def of_a_hang(event: dict[str, Any]) -> str:
-    """A run that hangs, or goes on, in words."""
+def in_words(event: dict[str, Any]) -> str:
+    """A run that hangs, goes on, or cannot."""
     if event["event"] == "run.goes-on":
         return f"it goes on, {seconds(event['after_s'])} after that was told"
-    return f"warning: run.hang: {event['error']}\nhint:  {event['hint']}"
+    return f"warning: {event['event']}: {event['error']}\nhint:  {event['hint']}"
 
 
-def tell_hang(news: StepRecord | dict[str, Any]) -> None:
-    """What is told of a run while what it prints is shown: that it hangs."""
-    if not isinstance(news, StepRecord) and news["event"] in ("run.hang", "run.goes-on"):
-        print(of_a_hang(news), file=sys.stderr, flush=True)
+def tell_trouble(news: StepRecord | dict[str, Any]) -> None:
+    """What is told of a run while what it prints is shown: that it hangs, or that a host has failed."""
+    if not isinstance(news, StepRecord) and news["event"] in TROUBLE:
+        print(in_words(news), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def launch(
                 lines.print_new()
 
         if plan.is_here and not detach:
-            states = here.stay_with(rundir, plan, sessions, follow.tell_hang, see)
+            states = here.stay_with(rundir, plan, sessions, follow.tell_trouble, see)
         else:
             launcher.start(rundir, plan, sessions)
     if detach:
@@ -85,7 +85,7 @@ def launch(
         return 0
     if not plan.is_here:
         try:
-            states = launcher.follow(rundir, plan, follow.tell_hang, fleets.on_lost, see, say=fleets.say)
+            states = launcher.follow(rundir, plan, follow.tell_trouble, fleets.on_lost, see, say=fleets.say)
         except KeyboardInterrupt:
             fleets.left_alone(rundir)
             return 130

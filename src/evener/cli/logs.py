@@ -42,7 +42,7 @@ def logs(
             fleets.tell_weights(rundir, plan)
         return 0
     try:
-        launcher.follow(rundir, plan, follow_cli.tell_hang, fleets.on_lost, lambda mirror: show(), say=fleets.say)
+        launcher.follow(rundir, plan, follow_cli.tell_trouble, fleets.on_lost, lambda mirror: show(), say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130

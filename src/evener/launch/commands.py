@@ -108,6 +108,7 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
     endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"
     argv = [
         place.python,
+        "-P",  # a queue.py of the project's own is its ranks' alone
         "-m",
         "evener.worker.agent",
         f"--nnodes={len(places)}",

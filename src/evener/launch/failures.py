@@ -7,8 +7,9 @@ only lost its peers.
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from evener.launch.scripts import hint_of, wants_gpu
 
 LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
+CUT_OFF = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
 OOM_S = 10.0  # between a look at the kernel's counter and a rank's end
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
 
@@ -115,12 +117,22 @@ def _hosts(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Fail
         elif status not in (0, None) and not state.get("failures"):
             how = f"the launcher on {host} {_ending(status, state.get('signal'))}"
             by_itself = status != TOLD_TO_END
+            if why := _ended_because(last_lines(log, LAST_LINES, _began(state))):
+                how = f"run.cut-off: {host} ended its ranks: {why}"
         else:
             continue
         found.append(
             Failure(host=host, rank=None, how=how, time=ended, log=log, since=_began(state), by_itself=by_itself)
         )
     return found
+
+
+def _ended_because(said: Iterable[str]) -> str | None:
+    """Why an agent ended its ranks, where no other has told it to."""
+    for line in said:
+        if found := CUT_OFF.search(line):
+            return found[1]
+    return None
 
 
 def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | None:

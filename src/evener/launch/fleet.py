@@ -43,9 +43,9 @@ from evener.launch.carry import Carrier
 from evener.launch.commands import Place, Project, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
 from evener.launch.mirror import GONE, HostMirror, Mirror, State, host_failed, merge_events, tell
+from evener.launch.news import News, ended_by_us, has_failed
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
-from evener.launch.watch import Hang, Watch, sentence
 
 POLL_S = 0.2
 STOP_S = 600.0
@@ -306,7 +306,8 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
     for follower in events.values():
         next(follower)  # what happened in earlier starts of the run
     lost: set[str] = set()
-    next_step, watching = -1, _Watching(plan.world_size)
+    told_to_end: list[str] = []
+    next_step, news = -1, News(rundir, plan)
     with Mirror(rundir, plan) as mirror, Carrier(rundir, plan) as carrier:
         if carries:
             carrier.look()
@@ -333,14 +334,18 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                 if (host.error is not None) != (name in lost):
                     lost ^= {name}
                     on_lost(host)
-            for event in watching.news(mirror):
+            for event in news.of(mirror):
                 tell(rundir, plan, **event)
                 if not plan.is_here:  # else it is among the run's own
                     observe(event)
+            if not told_to_end and not done and news.waits_in_vain():
+                told_to_end = [name for name, host in mirror.hosts.items() if not host.is_done]
+                stop(rundir, msgspec.structs.replace(plan, hosts=[plan.host(name) for name in told_to_end]), now=True)
             on_change(mirror)
             if not done:
                 mirror.wait(POLL_S)
         ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
+        ended |= {name: ended_by_us(ended[name]) for name in told_to_end if ended[name].get("stopped")}
     failure = conclude(rundir, plan, ended)
     try:
         carry.bring(rundir, plan, say)
@@ -350,33 +355,6 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
         if failure is not None:
             raise failure.error(rundir, plan)
     return ended
-
-
-class _Watching:
-    """Tells of a run that hangs when it begins to, and when it goes on."""
-
-    def __init__(self, world_size: int) -> None:
-        self._watch, self._since = Watch(world_size), 0.0
-        self._hang: Hang | None = None
-
-    def news(self, mirror: Mirror) -> list[dict[str, Any]]:
-        """Events, by what the hosts saw since the last time."""
-        for name, host in mirror.hosts.items():
-            while host.seen:
-                self._watch.see(name, *host.seen.pop(0))
-            if host.error is not None:
-                self._watch.see(name, 0.0, {})  # nobody sees it
-        hang, was = self._watch.hang(), self._hang
-        if hang == was or (hang and was and hang.kind == was.kind):
-            return []
-        self._hang = hang
-        if hang is None:
-            if not self._watch.sees_all:
-                return []  # it ended, or was lost from sight
-            return [{"event": "run.goes-on", "after_s": time.monotonic() - self._since}]
-        if was is None:
-            self._since = time.monotonic()
-        return [{"event": "run.hang", "host": hang.host, "rank": hang.rank, "error": sentence(hang), "hint": hang.fix}]
 
 
 def conclude(rundir: RunDir, plan: Plan, ended: Mapping[str, State]) -> Failure | None:
@@ -454,7 +432,7 @@ def _ask(plan: Plan, question: Callable[[Session, HostPlan], State]) -> dict[str
 def _only_lost_are_left(mirror: Mirror) -> bool:
     """Has the run failed on some hosts, while the rest have been out of sight for long?"""
     left = [host for host in mirror.hosts.values() if not host.is_done]
-    failed = [host for host in mirror.hosts.values() if host.is_done and (host.state or GONE)["status"] != 0]
+    failed = [host for host in mirror.hosts.values() if has_failed(host)]
     now = time.monotonic()
     return bool(failed) and all(host.lost_since is not None and now - host.lost_since > GIVEN_UP_S for host in left)
 

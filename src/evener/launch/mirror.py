@@ -64,9 +64,8 @@ class HostMirror:
         self._rundir, self._plan = rundir, plan
         self._folder = plan.state_path(rundir).parent
         self.state: State | None = None  # as the host told it last
-        self.seen: list[
-            tuple[float, dict[int | None, Look]]
-        ] = []  # (the host's time, what its processes did), new ones
+        # New ones: the host's time, what its processes did, and which machines do not answer it.
+        self.seen: list[tuple[float, dict[int | None, Look], list[str]]] = []
         self.error: HostError | None = None  # while the host cannot be reached
         self.lost_since: float | None = None  # time.monotonic() of the first of these errors
         self.broken: Exception | None = None  # what keeps this machine from copying at all
@@ -127,7 +126,8 @@ class HostMirror:
                 if item["size"] == 0:
                     self._add(item, b"")
             elif "looks" in item:
-                self.seen.append((item["at"], {rank: from_tree(look, Look) for rank, look in item["looks"]}))
+                looks = {rank: from_tree(look, Look) for rank, look in item["looks"]}
+                self.seen.append((item["at"], looks, item["stuck"]))
             else:
                 was, self.state = self.state, item["caught_up"] or GONE
                 if self.error is not None or was != self.state or dirty:

@@ -1,19 +1,21 @@
 """Which rank holds all the others up, and how? By what its host sees of it: a rank that is frozen cannot tell.
 
 a process that is stopped, or that waits in the kernel for a disk      that is it, whatever the others do
+a machine that does not acknowledge what another sends                 it is what lies between them
 no rank uses its processor, and some do not wait for others            one of these is it
-all wait for the others                                                it is what lies between them
+all wait for the others                                                a slow link, and nothing is wrong
 some rank computes                                                     a long step: nothing is wrong
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 STILL_S = 8.0  # seen like that for so long; a look, its way home and a reader's second make 10
+CUT_S = 4.0  # after its host has tried for 3 s
 DISK_S = 60.0  # a checkpoint on a slow disk takes its time
 IDLE = 0.02  # of a processor: a pulse takes less
 SPAN_S = 2.0  # over which that is counted
@@ -35,9 +37,10 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     rank: int | None  # None: what started the ranks there
-    how: str  # stopped, disk, idle
+    how: str  # stopped, disk, idle, cut-off
     what: str
     fix: str
+    peer: str | None = None
 
     @property
     def kind(self) -> tuple[str, int | None, str]:
@@ -89,12 +92,20 @@ class _Seen:
 class Watch:
     """What was seen of the processes of a run."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, world_size: int, hosts: Mapping[str, str] | None = None) -> None:
+        """`hosts`: by their addresses."""
+        self._world_size, self._hosts = world_size, dict(hosts or {})
         self._seen: dict[tuple[str, int | None], _Seen] = {}
+        self._cut: dict[tuple[str, str], tuple[float, float]] = {}  # (who, from whom): since when, until when
 
-    def see(self, host: str, at_s: float, looks: Mapping[int | None, Look]) -> None:
-        """A look at a host, at a time of its own clock: its ranks and (None) what started them."""
+    def see(self, host: str, at_s: float, looks: Mapping[int | None, Look], stuck: Iterable[str] = ()) -> None:
+        """A look at a host, at a time of its own clock: its ranks and (None) what started them; and the addresses that
+        do not acknowledge what it sends.
+        """
+        cut = {(host, self._hosts[address]) for address in stuck if address in self._hosts}
+        for pair in [pair for pair in self._cut if pair[0] == host and pair not in cut]:
+            del self._cut[pair]
+        self._cut |= {pair: (self._cut.get(pair, (at_s, at_s))[0], at_s) for pair in cut}
         for key in [key for key in self._seen if key[0] == host and key[1] not in looks]:
             del self._seen[key]
         for rank, look in looks.items():
@@ -122,6 +133,13 @@ class Watch:
                 return Hang(
                     host=host, rank=rank, how="disk", what=what, fix=f"on {host}: a slow or full disk? df; dmesg"
                 )
+        for (host, peer), (since_s, until_s) in self._cut.items():
+            if until_s - since_s >= CUT_S:
+                what = f"has no answer from {peer} any more: a link is down, or something between them drops it all"
+                return Hang(
+                    host=host, rank=None, how="cut-off", what=what, peer=peer,
+                    fix="evener doctor looks at the way between them; when it is back, the run goes on",
+                )  # fmt: skip
         if not self.sees_all:
             return None
         ranks = {key: seen for key, seen in self._seen.items() if key[1] is not None}
@@ -137,4 +155,6 @@ class Watch:
 
 def sentence(hang: Hang) -> str:
     """In words."""
+    if hang.peer is not None:
+        return f"{hang.host} {hang.what}"
     return f"{'the launcher' if hang.rank is None else f'rank {hang.rank}'} on {hang.host} {hang.what}"

@@ -82,7 +82,7 @@ def _describe(event: dict[str, Any]) -> str:
             return str(event.get("what"))
         case "sync.fidelity":
             return f"step {step}: {event.get('why')}"
-        case "run.hang":
+        case "run.hang" | "run.cut-off":
             return str(event.get("error"))
         case "run.goes-on":
             return f"it goes on, {seconds(event.get('after_s'))} after that was told"
@@ -101,7 +101,8 @@ def _describe(event: dict[str, Any]) -> str:
         case "run.diverged":
             return f"step {step}: the replicas differ: {msgspec.json.encode(event.get('differences')).decode()}"
         case "failure" | "run.peer-exit":
-            return f"rank {event.get('rank')}: {event.get('error')}"
+            who = "" if event.get("rank") is None else f"rank {event['rank']}: "
+            return f"{who}{event.get('error')}"
         case _:
             rest = {key: value for key, value in event.items() if key not in ("event", "time")}
             return ", ".join(f"{key} {value}" for key, value in rest.items())

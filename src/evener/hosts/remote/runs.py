@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import time
 POLL_S = 0.1
 LOOK_S = 1.0
 CHUNK = 1 << 18
+ESTABLISHED, TRIES = "01", 4  # a state of the kernel's; so often was a segment sent again: 3 s, and longer each time
 START_S = 20.0
 END_S = 5.0  # the supervisor's
 _ranks = {}  # pid: (when it began, its rank)
@@ -119,7 +121,7 @@ def end_leftovers(run):
 
 def follow(run, have, until_end=True):
     """What a run's files gain: {"path", "offset", "identity", "size"}, then the bytes; {"caught_up": state} at times,
-    and every second {"looks": …} as `looks` gives them.
+    and every second {"looks": …, "stuck": …} as `looks` and `stuck` give them.
 
     `have` is {path: [identity, size]} of what the reader holds, None of one who reads the files here. A file that was
     replaced starts again at offset 0. Ends when the run has ended and all is read; without `until_end`, as soon as all
@@ -134,7 +136,7 @@ def follow(run, have, until_end=True):
             yield from _news(run, path, have)
         if until_end and time.monotonic() >= look_at:
             look_at = time.monotonic() + LOOK_S
-            yield {"looks": looks(run, state), "at": time.monotonic()}
+            yield {"looks": looks(run, state), "stuck": stuck(), "at": time.monotonic()}
         yield {"caught_up": state}
         if not until_end or state is None or state["state"] == "ended":
             return
@@ -159,6 +161,21 @@ def looks(run, state):
         except (OSError, ValueError, LookupError):
             continue  # it has ended, or is no rank
     return found
+
+
+def stuck():
+    """Addresses of machines that do not acknowledge what they were sent, however often it is sent again. Linux."""
+    found = set()
+    for path, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
+        with contextlib.suppress(OSError), open(path) as table:
+            for line in table:
+                words = line.split()
+                if words[3] != ESTABLISHED or not int(words[4].partition(":")[0], 16) or int(words[6], 16) < TRIES:
+                    continue
+                number = words[2].partition(":")[0]  # 32 bits at a time, as the processor has them
+                parts = [int(number[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(number), 8)]
+                found.add(socket.inet_ntop(family, b"".join(parts)))
+    return sorted(found)
 
 
 def checkpoints(run):

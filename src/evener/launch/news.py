@@ -1,0 +1,84 @@
+"""What is told of a run that is followed, besides what its ranks record? That it hangs, or that it cannot go on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from evener.core.plan import Plan
+from evener.core.rundir import RunDir
+from evener.launch.failures import TOLD_TO_END, first_failure
+from evener.launch.mirror import GONE, HostMirror, Mirror, State
+from evener.launch.watch import Hang, Watch, sentence
+
+TOLD_S = 3.0  # after a host has failed: by then the others have mostly ended, and the run tells of it itself
+ENDS_S = 20.0  # after that they do not end by themselves: theirs have never met the one that failed
+
+Event = dict[str, Any]
+
+
+class News:
+    """Looks at what the hosts tell; events, of which whoever follows the run hears."""
+
+    def __init__(self, rundir: RunDir, plan: Plan) -> None:
+        self._rundir, self._plan = rundir, plan
+        self._watch, self._since = Watch(plan.world_size, {host.address: host.name for host in plan.hosts}), 0.0
+        self._hang: Hang | None = None
+        self._failed_at: float | None = None
+        self._has_told = False
+
+    def of(self, mirror: Mirror) -> list[Event]:
+        """What is new since the last time."""
+        return [*self._of_hangs(mirror), *self._of_failures(mirror)]
+
+    def waits_in_vain(self) -> bool:
+        """Has a host failed, and the others do not come to an end?"""
+        return self._failed_at is not None and time.monotonic() - self._failed_at > ENDS_S
+
+    def _of_hangs(self, mirror: Mirror) -> list[Event]:
+        """When it begins to hang, and when it goes on."""
+        for name, host in mirror.hosts.items():
+            while host.seen:
+                self._watch.see(name, *host.seen.pop(0))
+            if host.error is not None:
+                self._watch.see(name, 0.0, {})  # nobody sees it
+        hang, was = self._watch.hang(), self._hang
+        if hang == was or (hang and was and hang.kind == was.kind):
+            return []
+        self._hang = hang
+        if hang is None:
+            if not self._watch.sees_all:
+                return []  # it ended, or was lost from sight
+            return [{"event": "run.goes-on", "after_s": time.monotonic() - self._since}]
+        if was is None:
+            self._since = time.monotonic()
+        facts = {"host": hang.host, "peer": hang.peer, "rank": hang.rank, "error": sentence(hang), "hint": hang.fix}
+        return [{"event": "run.cut-off" if hang.how == "cut-off" else "run.hang", **facts}]
+
+    def _of_failures(self, mirror: Mirror) -> list[Event]:
+        """When a host has failed, while others go on and nobody else tells why."""
+        if not any(has_failed(host) for host in mirror.hosts.values()):
+            return []
+        self._failed_at = self._failed_at or time.monotonic()
+        if self._has_told or mirror.is_done or time.monotonic() - self._failed_at < TOLD_S:
+            return []
+        self._has_told = True
+        failure = first_failure(
+            self._rundir, self._plan, {name: host.state or {} for name, host in mirror.hosts.items()}
+        )
+        if failure is None:
+            return []
+        last = failure.output.splitlines()[-1:]
+        error = ": ".join([failure.how, *last])
+        hint = failure.hint or "the other hosts are ended"
+        return [{"event": "run.peer-exit", "host": failure.host, "rank": failure.rank, "error": error, "hint": hint}]
+
+
+def has_failed(host: HostMirror) -> bool:
+    """Has the run ended there, and not well?"""
+    return host.is_done and (host.state or GONE)["status"] != 0
+
+
+def ended_by_us(state: State) -> State:
+    """Of a host that was told to end because another had failed: nobody has stopped the run."""
+    return state | {"stopped": False, "status": TOLD_TO_END, "signal": None}
