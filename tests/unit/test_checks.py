@@ -89,6 +89,7 @@ class World:
         self.errors: dict[str, HostError] = {}
         self.links: dict[str, dict[str, Link]] = {}
         self.machine = MachineSpec()
+        self.file: str | None = None
 
     def change(self, name: str, **more: Any) -> None:
         self.facts[name] = msgspec.structs.replace(self.facts[name], **more)
@@ -112,7 +113,7 @@ class World:
         self.pairs = {}
 
     def findings(self) -> list[Any]:
-        fleet = Fleet(hosts=self.hosts, links=self.links)
+        fleet = Fleet(hosts=self.hosts, file=self.file, links=self.links)
         candidates = {name: ways_of(one, self.hosts[name]) for name, one in self.facts.items()}
         network = Network(ways=self.ways, pairs=list(self.pairs.values()), resolved=self.resolved, reached=self.reached)
         return check(Seen(fleet=fleet, machine=self.machine, facts=self.facts, candidates=candidates, network=network,
@@ -172,6 +173,13 @@ def six_and_four(world: World) -> None:
     world.gloo("laptop", "fd00::28")
 
 
+def another_answers_ssh(world: World) -> None:
+    """attic has laptop's address, and so ssh meets attic's host key there."""
+    world.host("laptop", address="192.168.1.28")
+    world.change("attic", interfaces=[loopback(), interface(address="192.168.1.36"), interface("eth1", "192.168.1.28")])
+    world.off("laptop", "ssh.hostkey")
+
+
 def gpus(world: World, **more: Any) -> None:
     world.change(
         "attic", gpus=["NVIDIA GeForce RTX 4070"], gpu_driver="550.1", gpu_cards=1, torch_version="2.13.0+cu128"
@@ -184,6 +192,17 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     # id, severity, host, peer, what is broken
     ("net.loopback-hostname", "warning", "laptop", None, lambda w: w.gloo("laptop", "127.0.1.1")),
     ("net.loopback-hostname", "warning", "laptop", None, lambda w: w.gloo("laptop", "fe80::1")),
+    ("net.loopback-hostname", "warning", "laptop", None,
+     lambda w: (w.change("laptop", hostname="localhost"), w.gloo("laptop", "127.0.0.1"))),
+    ("host.same-name", "warning", "laptop", "attic",
+     lambda w: (w.gloo("laptop", "127.0.0.1"), w.change("laptop", hostname="attic"))),
+    ("net.duplicate-address", "error", "laptop", "attic",
+     lambda w: w.change("attic", interfaces=[loopback(), interface(address="192.168.1.36"),
+                                             interface("eth1", "192.168.1.28")])),
+    ("net.duplicate-address", "error", "laptop", "attic", another_answers_ssh),
+    ("net.duplicate-address", "error", "laptop", None,
+     lambda w: (w.change("laptop", interfaces=[loopback(), interface(address="192.168.1.28", mac="02:00:00:00:00:28")]),
+                w.pair("attic", "laptop", tries=tries("refused", "stranger"), answered_by="02:00:00:00:00:99"))),
     ("net.wrong-interface", "warning", "laptop", None, ports_beside),
     ("net.wrong-interface", "error", "laptop", None, named_but_unreached),
     ("net.wrong-interface", "error", "laptop", None,
@@ -235,12 +254,21 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("version.python", "error", "laptop", None, lambda w: w.change("laptop", python_version="3.8.10")),
     ("version.python", "error", "laptop", None,
      lambda w: w.change("laptop", python_version=None, torch_version=None, evener_hash=None)),
+    ("version.torch", "error", "laptop", None,
+     lambda w: w.change("laptop", torch_error="ImportError: libgomp.so.1: cannot open shared object file")),
+    ("env.shadowed", "warning", "laptop", None, lambda w: w.change("laptop", shadowed={"queue": "/home/ann/queue.py"})),
+    ("env.shadowed", "error", "laptop", None, lambda w: w.change("laptop", shadowed={"torch": "/home/ann/torch.py"})),
+    ("env.shadowed", "error", "laptop", None,
+     lambda w: w.change("laptop", shadowed={"queue": "/home/ann/queue.py"}, torch_error="AttributeError: SimpleQueue")),
+    ("env.shadowed", "error", "laptop", None, lambda w: w.change("laptop", python_error="SyntaxError: sitecustomize")),
     ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash="other")),
     ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash=None, evener_version=None)),
     ("rank.duplicate", "error", "laptop", "attic", lambda w: w.change("laptop", machine_id="boot-attic")),
     ("ssh.unreachable", "error", "laptop", None, lambda w: w.off("laptop", "ssh.unreachable")),
     ("ssh.auth", "error", "laptop", None, lambda w: w.off("laptop", "ssh.auth")),
     ("ssh.hostkey", "error", "laptop", None, lambda w: w.off("laptop", "ssh.hostkey")),
+    ("ssh.shell", "error", "laptop", None, lambda w: w.off("laptop", "ssh.shell")),
+    ("ssh.key", "error", "laptop", None, lambda w: w.off("laptop", "ssh.key")),
     ("clock.skew", "warning", "laptop", None, lambda w: w.change("laptop", clock_offset_s=-3.0)),
     ("limit.nofile", "warning", "laptop", None,
      lambda w: w.change("laptop", limits={"nofile": Limit(soft=64, hard=64)})),
@@ -282,6 +310,23 @@ def test_each_failure_gives_its_finding_and_no_other(check_id, severity, host, p
     assert [(one.check, one.severity, one.host, one.peer) for one in found] == [(check_id, severity, host, peer)]
     assert found[0].evidence
     assert found[0].fix
+
+
+def test_fixes_are_commands_that_can_be_typed():
+    """With the fleet file that was named, the file in which a variable is set, and the folder that is there."""
+    world = World()
+    world.change("laptop", shadowed={"queue": "/q.py"}, set_in={"PYTHONPATH": ("~/.profile", 7)})
+    assert world.findings()[0].fix == "on laptop: sed -i.old '7d' ~/.profile"
+    world.change("laptop", shadowed={}, environment={"GLOO_A": "1", "GLOO_B": "2"},
+                 set_in={"GLOO_A": ("/etc/environment", 3), "GLOO_B": ("~/.bashrc", 9)})  # fmt: skip
+    fix = "on laptop: sudo sed -i.old '3d' /etc/environment && sed -i.old '9d' ~/.bashrc"
+    assert world.findings()[0].fix == fix
+    world.change("laptop", environment={}, disk_free_bytes=0, disk_folder="/home/ann")
+    assert world.findings()[0].fix.startswith("on laptop: du -xh /home/ann | sort -h | tail")
+    world.change("laptop", disk_free_bytes=10**11, torch_version=None)
+    assert world.findings()[0].fix == "evener setup"
+    world.file = "my fleets/lab.toml"
+    assert world.findings()[0].fix == "evener setup --fleet 'my fleets/lab.toml'"
 
 
 def test_of_a_mixed_fleet_each_rank_computes_in_its_own_type():
@@ -350,6 +395,7 @@ def test_every_failure_that_can_be_seen_before_a_launch_has_a_row():
         "rank.duplicate", "ssh.unreachable", "ssh.auth", "ssh.hostkey", "clock.skew", "limit.nofile", "limit.memlock",
         "mem.space", "disk.space", "shm.size", "mem.swap", "cpu.oversubscribed", "cpu.throttled", "power.sleep",
         "dtype.slow", "gpu.missing", "gpu.driver", "gpu.p2p", "env.ineffective", "env.interface-syntax", "tty.attached",
+        "env.shadowed", "host.same-name", "net.duplicate-address", "ssh.shell", "ssh.key",
     }  # fmt: skip
     assert {row[0] for row in ROWS} == stated - later
 

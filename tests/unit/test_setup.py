@@ -16,6 +16,7 @@ import pytest
 
 from evener.core.errors import EvenerError, HostError, UsageError
 from evener.core.fleet import Fleet, Host
+from evener.hosts.remote import facts
 from evener.hosts.remote import setup as remote
 from evener.hosts.session import Session, open_session
 from evener.launch import wheels
@@ -232,13 +233,17 @@ def test_this_environment_needs_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_python_that_is_no_venv_is_left_alone(tmp_path):
-    python = f"{sys.base_prefix}/bin/python3"
-    fleet = Fleet(hosts={"here": Host(address="local", python=python, workdir=str(tmp_path))})
-    error = run_setup(fleet)["here"]
-    assert isinstance(error, HostError)
-    assert error.check == "setup.python"
-    assert re.search(r"lacks torch \S+ and \d+ packages, and is no virtual environment", str(error))
+def test_a_python_that_is_no_venv_is_left_alone_and_one_is_made_of_it(tmp_path):
+    base = f"{sys.base_prefix}/bin/python3"
+    found = remote.look(str(tmp_path), python=base)
+    assert (found["python"], found["is_own"], found["now"]["is_venv"]) == (base, False, False)
+    assert os.path.realpath(found["base"]["python"]) == os.path.realpath(base)
+    subprocess.run([base, "-m", "venv", tmp_path / "venv"], check=True)
+    made = str(tmp_path / "venv/bin/python")
+    found = remote.look(str(tmp_path), python=base)
+    assert (found["python"], found["is_own"], found["now"]["is_venv"]) == (made, True, True)
+    assert facts._python(str(tmp_path), base) == made  # which is then the one that trains
+    assert facts._python(str(tmp_path), sys.executable) == sys.executable  # another venv of the same python is not it
 
 
 def run_setup(fleet: Fleet) -> dict[str, Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evener.hosts.doctor import Survey
     from evener.hosts.pairs import Pair
 
-PATIENCE_S = 8.0  # with a host that lets one in and then says nothing
+PATIENCE_S = 5.0  # with a host that lets one in and then says nothing
 MATRIX = 16  # hosts, up to which a pair has a cell
 CELL, ROW_HEAD = 20, 14  # columns of one that tells figures
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}

@@ -90,7 +90,7 @@ def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
                     play.break_it()
                     seen = play.look()
                     play.mend(seen)
-                    left = _left(one, play.look())
+                    left = _left(one, play.look_again())
                 result = _as_object(one, seen, {}, [], left)
                 line = f"named after {seen.took_s:.1f} s" if result["named"] else "not named"
                 line += ", mended" if not left else f", not mended: {', '.join(finding.check for finding in left)}"
@@ -133,7 +133,7 @@ def _run_one(one: Drill, short: bool, as_json: bool) -> int:
         if one.named_in(seen.findings) is not None:
             screen.wait_for("mending")
             done = play.mend(seen)
-            left = _left(one, play.look())
+            left = _left(one, play.look_again())
             again = {}
             if heard and one.raw is not None and one.raw.works_when_mended:
                 screen.wait_for("by hand, once more")

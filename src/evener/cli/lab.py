@@ -15,6 +15,8 @@ import typer
 from evener.cli.drill import drill
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from evener.lab.lab import Lab
 
 app = typer.Typer(
@@ -140,7 +142,7 @@ def exec_(
 
 @app.command()
 def down(
-    name: Annotated[str | None, typer.Argument(help="Which. [the only one]", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="Which. [the only one, or lab]", show_default=False)] = None,
     every: Annotated[bool, typer.Option("--all", help="Every lab of yours.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -150,10 +152,12 @@ def down(
     from evener.lab.lab import take_down
 
     labs = state.lab_names()
-    if every or (name is None and len(labs) < 2):
+    if every:
         names = labs
     elif name is not None:
         names = [name]
+    elif (usual := _usual(labs)) is not None or not labs:
+        names = [usual] if usual else []
     else:
         raise UsageError(f"which lab? {', '.join(labs)}", hint="evener lab down --all ends them all")
     ended = [one for one in names if take_down(one)]
@@ -176,10 +180,17 @@ def _find(name: str | None) -> Lab:
         labs = state.lab_names()
         if not labs:
             raise UsageError("no lab is up", hint="evener lab up")
-        if len(labs) > 1:
+        name = _usual(labs)
+        if name is None:
             raise UsageError(f"which lab? {', '.join(labs)}", hint=f"--name {shlex.quote(labs[0])}")
-        name = labs[0]
     return Lab.find(name)
+
+
+def _usual(labs: Sequence[str]) -> str | None:
+    """The lab that is meant where none is named: the only one, else the one that `lab up` makes without a --name."""
+    from evener.lab.spec import LabSpec
+
+    return labs[0] if len(labs) == 1 else next((name for name in labs if name == LabSpec().name), None)
 
 
 def _describe(lab: Lab) -> dict[str, Any]:

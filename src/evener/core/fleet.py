@@ -11,6 +11,7 @@ tokens_per_s = 500.0
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,7 +43,7 @@ class Host(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     identity_file: str | None = None
     ssh_options: list[str] = []  # each is ssh's -o: "ConnectTimeout=20"
-    python: str | None = None  # the interpreter that trains [WORKDIR/venv/bin/python]
+    python: str | None = None  # that trains, or of which setup makes WORKDIR/venv [WORKDIR/venv/bin/python]
     workdir: str = DEFAULT_WORKDIR  # where evener keeps its venv, code, data and runs on that machine
     interface: str | None = None  # the network interface for training [the one that routes to the others]
     devices: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs found, else the processor
@@ -116,8 +117,14 @@ class Fleet(Section, frozen=True, kw_only=True):
     """The whole file."""
 
     hosts: dict[HostName, Host]
+    file: str | None = None  # where it was read from, as it was named; no key of the file's
     links: dict[HostName, dict[HostName, Link]] = {}
     rates: dict[HostName, dict[str, Rates]] = {}  # by host, then by device: "cpu", "cuda:0"
+
+    @property
+    def flag(self) -> str:
+        """What a command needs to be about this fleet: " --fleet lab.toml"; nothing of the usual file."""
+        return "" if self.file in (None, DEFAULT_FLEET) else f" --fleet {shlex.quote(self.file)}"
 
 
 def load_fleet(path: str | Path) -> Fleet:
@@ -136,7 +143,7 @@ def load_fleet(path: str | Path) -> Fleet:
         raise UsageError(f"{file}: not TOML: {error}") from None
     _check_keys(file, tree)
     try:
-        fleet = from_tree(tree, Fleet)
+        fleet = from_tree(tree | {"file": str(path)}, Fleet)
     except msgspec.ValidationError as error:
         raise UsageError(f"{file}: {_told(error)}") from None
     _check(file, fleet)
@@ -157,9 +164,10 @@ def only(fleet: Fleet, names: str | None) -> Fleet:
 
 
 def _check_keys(file: Path, tree: dict[str, Any]) -> None:
+    known = [key for key in Fleet.__struct_fields__ if key != "file"]
     for key in tree:
-        if key not in Fleet.__struct_fields__:
-            raise UsageError(f"{file}: no key {key}", hint=did_you_mean(key, Fleet.__struct_fields__))
+        if key not in known:
+            raise UsageError(f"{file}: no key {key}", hint=did_you_mean(key, known))
     hosts = tree.get("hosts")
     if not isinstance(hosts, dict) or not hosts:
         raise UsageError(f"{file}: it names no host", hint='[hosts.NAME] with address = "local" or what ssh accepts')

@@ -16,14 +16,14 @@ from evener.hosts.facts import Facts, Process
 from evener.hosts.linkchecks import check_links
 from evener.hosts.machinechecks import check_machines
 from evener.hosts.netchecks import check_network
-from evener.hosts.seen import Seen, each, finding_of, is_address, listed
+from evener.hosts.seen import Seen, each, finding_of, holder_of, is_address, listed
 
 PYTHON_NEEDED = (3, 11)
 
 
 def check(seen: Seen) -> list[Finding]:
     """Every finding, in the order in which a person would mend them."""
-    found = [*_reachable(seen), *_same_machine(seen), *_versions(seen)]
+    found = [*_reachable(seen), *_same_machine(seen), *_shadowed(seen), *_versions(seen)]
     if not seen.is_one_host:
         found += [*check_network(seen), *check_links(seen)]
     return [*found, *_ports_and_processes(seen), *check_machines(seen)]
@@ -42,6 +42,8 @@ def names_to_resolve(fleet: Fleet, facts: Mapping[str, Facts]) -> list[str]:
 
 def _reachable(seen: Seen) -> Iterator[Finding]:
     for name, error in seen.errors.items():
+        if error.check == "ssh.hostkey" and holder_of(seen, name, seen.fleet.hosts[name].address) is not None:
+            continue  # another machine has its address: that is told
         yield Finding(check=error.check, severity="error", host=name, evidence=str(error), fix=error.hint)
 
 
@@ -59,44 +61,82 @@ def _same_machine(seen: Seen) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _shadowed(seen: Seen) -> Iterator[Finding]:
+    """Does python start as it is, and does it import what its name says?"""
+    for name, facts in seen.facts.items():
+        if facts.shadowed:
+            module, path = next(iter(facts.shadowed.items()))
+            others = f", and {len(facts.shadowed) - 1} more" if len(facts.shadowed) > 1 else ""
+            said = facts.python_error or facts.torch_error
+            breaks = said is not None or "torch" in facts.shadowed
+            yield Finding(
+                check="env.shadowed", severity="error" if breaks else "warning", host=name,
+                evidence=f"PYTHONPATH has {path}{others}: python imports it in place of {_own(module)} own"
+                + (f", and ends: {_last(said)}" if said else ""),
+                fix=seen.unset(name, "PYTHONPATH"),
+            )  # fmt: skip
+        elif facts.python_error is not None and facts.python_version is not None:
+            yield Finding(
+                check="env.shadowed", severity="error", host=name,
+                evidence=f"{facts.python} starts with -I alone; in its environment: {_last(facts.python_error)}",
+                fix=f"on {name}: {facts.python} -c pass shows which file that is",
+            )  # fmt: skip
+        elif facts.torch_error is not None and facts.torch_version is not None:
+            yield Finding(
+                check="version.torch", severity="error", host=name,
+                evidence=f"torch {facts.torch_version} is there, and cannot be imported: {_last(facts.torch_error)}",
+                fix=f"on {name}: {facts.python} -m pip uninstall -y torch; {seen.setup()}",
+            )  # fmt: skip
+
+
+def _own(module: str) -> str:
+    return "torch's" if module == "torch" else "its"
+
+
+def _last(said: str) -> str:
+    return said.splitlines()[-1]
+
+
 def _versions(seen: Seen) -> Iterator[Finding]:
     lost = [name for name, facts in seen.facts.items() if facts.python_version is None]
     for name in lost:
+        why = seen.facts[name].python_error
         yield Finding(
             check="version.python", severity="error", host=name,
-            evidence=f"{seen.facts[name].python} does not start", fix=f'evener setup, or [hosts.{name}] python = "…"',
+            evidence=f"{seen.facts[name].python} does not start{f': {_last(why)}' if why else ''}",
+            fix=f'{seen.setup()}; or [hosts.{name}] python = "…"',
         )  # fmt: skip
     facts = {name: one for name, one in seen.facts.items() if name not in lost}
     old = [name for name, one in facts.items() if _minor(one.python_version) < PYTHON_NEEDED]
     if old:
         yield finding_of(old, "version.python", "error",
                   f"{each(old, lambda name: f'python {facts[name].python_version}')}; evener needs 3.11 or newer",
-                  f"install python 3.11 there; then evener setup{_or_python(old)}")  # fmt: skip
+                  f"install python 3.11 there; then {seen.setup()}{_or_python(old)}")  # fmt: skip
     else:
         yield from _differing(
             {name: ".".join(map(str, _minor(one.python_version))) for name, one in facts.items()},
-            "version.python", "python", "warning",
+            "version.python", "python", "warning", seen.setup(),
         )  # fmt: skip
     bare = [name for name, one in facts.items() if one.torch_version is None and name not in old]
     if bare:
         yield finding_of(bare, "version.torch", "error",
-                  f"{each(bare, lambda name: f'{facts[name].python} has no torch')}", "evener setup")  # fmt: skip
+                  f"{each(bare, lambda name: f'{facts[name].python} has no torch')}", seen.setup())  # fmt: skip
     yield from _differing(
         {name: one.torch_version.partition("+")[0] for name, one in facts.items() if one.torch_version},
-        "version.torch", "torch", "error",
+        "version.torch", "torch", "error", seen.setup(),
     )  # fmt: skip
     without = [name for name, one in facts.items() if one.evener_hash is None and name not in [*bare, *old]]
     if without:
         yield finding_of(without, "version.evener", "error",
-                  f"{each(without, lambda name: f'{facts[name].python} has no evener')}", "evener setup")  # fmt: skip
+                  f"{each(without, lambda name: f'{facts[name].python} has no evener')}", seen.setup())  # fmt: skip
     other = [name for name, one in facts.items() if one.evener_hash not in (None, seen.own_hash)]
     if other:
         yield finding_of(other, "version.evener", "error",
                   each(other, lambda name: f"its evener {facts[name].evener_version} is another than this machine's"),
-                  "evener setup")  # fmt: skip
+                  seen.setup())  # fmt: skip
 
 
-def _differing(versions: Mapping[str, str], check: str, what: str, severity: Severity) -> Iterator[Finding]:
+def _differing(versions: Mapping[str, str], check: str, what: str, severity: Severity, fix: str) -> Iterator[Finding]:
     if len(set(versions.values())) < 2:
         return
     usual = Counter(versions.values()).most_common(1)[0][0]  # of equally many, the first host's
@@ -104,7 +144,7 @@ def _differing(versions: Mapping[str, str], check: str, what: str, severity: Sev
     other = [name for name, version in versions.items() if version != usual]
     yield finding_of(other, check, severity,
               f"{each(other, lambda name: f'{what} {versions[name]}')}; {listed(usual_hosts)}: {usual}",
-              "evener setup")  # fmt: skip
+              fix)  # fmt: skip
 
 
 # --- what else runs there ----------------------------------------------------------------------------------------
@@ -119,14 +159,14 @@ def _ports_and_processes(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 check="port.in-use", severity="warning", host=name,
                 evidence=f"port {facts.port} is held by {_process(holder)}; evener will take another port",
-                fix=look if holder.pid is None else _end(name, holder, is_stale=holder.pid in left),
+                fix=look if holder.pid is None else _end(seen, name, holder, is_stale=holder.pid in left),
             )  # fmt: skip
         for group in _by_run(facts.stale):
             others = f", and {len(group) - 1} more" if len(group) > 1 else ""
             yield Finding(
                 check="proc.stale", severity="warning", host=name,
                 evidence=f"left over, and nobody looks after it: {_process(group[0])}{others}",
-                fix="evener stop --stale"
+                fix=f"evener stop --stale{seen.fleet.flag}"
                 if group[0].run
                 else f"on {name}: kill {' '.join(str(one.pid) for one in group)}",
             )  # fmt: skip
@@ -138,9 +178,9 @@ def _ports_and_processes(seen: Seen) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _end(name: str, process: Process, *, is_stale: bool) -> str:
+def _end(seen: Seen, name: str, process: Process, *, is_stale: bool) -> str:
     if process.run is not None:
-        return "evener stop --stale" if is_stale else f"evener stop {process.run}"
+        return f"evener stop --stale{seen.fleet.flag}" if is_stale else f"evener stop {process.run}"
     return f"on {name}: kill {process.pid}"
 
 

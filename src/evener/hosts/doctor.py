@@ -4,8 +4,8 @@
         found = survey(fleet, sessions, errors, quick=True)
     found.ways["attic"].interface, found.facts["attic"].python, found.findings
 
-`quick` leaves out goodput: it is what runs before every launch. Nothing here raises because of a host: what is wrong
-with one is a finding.
+`quick` leaves out goodput and the import of torch: it is what runs before every launch. Nothing here raises because of
+a host: what is wrong with one is a finding.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def survey(
     failed = dict(errors)
     asker = Asker(sessions, failed)
     told("looking at every host")
-    facts = _facts(fleet, sessions, asker, port)
+    facts = _facts(fleet, sessions, asker, port, quick=quick)
     ways = {name: ways_of(facts[name], fleet.hosts[name]) for name in facts}
     if len(fleet.hosts) == 1:
         network = Network(ways={name: only_host(facts[name], fleet.hosts[name]) for name in facts})
@@ -100,10 +100,12 @@ def survey(
     )
 
 
-def _facts(fleet: Fleet, sessions: Sessions, asker: Asker, port: int) -> dict[str, Facts]:
+def _facts(fleet: Fleet, sessions: Sessions, asker: Asker, port: int, *, quick: bool) -> dict[str, Facts]:
     def look(name: str) -> Facts:
         host = fleet.hosts[name]
         told = sessions[name].call("facts", "collect", workdir=host.workdir, python=host.python, port=port)
+        if not quick and told.get("torch_version"):
+            told["torch_error"] = sessions[name].call("facts", "import_torch", python=told["python"])
         return to_facts(told, sessions[name].clock_offset_s())
 
     looked = asker.each([name for name in fleet.hosts if name in sessions], look)

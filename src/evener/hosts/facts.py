@@ -47,6 +47,7 @@ class Interface(Record, frozen=True, kw_only=True):
     up: bool  # switched on, and with a carrier
     kind: Kind
     mtu: int | None = None
+    mac: str | None = None  # its address on the wire
     is_physical: bool = False  # a card, so that its speed and duplex mean something
     speed_Mbit: int | None = None
     duplex: Literal["full", "half"] | None = None
@@ -126,6 +127,9 @@ class Facts(Devices, frozen=True, kw_only=True):
     workdir: str  # absolute
     python: str  # absolute path of the interpreter that trains
     python_version: str | None = None
+    python_error: str | None = None  # what it says when it starts in its environment, and cannot
+    shadowed: dict[str, str] = {}  # modules of Python's own, and torch, in whose place another file is imported
+    torch_error: str | None = None  # what it says when it imports torch, and cannot; None also where nobody asked
     torch_version: str | None = None
     evener_version: str | None = None
     evener_hash: str | None = None  # of evener's source, as `core.rundir.code_hash`
@@ -143,6 +147,7 @@ class Facts(Devices, frozen=True, kw_only=True):
     swap_bytes: int | None = None
     swap_Bps: float | None = None  # to and from the disk while we looked
     disk_free_bytes: int | None = None  # where the working directory is
+    disk_folder: str | None = None  # that, or what there is above it
     disk_writable: bool | None = None
     shm_bytes: int | None = None
     limits: dict[str, Limit | None] = {}
@@ -164,6 +169,7 @@ class Facts(Devices, frozen=True, kw_only=True):
     port_holder: Process | None = None
     gloo: GlooChoice
     environment: dict[str, str] = {}
+    set_in: dict[str, tuple[str, int]] = {}  # (file, line) that sets a variable for every session
     stale: list[Process] = []
     attached: list[Process] = []
 

@@ -38,7 +38,7 @@ def check_machines(seen: Seen) -> list[Finding]:
         host = seen.fleet.hosts[name]
         found += [*_gpu(seen, name, facts), *_room(name, facts), *_limits(seen, name, facts)]
         found += [*_processor(seen, name, facts, host), *_power(name, facts), *_clock(name, facts)]
-        found += _environment(name, facts)
+        found += _environment(seen, name, facts)
     return [*found, *_nccl_on_gloo(seen), *_slow_bf16(seen)]
 
 
@@ -106,7 +106,8 @@ def _room(name: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             check="disk.space", severity="error" if facts.disk_free_bytes < DISK_NEEDED_BYTES else "warning", host=name,
             evidence=f"{size(facts.disk_free_bytes)} are free where {facts.workdir} is",
-            fix=f'on {name}: du -xh {facts.workdir} | sort -h | tail; or workdir = "…" on a larger disk',
+            fix=f'on {name}: du -xh {facts.disk_folder or "/"} | sort -h | tail shows what takes it; or '
+            f'[hosts.{name}] workdir = "…" on a larger disk',
         )  # fmt: skip
     if facts.shm_bytes is not None and facts.shm_bytes < SHM_LOW_BYTES:
         yield Finding(
@@ -214,14 +215,14 @@ def _slow_bf16(seen: Seen) -> Iterator[Finding]:
 # --- environment -------------------------------------------------------------------------------------------------
 
 
-def _environment(name: str, facts: Facts) -> Iterator[Finding]:
+def _environment(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
     unread = sorted(one for one in facts.environment if one.startswith("GLOO_") and one not in READ_BY_GLOO)
     if unread:
         yield Finding(
             check="env.ineffective", severity="warning", host=name,
             evidence=f"{listed(f'{one}={facts.environment[one]}' for one in unread)}: Gloo reads no such variable",
-            fix=f"on {name}: unset {' '.join(unread)}"
-            + ("; Gloo's ports come from net.ipv4.ip_local_port_range" if "GLOO_PORT_RANGE" in unread else ""),
+            fix=seen.unset(name, *unread)
+            + ("  # its ports come from net.ipv4.ip_local_port_range" if "GLOO_PORT_RANGE" in unread else ""),
         )  # fmt: skip
     told = facts.environment.get("GLOO_SOCKET_IFNAME", "")
     names = [one.name for one in facts.interfaces]
@@ -230,14 +231,14 @@ def _environment(name: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             check="env.interface-syntax", severity="warning", host=name,
             evidence=f"GLOO_SOCKET_IFNAME={told}: Gloo takes exact names, and there is no interface {wrong[0]}",
-            fix=f"on {name}: unset GLOO_SOCKET_IFNAME; evener sets it for its runs",
+            fix=f"{seen.unset(name, 'GLOO_SOCKET_IFNAME')}  # evener sets it for its runs",
         )  # fmt: skip
     nccl = facts.environment.get("NCCL_SOCKET_IFNAME", "")
     if nccl and facts.gpus and not _nccl_matches(nccl, names):
         yield Finding(
             check="env.interface-syntax", severity="warning", host=name,
             evidence=f"NCCL_SOCKET_IFNAME={nccl} matches none of {listed(names)}",
-            fix=f"on {name}: unset NCCL_SOCKET_IFNAME; evener sets it for its runs",
+            fix=f"{seen.unset(name, 'NCCL_SOCKET_IFNAME')}  # evener sets it for its runs",
         )  # fmt: skip
 
 
@@ -263,5 +264,6 @@ def _nccl_on_gloo(seen: Seen) -> Iterator[Finding]:
     hosts = [name for name, variables in found.items() if variables]
     if hosts:
         yield finding_of(hosts, "env.ineffective", "info",
-                  f"{each(hosts, lambda name: listed(found[name]))}: its ranks agree by Gloo, which reads none of it",
-                  "of Gloo's own: GLOO_SOCKET_IFNAME; evener sets it for its runs")  # fmt: skip
+                  f"{each(hosts, lambda name: listed(found[name]))}: its ranks agree by Gloo, which reads none of it; "
+                  "evener sets GLOO_SOCKET_IFNAME for its runs",
+                  "; ".join(seen.unset(name, *found[name]) for name in hosts))  # fmt: skip

@@ -14,22 +14,34 @@ from collections.abc import Iterator, Sequence
 
 from evener.core.finding import Finding, Severity
 from evener.hosts.facts import Facts
+from evener.hosts.namechecks import (
+    BY_INTERFACE,
+    BY_NAMES,
+    families,
+    host_names,
+    in_place_of,
+    is_loopback,
+    known_names,
+)
 from evener.hosts.pairs import Pair
-from evener.hosts.seen import Seen, is_address, listed
+from evener.hosts.seen import Seen, holder_of, is_address, listed
 from evener.hosts.ways import CLASS, NAMED, WORDS, Way
 
 MANY = 3  # peers, from which on they are told together
-BY_NAMES = "; evener goes by addresses, torchrun by names"
-BY_INTERFACE = "; evener tells Gloo the interface, torchrun by hand does not"
 
 
 def check_network(seen: Seen) -> list[Finding]:
     """Every finding about who reaches whom, and where."""
     cut_off = list(_cut_off(seen))
     separate = {(one.host, one.peer) for one in cut_off} | {(one.peer, one.host) for one in cut_off}
-    interfaces = list(_interfaces(seen))
-    found = [*interfaces, *cut_off, *_firewalls(seen, separate | {(one.host, None) for one in interfaces})]
-    return [*found, *_gloo_alone(seen), *_rendezvous(seen), *_names(seen), *_families(seen), *_overlays(seen)]
+    interfaces, twice = list(_interfaces(seen)), list(_duplicates(seen))
+    separate |= {(one.host, None) for one in [*interfaces, *twice]}
+    found = [*interfaces, *twice, *cut_off, *_firewalls(seen, separate)]
+    names = list(host_names(seen))
+    found += [*names, *_gloo_alone(seen, {one.host for one in names}), *_rendezvous(seen, {one.host for one in twice})]
+    if not names:  # whoever is called like another cannot be told apart by name
+        found += known_names(seen)
+    return [*found, *families(seen), *_overlays(seen)]
 
 
 # --- which interface ---------------------------------------------------------------------------------------------
@@ -86,14 +98,12 @@ def _better(seen: Seen, name: str, way: Way) -> Way | None:
     return None
 
 
-def _gloo_alone(seen: Seen) -> Iterator[Finding]:
+def _gloo_alone(seen: Seen, misnamed: set[str | None]) -> Iterator[Finding]:
     """What Gloo would take if nobody told it: evener does, torchrun does not."""
     for name, way in seen.network.ways.items():
         facts = seen.facts.get(name)
-        if facts is None or (
-            CLASS[way.kind] and _better(seen, name, way)
-        ):  # another finding says that the way is wrong
-            continue
+        if facts is None or name in misnamed or (CLASS[way.kind] and _better(seen, name, way)):
+            continue  # another finding says that its name or its way is wrong
         told = facts.environment.get("GLOO_SOCKET_IFNAME", "")
         if len(told) > 1:
             there = facts.interface(told)
@@ -118,7 +128,7 @@ def _gloo_by_name(name: str, facts: Facts, way: Way) -> Iterator[Finding]:
         yield Finding(
             check="net.loopback-hostname", severity="warning", host=name,
             evidence=f"its own name {gloo.hostname} {resolves}, so Gloo alone would take {gloo.address}{BY_INTERFACE}",
-            fix=_in_place_of(name, gloo.hostname, way.address, "" if facts.is_root else "sudo ")
+            fix=in_place_of(name, gloo.hostname, way.address, "" if facts.is_root else "sudo ")
             + f"; or export GLOO_SOCKET_IFNAME={way.interface}",
         )  # fmt: skip
     elif there is not None and there.name != way.interface:
@@ -160,6 +170,43 @@ def _overlays(seen: Seen) -> Iterator[Finding]:
                 fix=f"on {pair.source}: {seen.sudo(pair.source)}ip route replace {to.address} dev "
                 f"{seen.network.ways[pair.source].interface}",
             )  # fmt: skip
+
+
+# --- two with one address ----------------------------------------------------------------------------------------
+
+
+def _duplicates(seen: Seen) -> Iterator[Finding]:
+    """Machines of one network with one address: who is reached there is chance, and changes."""
+    addresses = {name: way.address for name, way in seen.network.ways.items() if CLASS[way.kind] == 0}
+    addresses |= {name: seen.fleet.hosts[name].address for name in seen.errors}
+    known: set[str] = set()
+    for name, address in addresses.items():
+        other = holder_of(seen, name, address)
+        if other is None or address in known:
+            continue
+        known.add(address)
+        there = seen.facts[other].interface_of(address)
+        assert there is not None
+        prefix = next(one.prefix for one in there.addresses if one.address == address)
+        spare = "" if len(there.addresses) > 1 else ", and give it an address of its own"
+        yield Finding(
+            check="net.duplicate-address", severity="error", host=name, peer=other,
+            evidence=f"{name} and {other} both have the address {address}: who is reached there is chance",
+            fix=f"on {other}: {seen.sudo(other)}ip address del {address}/{prefix} dev {there.name}{spare}",
+        )  # fmt: skip
+    for pair in seen.network.pairs:
+        way, target = seen.network.ways[pair.target], seen.facts.get(pair.target)
+        card = target.interface(way.interface) if target is not None else None
+        if card is None or card.mac is None or way.address in known or pair.answered_by in (None, card.mac):
+            continue
+        known.add(way.address)
+        yield Finding(
+            check="net.duplicate-address", severity="error", host=pair.target,
+            evidence=f"{pair.source} meets another machine at its address {way.address}: the card {pair.answered_by} "
+            f"answers there, and its own is {card.mac}",
+            fix=f"on {pair.target}: another address for {way.interface}; on {pair.source}: ip neigh show {way.address} "
+            "shows who answers",
+        )  # fmt: skip
 
 
 # --- what is blocked ---------------------------------------------------------------------------------------------
@@ -282,10 +329,10 @@ def _failed(result: str) -> str:
     return words.get(result, result)
 
 
-# --- the rendezvous, names and families --------------------------------------------------------------------------
+# --- the rendezvous ----------------------------------------------------------------------------------------------
 
 
-def _rendezvous(seen: Seen) -> Iterator[Finding]:
+def _rendezvous(seen: Seen, told: set[str | None]) -> Iterator[Finding]:
     """The endpoint must be local on exactly one host."""
     head = seen.head
     way = seen.network.ways.get(head) if head is not None else None
@@ -299,7 +346,7 @@ def _rendezvous(seen: Seen) -> Iterator[Finding]:
         else:
             twins = [name for name, facts in seen.facts.items() if name != head and facts.interface_of(way.address)
                      and facts.machine_id != seen.facts[head].machine_id]  # fmt: skip
-            for name in twins:
+            for name in [] if head in told or told & set(twins) else twins:
                 yield Finding(
                     check="net.rendezvous-loopback", severity="error", host=name, peer=head,
                     evidence=f"{name} and {head} both have the address {way.address}: each would meet only itself",
@@ -307,122 +354,19 @@ def _rendezvous(seen: Seen) -> Iterator[Finding]:
                 )  # fmt: skip
     for name, facts in seen.facts.items():
         address = facts.environment.get("MASTER_ADDR")
-        if address is not None and (address == "localhost" or (is_address(address) and _is_loopback(address))):
+        if address is not None and (address == "localhost" or (is_address(address) and is_loopback(address))):
             yield Finding(
                 check="net.rendezvous-loopback", severity="warning", host=name,
                 evidence=f"MASTER_ADDR={address} in its environment: torchrun by hand would form a world of its own",
-                fix=f"on {name}: unset MASTER_ADDR; evener sets it for its runs",
+                fix=f"{seen.unset(name, 'MASTER_ADDR')}  # evener sets it for its runs",
             )  # fmt: skip
         if head is None or name == head or seen.facts[head].hostname == facts.hostname:
             continue
         answers = seen.network.resolved.get(name, {}).get(seen.facts[head].hostname)
-        if answers and _is_loopback(answers[0]):
+        if answers and is_loopback(answers[0]):
             yield Finding(
                 check="net.rendezvous-loopback", severity="warning", host=name, peer=head,
                 evidence=f"{name} takes {seen.facts[head].hostname} for {answers[0]}, itself{BY_NAMES}",
-                fix=_in_place_of(name, seen.facts[head].hostname, way.address, seen.sudo(name))
+                fix=in_place_of(name, seen.facts[head].hostname, way.address, seen.sudo(name))
                 if way is not None else f"on {name}: look for {seen.facts[head].hostname} in /etc/hosts",
             )  # fmt: skip
-
-
-def _names(seen: Seen) -> Iterator[Finding]:
-    """Is the name of the first host, by which torchrun would be met, known on every other?"""
-    head = seen.head
-    if head is None or head not in seen.network.ways:
-        return
-    told = {facts.environment["MASTER_ADDR"] for facts in seen.facts.values() if "MASTER_ADDR" in facts.environment}
-    address = seen.fleet.hosts[head].address.rpartition("@")[2]
-    names = [seen.facts[head].hostname, *({address} if not is_address(address) and address != "local" else ()), *told]
-    for name in dict.fromkeys(one for one in names if not is_address(one)):
-        looked = {host: known for host, known in seen.network.resolved.items() if host != head and name in known}
-        answers = {host: known[name] for host, known in looked.items()}
-        lost = [host for host, one in answers.items() if not one]
-        if not lost or (name == address and name != seen.facts[head].hostname and len(lost) == len(answers)):
-            continue  # known to nobody: a name of ssh's own
-        if not (name in told or len(lost) < len(answers) or _knows_any(seen)):  # names are in nobody's use here
-            one = lost[0] if len(lost) == 1 else None
-            yield Finding(
-                check="net.unresolvable", severity="info", host=one, peer=head,
-                evidence=f"{one or 'no other host'} does not know the name {name}{BY_NAMES}",
-                fix=_hosts_line(seen, lost[0], head),
-            )  # fmt: skip
-            continue
-        for host in lost:
-            yield Finding(
-                check="net.unresolvable", severity="warning", host=host, peer=head,
-                evidence=f"{host} does not know the name {name}{BY_NAMES}", fix=_hosts_line(seen, host, head),
-            )  # fmt: skip
-
-
-def _knows_any(seen: Seen) -> bool:
-    """Do hosts know each other by name here, as a rule?"""
-    own = {facts.hostname: name for name, facts in seen.facts.items()}
-    return any(
-        answers and not _is_loopback(answers[0])
-        for host, known in seen.network.resolved.items()
-        for name, answers in known.items()
-        if name in own and own[name] != host
-    )
-
-
-def _families(seen: Seen) -> Iterator[Finding]:
-    ways = {name: ":" in way.address for name, way in seen.network.ways.items()}
-    if len(set(ways.values())) > 1:
-        six = [name for name, is_six in ways.items() if is_six]
-        four = [name for name, is_six in ways.items() if not is_six]
-        for name in six if len(six) <= len(four) else four:
-            way = seen.network.ways[name]
-            yield Finding(
-                check="net.family-mismatch", severity="error", host=name,
-                evidence=f"it can only be reached by IPv{6 if ways[name] else 4} ({way.address} on {way.interface}), "
-                f"{(four if ways[name] else six)[0]} by IPv{4 if ways[name] else 6}: Gloo needs one of them everywhere",
-                fix=f"on {name}: sudo ip address add … dev {way.interface}, of the other family",
-            )  # fmt: skip
-        return
-    told = set()
-    for name in checked_names(seen):
-        answers = {host: one for host, known in seen.network.resolved.items() if (one := known.get(name))}
-        first = {host: ":" in one[0] for host, one in answers.items() if not _is_loopback(one[0])}
-        if len(set(first.values())) > 1:
-            six = [host for host, is_six in first.items() if is_six]
-            four_host = next(host for host, is_six in first.items() if not is_six)
-            told.add(name)
-            number, other = answers[six[0]][0], answers[four_host][0]
-            yield Finding(
-                check="net.family-mismatch", severity="warning", host=six[0], peer=four_host,
-                evidence=f"{name} is {number} on {six[0]} and {other} on {four_host}{BY_NAMES}",
-                fix=_in_place_of(six[0], name, other, seen.sudo(six[0])),
-            )  # fmt: skip
-    alone = {name: facts.gloo.address for name, facts in seen.facts.items()
-             if not _is_loopback(facts.gloo.address) and facts.gloo.hostname not in told}  # fmt: skip
-    sixes = [name for name, address in alone.items() if ":" in address]
-    if sixes and len(sixes) < len(alone):
-        mine, other = sixes[0], next(name for name in alone if name not in sixes)
-        yield Finding(
-            check="net.family-mismatch", severity="warning", host=mine, peer=other,
-            evidence=f"Gloo alone would take {alone[mine]} on {mine} and {alone[other]} on {other}{BY_INTERFACE}",
-            fix=f"on {mine}: export GLOO_SOCKET_IFNAME={seen.network.ways[mine].interface}"
-            if mine in seen.network.ways else _hosts_line(seen, mine, mine),
-        )  # fmt: skip
-
-
-def checked_names(seen: Seen) -> list[str]:
-    """Every name that was looked up somewhere."""
-    return list(dict.fromkeys(name for known in seen.network.resolved.values() for name in known))
-
-
-def _hosts_line(seen: Seen, host: str, target: str) -> str:
-    way = seen.network.ways.get(target)
-    hostname = seen.facts[target].hostname
-    return f"on {host}: echo '{way.address if way else '…'} {hostname}' | {seen.sudo(host)}tee -a /etc/hosts"
-
-
-def _in_place_of(host: str, name: str, address: str, as_root: str) -> str:
-    """A line of /etc/hosts that replaces the one there: where both stand, the resolver would still find the other."""
-    gone = f"{as_root}sed -i.old '/[[:space:]]{name}$/d' /etc/hosts"
-    return f"on {host}: {gone}; echo '{address} {name}' | {as_root}tee -a /etc/hosts"
-
-
-def _is_loopback(address: str) -> bool:
-    number = ipaddress.ip_address(address.partition("%")[0])
-    return number.is_loopback or number.is_link_local

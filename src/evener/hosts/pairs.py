@@ -47,6 +47,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     tries: list[Try] = []
     sent_from: str | None = None  # the address that the source's kernel chose
+    answered_by: str | None = None  # the card that answers for the target's address; asked where a port did not answer
     rtt_s: float | None = None  # median
     rtt_p05_s: float | None = None
     rtt_p95_s: float | None = None
@@ -132,6 +133,7 @@ def examine(
         chosen = {name: choose(usable[name], reached[name], len(hosts) - 1, facts[name]) for name in hosts}
         told("connecting every host to every other")
         pairs = _connect(asker, hosts, chosen, listening, identities, secret, port, ssh_ports)
+        pairs = _who_answers(asker, chosen, pairs)
         resolved = asker.ask(hosts, "resolve", lambda name: {"names": list(names)})
         pairs = _talk(asker, hosts, chosen, listening, secret, pairs)
         if not quick:
@@ -204,6 +206,19 @@ def _connect(asker: Asker, hosts: list[str], ways: Mapping[str, Way], listening:
                 pair, tries=[*pair.tries, one], sent_from=pair.sent_from or outcome["source"]
             )
     return pairs
+
+
+def _who_answers(asker: Asker, ways: Mapping[str, Way], pairs: Pairs) -> Pairs:
+    """Of pairs that are not open: another machine with the target's address looks like a firewall."""
+    asks: dict[str, list[str]] = {}
+    for (source, target), pair in pairs.items():
+        if not pair.is_open:
+            asks.setdefault(source, []).append(ways[target].address)
+    told = asker.ask(list(asks), "neighbours", lambda name: {"addresses": asks[name]})
+    return {
+        (source, target): msgspec.structs.replace(pair, answered_by=told.get(source, {}).get(ways[target].address))
+        for (source, target), pair in pairs.items()
+    }
 
 
 def _target(pair: Pair, ways: Mapping[str, Way], listening: Listening) -> dict[str, Any] | None:

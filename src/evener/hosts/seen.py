@@ -14,7 +14,7 @@ from evener.core.roster import Seat, devices_of, wished_device
 from evener.core.spec import MachineSpec
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Network
-from evener.hosts.ways import Way
+from evener.hosts.ways import CLASS, Way
 
 AS_THE_FLEET_SAYS = MachineSpec()  # of a run that asks nothing of its machines beside the fleet file
 
@@ -68,6 +68,36 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     def sudo(self, name: str) -> str:
         """What a command needs in front of it there."""
         return "" if name in self.facts and self.facts[name].is_root else "sudo "
+
+    def setup(self, *flags: str) -> str:
+        """The command that installs what hosts lack."""
+        return " ".join([f"evener setup{self.fleet.flag}", *flags])
+
+    def unset(self, name: str, *variables: str) -> str:
+        """What takes variables out of a host's environment for good."""
+        set_in = self.facts[name].set_in
+        lines: dict[str, list[int]] = {}
+        for variable in variables:
+            if variable not in set_in:
+                return f"on {name}: unset {' '.join(variables)}, and wherever it is set"
+            file, line = set_in[variable]
+            lines.setdefault(file, []).append(line)
+        root = {file: self.sudo(name) if file.startswith("/etc") else "" for file in lines}
+        gone = {file: ";".join(f"{number}d" for number in sorted(numbers)) for file, numbers in lines.items()}
+        return f"on {name}: " + " && ".join(f"{root[file]}sed -i.old '{gone[file]}' {file}" for file in lines)
+
+
+def holder_of(seen: Seen, name: str, address: str) -> str | None:
+    """Another machine of the fleet that has this host's address on a network card of its own."""
+    if not is_address(address):
+        return None
+    mine = seen.facts[name].machine_id if name in seen.facts else None
+    for other, facts in seen.facts.items():
+        there = facts.interface_of(address)
+        is_other = other != name and (mine is None or facts.machine_id != mine)
+        if is_other and there is not None and CLASS[there.kind] == 0 and seen.fleet.hosts[other].address != address:
+            return other
+    return None
 
 
 def is_address(text: str) -> bool:

@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 
 from evener.core.errors import HostError
 from evener.core.fleet import Fleet, Host
-from evener.hosts.shell import CONNECT_S, Shell, shell_of
+from evener.hosts.shell import Shell, shell_of
 
 REMOTE = Path(__file__).parent / "remote"
 MAGIC = b"\nevener-session-1\n"
-HELLO_S = 4 * CONNECT_S
+HELLO_S = 12.0
 CALL_S = 30.0
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ class Session:
             f"{self.name}: the connection was lost" + (f": {said[0]}" if said else ""),
             check="ssh.unreachable",
             host=self.name,
-            hint="a run that was started goes on without it",
+            hint="is it still on, and the way to it? Then try again: nothing was changed there",
         )
 
     def _read_stderr(self) -> None:
@@ -254,7 +254,9 @@ Sessions = dict[str, Session]
 
 
 def open_session(name: str, host: Host, patience_s: float = HELLO_S) -> Session:
-    """A connection to one host; HostError with ssh.unreachable, ssh.auth, ssh.hostkey, ssh.shell or version.python."""
+    """A connection to one host; HostError tells why there is none: ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey,
+    ssh.shell, net.mtu, version.python.
+    """
     return Session(name, shell_of(name, host), patience_s)
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -21,10 +22,20 @@ ALIVE_EVERY_S = 5  # a connection that is silent for three of these is dead
 NO_WAY = re.compile(r"connect to host|could not resolve hostname|open failed: connect failed", re.IGNORECASE)
 VERBOSE_S = 2.0  # by then it has told what a login needs
 REFUSED = re.compile(r"permission denied \(|too many authentication failures|no supported auth", re.IGNORECASE)
+IS_IN = "Authenticated to"  # of ssh -v
+# With one algorithm of each kind instead of all, no message before the login is longer than 1200 bytes.
+SMALL = ("-o", "KexAlgorithms=curve25519-sha256", "-o", "Ciphers=aes128-ctr", "-o", "MACs=hmac-sha2-256")
 LOGGED_IN = "evener-logged-in"  # what a shell says that runs a command at all
 READS = "read what was meant for the program"
-# Reads a program's length and text from stdin and becomes it.
-BOOT = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+TOO_OLD = "evener needs another python than "
+# Reads a program's length and text from stdin and becomes it. It sees neither PYTHON… variables, nor packages of the
+# user's, nor files of the folder in which it starts: another torch or queue is what `doctor` is to find.
+BOOT = (
+    f"import sys;sys.version_info<(3,8)and sys.exit('{TOO_OLD}'+sys.version.split()[0]);"
+    "sys.path=[p for p in sys.path if p];"
+    "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+)
+FLAGS = ("-E", "-s", "-u")
 
 
 class Shell(Protocol):
@@ -47,7 +58,7 @@ class Local:
 
     def argv(self) -> list[str]:
         """The command."""
-        return [str(Path(self._python).expanduser()), "-u", "-c", BOOT]
+        return [str(Path(self._python).expanduser()), *FLAGS, "-c", BOOT]
 
     def start(self) -> subprocess.Popen[bytes]:
         try:
@@ -87,7 +98,7 @@ class SSH:
             argv += ["-p", str(host.port)]
         if host.user:
             argv += ["-l", host.user]
-        return [*argv, "--", host.address, f"echo {LOGGED_IN}; {_word(self._python)} -u -c '{BOOT}'"]
+        return [*argv, "--", host.address, f'echo {LOGGED_IN}; {_word(self._python)} {" ".join(FLAGS)} -c "{BOOT}"']
 
     def start(self) -> subprocess.Popen[bytes]:
         try:
@@ -115,18 +126,36 @@ class SSH:
             return login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
         if REFUSED.search(stderr):
             return ssh_refused(self.name, self._host, stderr, self._verbose())
-        if status is None and "Authenticated to" in (verbose := self._verbose()):
-            return login_failure(self.name, "has not run a command yet", verbose)
+        if status is None:
+            with ThreadPoolExecutor() as both:
+                tried = [both.submit(self._verbose, *options) for options in ((), SMALL)]
+            verbose, small = (one.result() for one in tried)
+            if IS_IN in verbose:
+                return login_failure(self.name, "has not run a command yet", verbose)
+            if IS_IN in small and "Remote protocol version" in verbose:
+                return self._hole(verbose)
         return ssh_failure(self.name, self._host, stderr)
 
-    def _verbose(self) -> str:
+    def _verbose(self, *options: str) -> str:
         """What ssh tells of another attempt, step by step; all of it in English."""
         try:
-            done = subprocess.run(self.argv("-v"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            done = subprocess.run(self.argv("-v", *options), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                                   timeout=VERBOSE_S, errors="replace", check=False)  # fmt: skip
         except subprocess.TimeoutExpired as late:
             return (late.stderr or b"").decode(errors="replace")
         return done.stderr
+
+    def _hole(self, verbose: str) -> HostError:
+        address = self._host.address
+        return HostError(
+            f"{self.name}: ssh begins and stalls, and gets in when all that it sends is small: large packets vanish on "
+            f"the way to {address}, and nobody is told",
+            check="net.mtu",
+            host=self.name,
+            hint=f"here, on the interface that `ip route get {address}` names: sudo ip link set dev … mtu 1280; or "
+            "mend what is on the way: a VPN, a tunnel, a switch with another MTU",
+            output=verbose,
+        )
 
 
 def shell_of(name: str, host: Host) -> Local | SSH:
@@ -145,7 +174,8 @@ def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
             f"{name}: its host key {'is another than ssh remembers' if changed else 'is not known to ssh'}",
             check="ssh.hostkey",
             host=name,
-            hint=f"if you trust the machine: ssh-keygen -R {known}; ssh{port} {login}, and look at the fingerprint"
+            hint=f"is it that machine, installed anew, and not another with its address? Then: ssh-keygen -R {known}; "
+            f"ssh{port} {login}, and look at the fingerprint"
             if changed
             else f"ssh{port} {login} once by hand, and compare the fingerprint",
             output=stderr,
@@ -170,16 +200,16 @@ def ssh_refused(name: str, host: Host, stderr: str, verbose: str) -> HostError:
     keys = re.findall(r"(?:Offering public key|Server accepts key): (\S+)", verbose)
     key = named or (keys[-1] if keys else None)
     own = f"-i {key} " if key and Path(key).exists() else ""
+    check = "ssh.key"
     if whom and whom[1].partition("@")[2] not in (host.address, ""):
-        why, hint = f"{whom[1]}, on the way to it, does not let this machine in", f"ssh {whom[1]}, by hand, says more"
+        check, why = "ssh.auth", f"{whom[1]}, on the way to it, does not let this machine in"
+        hint = f"ssh {whom[1]}, by hand, says more"
     elif re.search(r"too many authentication failures", stderr, re.IGNORECASE):
         why = "this machine offered more keys than its server listens to"
         hint = f"name the right one: [hosts.{name}] identity_file"
     elif re.search(r"partial success", verbose, re.IGNORECASE):
-        why, hint = (
-            "it asks for more than a key, which nobody is there to give",
-            "a key alone must do: see its sshd_config",
-        )
+        check, why = "ssh.auth", "it asks for more than a key, which nobody is there to give"
+        hint = "a key alone must do: see its sshd_config"
     elif re.search(r"agent refused|sign_and_send_pubkey: signing failed", verbose):
         why, hint = f"the agent does not sign with {key}", "ssh-add -l; a card wants its PIN, an agent perhaps a yes"
     elif found := re.search(r"Permissions (\d+) for '([^']+)' are too open", verbose):
@@ -199,10 +229,9 @@ def ssh_refused(name: str, host: Host, stderr: str, verbose: str) -> HostError:
     elif key is None:
         why, hint = "this user has no key to show", f"ssh-keygen -t ed25519, then ssh-copy-id{port} {login}"
     else:
-        why, hint = f"it does not accept {key}", f"ssh-copy-id {own}{port.strip()}{' ' if port else ''}{login}"
-    return HostError(
-        f"{name}: ssh was refused: {why}: {refused}", check="ssh.auth", host=name, hint=hint, output=stderr
-    )
+        check, why = "ssh.auth", f"it does not accept {key}"
+        hint = f"ssh-copy-id {own}{port.strip()}{' ' if port else ''}{login}"
+    return HostError(f"{name}: ssh was refused: {why}: {refused}", check=check, host=name, hint=hint, output=stderr)
 
 
 def login_failure(name: str, what: str, output: str) -> HostError:
@@ -224,6 +253,15 @@ def _login(host: Host) -> tuple[str, str]:
 
 def _no_python(name: str, python: str, status: int | None, stderr: str) -> HostError:
     last = [line for line in stderr.splitlines() if line.strip()][-1:]
+    if last and last[0].startswith(TOO_OLD):
+        return HostError(
+            f"{name}: {python} is python {last[0].removeprefix(TOO_OLD)}; evener needs 3.11 there, and 3.8 to look",
+            check="version.python",
+            host=name,
+            hint=f'[hosts.{name}] python = "…", another one there; or install one: sudo apt install python3-venv, '
+            "or uv python install 3.12",
+            output=stderr,
+        )
     return HostError(
         f"{name}: {python} does not start there (exit status {status}): {''.join(last) or 'it said nothing'}",
         check="version.python",

@@ -38,6 +38,7 @@ LOOK_S = 60.0  # a doctor that takes longer has failed
 AFTER_THE_FIRST_S = 1.5  # how long the others may go on when one command has ended with an error
 POLL_S = 0.02
 FLEET = "fleet.toml"
+HERE = r"(?:evener|chmod) "  # what a fix may tell to type on this machine
 _numbers = itertools.count()
 
 
@@ -102,6 +103,7 @@ class Drill:
     used_up: bool = False  # by what is done by hand: it breaks once more before evener looks
     may_also: Sequence[str] = ()  # other ids that the same fault rightly brings with it
     lacks: Callable[[], str | None] = lambda: None  # why this machine cannot produce it
+    lasts_s: float = 0.0  # that the fault may be felt when it is mended: others remember an address
 
     def named_in(self, findings: Iterable[Finding]) -> Finding | None:
         """The finding that was expected."""
@@ -242,13 +244,27 @@ class Play:
         """What evener says."""
         return self.drill.look(self.stage)
 
+    def look_again(self) -> Seen:
+        """What evener says when it is mended."""
+        deadline = time.monotonic() + max(drill.lasts_s for drill in self.drills)
+        while True:
+            seen = self.look()
+            left = [
+                one
+                for drill in self.drills
+                for one in (*drill.found_in(seen.findings), *drill.others_in(seen.findings))
+            ]
+            if not left or time.monotonic() >= deadline:
+                return seen
+
     def mend(self, seen: Seen) -> list[str]:
         """Mend it; what was done, as a person would say or type it."""
         done = []
         for drill in self.drills:
             steps = drill.mend
             if steps is None:
-                steps = [step for finding in drill.found_in(seen.findings) for step in steps_of(finding.fix)]
+                mine = {drill.check, *drill.may_also}
+                steps = [step for one in seen.findings if one.check in mine for step in steps_of(one.fix)]
             for step in steps:
                 step.do(self.stage)
                 done.append(step.text)
@@ -265,6 +281,17 @@ def on(host: str, command: str) -> Step:
         stage.host(host).exec(["sh", "-ec", command])
 
     return Step(f"on {host}: {command}", do)
+
+
+def here(command: str) -> Step:
+    """A command that is typed where `evener` is."""
+
+    def do(stage: Stage) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+        subprocess.run(["sh", "-ec", command], cwd=stage.folder, env={**os.environ, "PATH": path}, check=True,
+                       stdin=subprocess.DEVNULL, capture_output=True, timeout=LOOK_S)  # fmt: skip
+
+    return Step(f"$ {command}", do)
 
 
 def fleet_line(host: str, key: str, value: object) -> Step:
@@ -289,7 +316,7 @@ def steps_of(fix: str) -> list[Step]:
     ['on a: ip link set dev eth0 mtu 1400', 'on b: true']
     """
     steps = []
-    for part in re.split(r"; (?=on [a-z0-9-]+: )", fix.partition("; or ")[0]):
+    for part in re.split(rf"; (?=on [a-z0-9-]+: |{HERE})", fix.partition("; or ")[0]):
         line = re.fullmatch(r"\[hosts\.([\w-]+)\] (\w+) = (.+)", part)
         command = re.fullmatch(r"on ([a-z0-9-]+): (.+)", part)
         if line:
@@ -297,6 +324,8 @@ def steps_of(fix: str) -> list[Step]:
         elif command:
             step = on(command[1], command[2].replace("sudo ", ""))  # who enters a host directly is its root
             steps.append(Step(part, step.do))
+        elif re.match(HERE, part):
+            steps.append(here(part))
         else:
             raise EvenerError(f"this fix is not a command: {part}")
     return steps

@@ -16,11 +16,42 @@ NOT_HERE: dict[str, str] = {
     "link.congestion": "which congestion control is the faster one hangs on the wire and on how busy the cores are",
     "link.idle": "the ways of a lab are short: after silence TCP is at full speed again at once",
     "gpu.p2p": "it needs two GPUs behind an IOMMU that translates between them",
-    "run.hang": "a program makes it, not a host",
     "run.collective-mismatch": "a program makes it, not a host",
     "run.nonfinite": "a program makes it, not a host: the run records which rank",
     "run.diverged": "it takes a flipped bit: evener verify names it, and its tests flip one",
     "run.straggler": "`evener report` names it, from the records of a longer run",
+}
+
+# Drills whose fix no lab can type as it stands: what is done instead is the drill's own.
+UNTYPED: dict[str, str] = {
+    "net.wrong-interface": "it is for the shell in which somebody types torchrun",
+    "net.overlay": "it is for the shell in which somebody types torchrun",
+    "net.mtu-ssh": "what stands on the way only its owner can find",
+    "net.slow-link": "a cable, a port or a card",
+    "net.slow-link-duplex": "a card that negotiates, which a lab's does not",
+    "net.wireless": "a cable",
+    "net.stack-loss": "a switch, or a setting that no measurement has recommended",
+    "net.asymmetric": "a cable, a port or a card",
+    "ssh.unreachable": "a cable",
+    "ssh.unreachable-frozen": "whoever stands before the machine",
+    "ssh.auth": "ssh-copy-id asks for a password",
+    "ssh.shell": "what ~/.bashrc is for, its owner knows",
+    "ssh.hostkey": "never without looking: an attack looks like that, too",
+    "version.python": "which interpreter is meant, its owner knows",
+    "version.python-old": "which interpreter is meant, its owner knows",
+    "version.torch": "evener setup fetches 200 MB: its own test does that",
+    "version.torch-missing": "evener setup fetches 200 MB: its own test does that",
+    "version.evener": "evener setup fetches 200 MB: its own test does that",
+    "tty.attached": "it is about how a program is started the next time",
+    "limit.nofile": "PAM reads limits.d, and a lab's sshd goes without PAM",
+    "limit.memlock": "PAM reads limits.d, and a lab's sshd goes without PAM",
+    "mem.space": "which program may be ended, its owner knows",
+    "disk.space": "what may be removed, its owner knows",
+    "cpu.throttled": "a lab only shows the figure",
+    "power.sleep": "a plug, and systemd, which a lab goes without",
+    "dtype.slow": "there is nothing to mend",
+    "gpu.driver": "a driver, and a reboot",
+    "rank.duplicate": "which of the two names is the right one, its owner knows",
 }
 
 

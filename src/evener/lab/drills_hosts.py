@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import evener
-from evener.lab.drill import Drill, Raw, Stage, Step, fleet_line, lab_step, on
-from evener.lab.drills_network import HALF_AN_HOUR, PLAIN, QUICK, all_reduce, torchrun
+from evener.lab.drill import Drill, Raw, Stage, Step, doctor, fleet_line, lab_step, on
+from evener.lab.drills_network import HALF_AN_HOUR, IS_ROOT, PLAIN, QUICK, TEN_MINUTES, all_reduce, torchrun
 from evener.lab.faults import (
     another_python,
     firewall,
@@ -44,6 +44,14 @@ def needs_root() -> str | None:
     return None if os.geteuid() == 0 else "a memory limit is a cgroup, which only root may make"
 
 
+OLD_PYTHON = f"""#!{sys.executable}
+import sys
+
+sys.version_info, sys.version = (3, 6, 9), "3.6.9 (a lab's)"
+exec(sys.argv[-1])
+"""
+
+
 def _lock_more() -> Step:
     """What is above the hard limit only a mightier root may allow: then the card is taken out."""
     hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
@@ -59,6 +67,11 @@ def needs_no_gpu() -> str | None:
 
 def _no_key(stage: Stage) -> None:
     stage.host("b").face(f"{stage.lab.path}/id_ed25519.pub", "")
+
+
+def _own_key(stage: Stage) -> None:
+    shutil.copy(stage.lab.path / "id_ed25519", stage.folder / "key")
+    (stage.folder / "key").chmod(0o644)
 
 
 def _key_again(stage: Stage) -> None:
@@ -112,6 +125,20 @@ DRILLS = [
         raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
     ),
     Drill(
+        name="ssh.key", check="ssh.key", host="b",
+        says="others on this machine may read your key, as after a copy from a USB stick",
+        why="The host says permission denied, and means it. ssh said before, in a warning, that it left the key out.",
+        fault=[lab_step("chmod 644 key, which opens b", _own_key), fleet_line("b", "identity_file", "key")],
+        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="ssh.shell", check="ssh.shell", host="b",
+        says="b's ~/.bashrc starts another shell: exec sh",
+        why="ssh logs in, and the shell reads this file before the command that it was given: it never comes to it.",
+        fault=[on("b", "echo 'exec sh' > ~/.bashrc")], mend=[on("b", "rm ~/.bashrc")],
+        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
         name="ssh.hostkey", check="ssh.hostkey", host="b",
         says="b was installed anew, and has another host key",
         why="Status 255 once more. This one is never mended for you: it is what an attack looks like, too.",
@@ -127,6 +154,24 @@ DRILLS = [
         mend=[fleet_line("b", "python", sys.executable)],
         raw=Raw(commands={"b": "/opt/miniconda3/bin/python train.py"}, typed="$ ssh {host} {command}"),
         look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="version.python-old", check="version.python", host="b",
+        says="the interpreter that the fleet file names calls itself 3.6.9",
+        why="An old desktop's python3. It starts, and stumbles over the first word that it does not know.",
+        fault=[write("b", "python3.6", OLD_PYTHON), on("b", "chmod +x ~/python3.6"),
+               fleet_line("b", "python", "~/python3.6")],
+        mend=[fleet_line("b", "python", sys.executable)],
+        silence="whatever the program does first that 3.6 cannot (the lab's python only says that it is that old)",
+        look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="env.shadowed", check="env.shadowed", host="b",
+        says="PYTHONPATH in b's ~/.ssh/environment has a folder in which there is a torch.py",
+        why="Whatever is first on the path is imported. The launch dies before a rank could tell, and the others wait.",
+        fault=[on("b", "mkdir ~/mine; echo 'raise SystemExit(\"notes on torch\")' > ~/mine/torch.py; mkdir -p ~/.ssh; "
+                       "echo PYTHONPATH=$HOME/mine >> ~/.ssh/environment")],
+        raw=all_reduce(TEN_MINUTES), look=doctor(), hosts=PLAIN,
     ),
     Drill(
         name="version.torch", check="version.torch", host="b",
@@ -216,7 +261,7 @@ DRILLS = [
         name="shm.size", check="shm.size", host="b",
         says="b has 64 MB of shared memory, as in a container of Docker's",
         why="Workers of a DataLoader hand their batches over in shared memory. A full one is a bus error.",
-        fault=[on("b", "mount -o remount,size=64M /dev/shm")], mend=[on("b", "mount -o remount,size=1G /dev/shm")],
+        fault=[on("b", "mount -o remount,size=64M /dev/shm")],
         raw=Raw(commands={"b": "python loader.py"}, files={"loader.py": LOADER}), look=QUICK, hosts=PLAIN,
     ),
     Drill(
@@ -282,8 +327,7 @@ DRILLS = [
         why="Gloo has no such variable, and nobody tells you. Its ports come from net.ipv4.ip_local_port_range.",
         fault=[set_env("a", "GLOO_PORT_RANGE", "50000-50100"),
                firewall("a", "tcp dport { 22, 29500, 50000-50100 } accept", "meta l4proto { tcp, udp } drop")],
-        mend=[unset_env("a", "GLOO_PORT_RANGE"),
-              on("a", "nft insert rule inet evener input ip saddr 10.77.0.2 accept")],
+        mend=None if IS_ROOT else [unset_env("a", "GLOO_PORT_RANGE"), firewall("a")],
         raw=all_reduce(HALF_AN_HOUR), look=QUICK, hosts=PLAIN, may_also=("net.firewall",),
     ),
     Drill(
@@ -291,14 +335,13 @@ DRILLS = [
         says="b's environment has NCCL_DEBUG and NCCL_SOCKET_IFNAME, and the fleet runs on Gloo",
         why="A recipe for GPUs. It does no harm, and nothing else either.",
         fault=[set_env("b", "NCCL_DEBUG", "INFO"), set_env("b", "NCCL_SOCKET_IFNAME", "eth0")],
-        mend=[unset_env("b", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME")],
         raw=all_reduce(), look=QUICK, hosts=PLAIN, lacks=needs_no_gpu,
     ),
     Drill(
         name="env.interface-syntax", check="env.interface-syntax", host="b",
         says="b's environment says GLOO_SOCKET_IFNAME=^lo, which is NCCL's way to say: any but lo",
         why="Gloo takes one exact name and looks for an interface that is called ^lo.",
-        fault=[set_env("b", "GLOO_SOCKET_IFNAME", "^lo")], mend=[unset_env("b", "GLOO_SOCKET_IFNAME")],
+        fault=[set_env("b", "GLOO_SOCKET_IFNAME", "^lo")],
         raw=all_reduce(), look=QUICK, hosts=PLAIN,
     ),
     Drill(

@@ -6,7 +6,7 @@ import os
 
 from evener.hosts.gains import RECEIVE
 from evener.lab.drill import Drill, Raw, doctor, fleet_line, lab_step, on
-from evener.lab.faults import cable, face, firewall, name_is, probed, rate, set_env, start, sysctl, unset_env
+from evener.lab.faults import cable, face, firewall, name_is, probed, rate, set_env, start, sysctl
 from evener.lab.scripts import ALL_REDUCE
 from evener.lab.spec import HostSpec
 
@@ -14,6 +14,11 @@ PLAIN = {"a": HostSpec(), "b": HostSpec()}
 TEN_MINUTES = "torchrun would wait for 10 minutes"
 HALF_AN_HOUR = "Gloo would wait for 30 minutes"
 QUICK = doctor("--quick")
+HOLE = "nft add table inet hole" + "".join(
+    f"; nft add chain inet hole {way} '{{ type filter hook {way} priority 0; }}'"
+    f"; nft add rule inet hole {way} meta length '>' 1300 drop"
+    for way in ("input", "output")
+)
 IS_ROOT = os.geteuid() == 0  # else doctor may not ask which firewall there is, and can only guess its command
 
 
@@ -39,6 +44,28 @@ DRILLS = [
         why="Gloo looks up its own host's name and tells the others what it finds. Told 127.0.1.1, each calls itself.",
         fault=[name_is("a", "a", "127.0.1.1"), name_is("b", "b", "127.0.1.1")],
         raw=all_reduce(HALF_AN_HOUR), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="net.loopback-hostname-localhost", check="net.loopback-hostname", host="b",
+        says="b is called localhost",
+        why="Nobody gave it a name. Every machine has a localhost, and it is never another one.",
+        fault=[on("b", "hostname localhost")],
+        raw=all_reduce(HALF_AN_HOUR), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="host.same-name", check="host.same-name", host="b", peer="a",
+        says="b was cloned from a, and is still called a",
+        why="Whoever goes by names meets itself. And in logs, dashboards and prompts two machines are one.",
+        fault=[on("b", "hostname a")],
+        raw=all_reduce(HALF_AN_HOUR), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="net.duplicate-address", check="net.duplicate-address", host="b", peer="c",
+        says="c has taken b's address 10.77.0.2, beside its own",
+        why="Who is reached there is whoever answered last: ssh warns of an attack, a connection meets a stranger.",
+        fault=[on("c", "ip address add 10.77.0.2/24 dev eth0")],
+        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK,
+        hosts=dict.fromkeys("abc", HostSpec()), lasts_s=60,
     ),
     Drill(
         name="net.wrong-interface", check="net.wrong-interface", host="a",
@@ -92,7 +119,7 @@ DRILLS = [
         name="net.rendezvous-loopback", check="net.rendezvous-loopback", host="b",
         says="b's environment says MASTER_ADDR=localhost",
         why="Copied from a tutorial for one machine: here every host waits for the others at its own door.",
-        fault=[set_env("b", "MASTER_ADDR", "localhost")], mend=[unset_env("b", "MASTER_ADDR")],
+        fault=[set_env("b", "MASTER_ADDR", "localhost")],
         raw=all_reduce(TEN_MINUTES, master='"${MASTER_ADDR:-a}"'), look=QUICK, hosts=PLAIN,
     ),
     Drill(
@@ -140,6 +167,15 @@ DRILLS = [
         why="Jumbo frames are an agreement of all cards and switches. TCP finds out by itself; the rest vanishes.",
         fault=[on("b", "ip link set dev eth0 mtu 9000")],
         raw=all_reduce(), look=QUICK, hosts=PLAIN,
+    ),
+    Drill(
+        name="net.mtu-ssh", check="net.mtu", host="b",
+        says="packets of more than 1300 bytes to and from b vanish, ssh's among them",
+        why="ssh connects and says no more: its list of ciphers is longer than what gets through.",
+        fault=[on("b", HOLE)],
+        mend=[on("b", "nft delete table inet hole")],
+        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}", waits="ssh would wait for 2 minutes"),
+        look=QUICK, hosts=PLAIN,
     ),
     Drill(
         name="net.slow-link", check="net.slow-link", host="a", peer="b",

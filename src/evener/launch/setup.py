@@ -137,7 +137,7 @@ class _Setup:
             raise self._error("setup.busy", f"another setup is at work there: {who}", "wait until it is done")
         try:
             found = self._look()  # another one may just have done it
-            if found["now"] is None:
+            if found["now"] is None or not found["now"]["is_venv"]:
                 found = self._make_venv(found)
             prefix, python = found["now"]["prefix"], found["python"]
             todo = self._todo(found)
@@ -254,20 +254,13 @@ class _Setup:
             if tuple(int(part) for part in now["markers"]["python_version"].split(".")) < (3, 11):
                 version = now["markers"]["python_full_version"]
                 raise self._error("version.python", f"{found['python']} is python {version}", "3.11 or newer is needed")
-            if not now["is_venv"]:
-                raise self._error(
-                    "setup.python",
-                    f"{found['python']} lacks {lacks}, and is no virtual environment: setup does not change it",
-                    f"leave [hosts.{self._name}] python out, and setup makes {self._host.workdir}/venv; "
-                    f'or on {self._name}: {found["python"]} -m venv ~/evener, and python = "~/evener/bin/python"',
-                )
             if now["editable"] is not None and now["evener_hash"] != self._ours.hash:
                 raise self._error(
                     "setup.evener",
                     f"evener there is a source tree of other code than here: {now['editable'].removeprefix('file://')}",
                     f"bring it to the same state, or leave [hosts.{self._name}] python out",
                 )
-            if "pip" not in now["packages"]:
+            if now["is_venv"] and "pip" not in now["packages"]:
                 fix = f"uv pip install --python {found['python']} pip"
                 raise self._error("setup.pip", f"{found['python']} lacks {lacks}, and has no pip to install it", fix)
         needed = CUDA_BYTES if self._wants_cuda(found) else CPU_BYTES

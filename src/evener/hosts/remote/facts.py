@@ -23,7 +23,9 @@ import time
 from typing import Any, Dict, Tuple  # noqa: UP035  python 3.8
 
 LINUX = sys.platform.startswith("linux")
-RELEVANT = re.compile(r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK)$")
+RELEVANT = re.compile(
+    r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH)$"
+)
 SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
 TRAINS = re.compile(r"^torch\.distributed\.(run|launch)$|^evener\.worker(\.agent)?$")  # after python -m
 RANK_OF = re.compile(r"(?:^|\0)(?:TORCHELASTIC_RUN_ID|EVENER_RUN)=|(?:^|\0)MASTER_ADDR=.*\0WORLD_SIZE=|"
@@ -31,14 +33,23 @@ RANK_OF = re.compile(r"(?:^|\0)(?:TORCHELASTIC_RUN_ID|EVENER_RUN)=|(?:^|\0)MASTE
 SUPERVISOR = re.compile(r"/host/supervisor\.py$")
 DETACHED = re.compile(r"^(tmux|screen|dtach|abduco|zellij|mosh-server|slurm)", re.IGNORECASE)
 APART_S = 0.25  # between two readings of a counter
+IMPORT_S = 8.0  # of torch, from a cold disk: longer is no answer
 SPIN_S = 0.05  # how long one core is kept busy before its frequency is read
 
 Facts = Dict[str, Any]  # noqa: UP006
 Table = Dict[int, Tuple[int, bool, Any]]  # noqa: UP006  pid: (parent, has a terminal, argv)
 
+# Where people set a variable for every session of theirs; the first that has it counts.
+SETTINGS = ("~/.ssh/environment", "~/.pam_environment", "~/.bashrc", "~/.bash_profile", "~/.profile", "~/.zshenv",
+            "/etc/environment")  # fmt: skip
+
 # Runs in the python that trains: which versions would it import? Nothing of theirs is executed.
 VERSIONS = """
-import hashlib, importlib.metadata, importlib.util, json, os, platform, sys
+import sys
+if sys.version_info < (3, 8):
+    print('{"python_version": "%s", "torch": null, "evener": null, "hash": null}' % sys.version.split()[0])
+    sys.exit()
+import hashlib, importlib.metadata, importlib.util, json, os, platform
 def version(name):
     try: return importlib.metadata.version(name)
     except Exception: return None
@@ -109,26 +120,55 @@ def _identity() -> Facts:
 
 
 def _python(home: str, python: str | None) -> str:
-    if python:
-        path = os.path.expanduser(python)
-        return shutil.which(path) or os.path.abspath(path)
+    """The interpreter that trains: WORKDIR/venv's, where none is named or that was made of the named one."""
     own = os.path.join(home, "venv", "bin", "python")
-    return own if os.path.exists(own) else sys.executable
+    if not python:
+        return own if os.path.exists(own) else sys.executable
+    path = os.path.expanduser(python)
+    path = shutil.which(path) or os.path.abspath(path)
+    in_venv = os.path.exists(os.path.join(os.path.dirname(os.path.dirname(path)), "pyvenv.cfg"))
+    return own if not in_venv and os.path.exists(own) and os.path.realpath(own) == os.path.realpath(path) else path
 
 
 def _versions(python: str) -> Facts:
-    unknown = {"python_version": None, "torch_version": None, "evener_version": None, "evener_hash": None}
-    said = _run([python, "-c", VERSIONS], timeout_s=12, cwd="/")
-    try:
-        told = json.loads((said or "").strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        return unknown
-    return {
-        "python_version": told["python_version"],
-        "torch_version": told["torch"],
-        "evener_version": told["evener"],
-        "evener_hash": told["hash"],
-    }
+    """Of a python that only starts without its environment (-I), also what it says with it."""
+    for alone in ([], ["-I"]):
+        said, error = _says([python, *alone, "-c", VERSIONS], timeout_s=12)
+        try:
+            told = json.loads(said.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            if not alone:
+                broken = error
+            continue
+        return {
+            "python_version": told["python_version"],
+            "torch_version": told["torch"],
+            "evener_version": told["evener"],
+            "evener_hash": told["hash"],
+            "python_error": broken if alone else None,
+            "shadowed": _shadowed(),
+        }
+    return {"python_version": None, "python_error": broken}
+
+
+def _shadowed() -> dict[str, str]:
+    """{module: file} of Python's own modules, and of torch, in whose place PYTHONPATH puts others."""
+    own = set(getattr(sys, "stdlib_module_names", sys.builtin_module_names)) | {"torch"}
+    found: dict[str, str] = {}
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        for path in sorted(glob.glob(glob.escape(folder) + "/*")):
+            name, extension = os.path.splitext(os.path.basename(path))
+            is_package = os.path.exists(path + "/__init__.py")
+            is_torch = name == "torch" and os.path.exists(path + "/version.py")  # one that somebody has built
+            if name in own and (extension == ".py" or is_package) and not is_torch:
+                found.setdefault(name, path)
+    return found
+
+
+def import_torch(python: str) -> str | None:
+    """What the python that trains says when it is to import torch and cannot; None when it can, or takes too long."""
+    said, error = _says([python, "-c", "import torch.distributed.run; print('imported')"], timeout_s=IMPORT_S)
+    return None if "imported" in said else error
 
 
 # --- processor ---------------------------------------------------------------------------------------------------
@@ -267,6 +307,7 @@ def _disk(folder: str) -> Facts:
     space = _space(folder)
     return {
         "disk_free_bytes": space[1] if space else None,
+        "disk_folder": folder,  # of the working directory, what there is
         "disk_writable": os.access(folder, os.W_OK),
         "shm_bytes": shm[0] if shm else None,
     }
@@ -419,6 +460,7 @@ def _device(name: str, is_loopback: bool, wireless: set[str]) -> Facts:
     return {
         "kind": kind,
         "is_physical": physical or not LINUX,
+        "mac": (_read(folder + "address") or "").strip() or None,
         "speed_Mbit": int(speed) if speed and speed > 0 else None,
         "duplex": duplex if duplex in ("full", "half") else None,
     }
@@ -460,7 +502,17 @@ def _gloo() -> Facts:
 def _environment() -> Facts:
     """What a session without a terminal has in its environment, as a run will: no value that may be a secret."""
     found = {name: value for name, value in os.environ.items() if RELEVANT.match(name)}
-    return {"environment": {name: "(hidden)" if SECRET.search(name) else value for name, value in found.items()}}
+    shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in found.items()}
+    return {"environment": shown, "set_in": {name: place for name in found for place in [_set_in(name)] if place}}
+
+
+def _set_in(name: str) -> tuple[str, int] | None:
+    """(file, line) that sets a variable for every session."""
+    for path in SETTINGS:
+        for number, line in enumerate((_read(os.path.expanduser(path)) or "").splitlines(), 1):
+            if re.match(rf"\s*(export\s+)?{name}\s*=", line):
+                return path, number
+    return None
 
 
 def _port(port: int) -> Facts:
@@ -743,14 +795,24 @@ def _link(path: str) -> str | None:
         return None
 
 
-def _run(argv: list[str], timeout_s: float = 5, cwd: str | None = None) -> str | None:
-    """What a program says; None if it is not there, fails or takes too long."""
+def _run(argv: list[str], timeout_s: float = 5) -> str | None:
+    """What a program says, nothing if it takes too long; None if it is not there or fails."""
+    said, error = _says(argv, timeout_s)
+    return said if error is None else None
+
+
+def _says(argv: list[str], timeout_s: float) -> tuple[str, str | None]:
+    """(what a program says, why it failed); a program that takes too long has not failed, and said nothing."""
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                              timeout=timeout_s, cwd=cwd, check=False)  # fmt: skip
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, cwd="/", check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", None
+    except (OSError, ValueError) as error:
+        return "", str(error)
+    lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+    return done.stdout.decode(errors="replace"), "\n".join(lines[-3:]) if done.returncode else None
 
 
 def _which(name: str) -> str | None:

@@ -77,10 +77,15 @@ _held = {}
 
 
 def look(workdir, python=None, here=None, preferred=()):
-    """What is there? `python`: the interpreter that the fleet names; `here`: the one to use where there is no venv."""
+    """What is there? `python`: the interpreter that the fleet names, or of which WORKDIR/venv was made; `here`: the
+    one to use where there is no venv.
+    """
     home = _home(workdir)
     own = os.path.join(home, "venv", "bin", "python")
     target = _program(python) if python else own if here is None or os.path.exists(own) else here
+    in_venv = os.path.exists(os.path.join(os.path.dirname(os.path.dirname(target)), "pyvenv.cfg"))
+    if not in_venv and os.path.exists(own) and os.path.realpath(own) == os.path.realpath(target):
+        target = own
     found = {
         "home": home,
         "python": target,
@@ -90,7 +95,10 @@ def look(workdir, python=None, here=None, preferred=()):
         "free_bytes": _free_bytes(home),
     }
     if found["is_own"] and (found["now"] is None or "pip" not in found["now"]["packages"]):
-        found.update(now=None, base=_base(preferred))  # there is no venv, or half of one
+        names = [*preferred, "python3", "python3.14", "python3.13", "python3.12", "python3.11"]
+        found.update(now=None, base=_base([_program(python)] if python else names))  # there is no venv, or half of one
+    elif found["now"] is not None and not found["now"]["is_venv"]:
+        found["base"] = _base([target])  # it is left as it is
     found["unfinished"] = None
     if found["now"] is not None:
         with contextlib.suppress(OSError), open(os.path.join(found["now"]["prefix"], UNFINISHED)) as file:
@@ -192,9 +200,8 @@ def installed(python):
         return None
 
 
-def _base(preferred):
+def _base(names):
     """The interpreter to make a venv with, of those that are there, and why none will do."""
-    names = [*preferred, "python3", "python3.14", "python3.13", "python3.12", "python3.11"]
     path = os.pathsep.join([os.environ.get("PATH", "")] + [os.path.expanduser(place) for place in PLACES])
     code = (
         "import sys, json; from importlib.util import find_spec as find; "
