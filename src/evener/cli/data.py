@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,8 +132,10 @@ def _tell(out: Path, prepared: Prepared, as_json: bool) -> None:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """On a terminal a bar with rate and end; elsewhere a plain line every five seconds. All on stderr."""
-    if sys.stderr.isatty():
-        from rich.console import Console
+    from evener.cli.terminal import console
+
+    where = console(stderr=True)
+    if where.is_interactive:
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -152,7 +153,7 @@ def _progress() -> Iterator[Progress]:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
-        with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        with Bars(*columns, console=where, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
             def show(doing: str, done: int, total: int) -> None:

@@ -85,6 +85,7 @@ def up(
 @app.command()
 def status(name: Annotated[str | None, typer.Argument(help="One lab. [all]")] = None, as_json: AsJson = False) -> None:
     """Every lab of yours: which hosts it has, and whether they live."""
+    from evener.cli.terminal import console, say, table
     from evener.lab import state
     from evener.lab.lab import Lab
 
@@ -96,22 +97,22 @@ def status(name: Annotated[str | None, typer.Argument(help="One lab. [all]")] = 
         return
     if not labs:
         print("no lab is up; `evener lab up` makes one", file=sys.stderr)
+    screen = console()
     for one, lab in labs.items():
         if lab is None:
-            print(f"{one}: half made, or by another version of evener; `evener lab down {one}` cleans up")
+            say(screen, f"{one}: half made, or by another version of evener; `evener lab down {one}` cleans up")
             continue
         fleet = f", fleet file {lab.state.fleet_file}" if lab.state.fleet_file else ""
-        print(f"{one}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
-        rows = [("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")]
+        say(screen, f"{one}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
+        rows = []
         for host in _describe(lab)["hosts"].values():
             limits = (_rate(host["up_bps"]), _rate(host["down_bps"]) + " policed" * host["policed"], host["mtu"],
                       host["cpus"] or "all", ",".join(map(str, host["cores"])) or "all")  # fmt: skip
             rows.append(
                 (host["name"], host["address"], *map(str, limits), str(host["processes"] or "dead"), str(host["pid"]))
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        titles = ("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")
+        table(screen, titles, rows, left=titles, spare=("pid", "mtu", "cores"))
 
 
 @app.command(

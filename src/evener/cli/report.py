@@ -17,12 +17,10 @@ def report(
     Example: `evener report runs/demo`.
     """
     import json
-    import shutil
-    import sys
-    import textwrap
     from typing import Any
 
     from evener.cli import fleets
+    from evener.cli.terminal import console, say
     from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.report import benchpage, compare
@@ -49,9 +47,10 @@ def report(
     if as_json:
         print(json.dumps(found | {"explanation": explanation, "page": str(page)}))
         return 0
-    width = min(shutil.get_terminal_size().columns, 100)
+    screen = console(stderr=True)
     for paragraph in explanation:
-        print(textwrap.fill(paragraph, width), end="\n\n", file=sys.stderr)
+        say(screen, paragraph)
+        screen.print()
     if found.get("newer_checkpoint"):
         fleets.tell_weights(rundir, find_plan(rundir))
     print(page)

@@ -79,14 +79,14 @@ def setup(
 @contextmanager
 def _progress(names: list[str], *, quiet: bool) -> Iterator[Tell]:
     """On a terminal a line a host that moves; elsewhere a line for each step. All on stderr."""
-    from rich.console import Console
+    from evener.cli.terminal import console
 
-    console = Console(stderr=True, highlight=False, quiet=quiet, markup=False)
-    if not console.is_terminal or quiet:
+    where = console(stderr=True, quiet=quiet)
+    if not where.is_interactive or quiet:
 
         def line(name: str, text: str, is_step: bool) -> None:
             if is_step:
-                console.print(f"{name}: {text}", soft_wrap=True)
+                where.print(f"{name}: {text}", soft_wrap=True)
 
         yield line
         return
@@ -100,7 +100,7 @@ def _progress(names: list[str], *, quiet: bool) -> Iterator[Tell]:
         TextColumn("{task.description}", markup=False),
         TextColumn("{task.fields[detail]}", markup=False, style="dim", table_column=Column(no_wrap=True, ratio=1)),
     )
-    with Progress(*columns, console=console, transient=True, expand=True) as bars:
+    with Progress(*columns, console=where, transient=True, expand=True) as bars:
         tasks = {name: bars.add_task("", host=name, detail="") for name in names}
 
         def show(name: str, text: str, is_step: bool) -> None:
