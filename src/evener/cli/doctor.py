@@ -25,20 +25,19 @@ STYLES = dict.fromkeys((UNREACHED, BLOCKED, STALLS, SHUT), "red")
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
+EXAMPLES = "evener doctor --fleet fleet.toml\nevener doctor --fleet local"
+
+
 def doctor(
-    fleet: str | None = typer.Option(
-        None, "--fleet", help="fleet file; local: this machine alone [fleet.toml where it is]", show_default=False
-    ),
+    fleet: str | None = typer.Option(None, "--fleet", help="hosts; local: this machine alone [fleet.toml if here]"),
     quick: bool = typer.Option(False, "--quick", help="leave out goodput: what train and launch look at before a run"),
-    port: int = typer.Option(29500, min=1, max=65535, help="rendezvous port"),
+    port: int = typer.Option(29500, min=1, max=65535, help="of the rendezvous"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Can these machines train together, and if not, what is the command that mends it?
 
     Looks at every host (versions, memory, GPUs, what else runs there) and connects every host to every other, both
     ways, as a run would. Changes nothing. Exit status 1 when there is an error.
-
-    Example: `evener doctor --fleet fleet.toml`.
     """
     import json
 

@@ -21,11 +21,11 @@ LINES = 4  # of what a command printed
 
 
 def drill(
-    name: Annotated[str | None, typer.Argument(help="Which. [the list of all]", show_default=False)] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Every drill, and what no lab can break.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="All of them, a line each; without the second step.")] = False,
-    short: Annotated[bool, typer.Option("--short", help="Leave out what it looks like without evener.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    name: Annotated[str | None, typer.Argument(metavar="DRILL", help="which one [the list of all]")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="every drill, and what no lab can break")] = False,
+    every: Annotated[bool, typer.Option("--all", help="all of them, a line each; without the second step")] = False,
+    short: Annotated[bool, typer.Option("--short", help="leave out what it looks like without evener")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     """Break one thing in a fresh lab: see it without evener, with evener, and mended. Exit status 0 if it was named.
 

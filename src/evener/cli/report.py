@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = "evener report runs/mine"
+
 
 def report(
     run: str = typer.Argument(..., help="run directory, or the folder of a bench"),
@@ -13,8 +15,6 @@ def report(
 
     Prints the page's path, and beside it (on stderr) the explanation. Of the folder of a bench it makes a page that
     compares its runs.
-
-    Example: `evener report runs/demo`.
     """
     import json
     from typing import Any

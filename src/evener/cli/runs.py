@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from evener.launch.mirror import State
 
 
+EXAMPLES = "evener runs"
+
+
 def runs(
     folder: str = typer.Argument("runs", help="where the run directories are"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing.
-
-    Example: `evener runs`.
-    """
+    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing."""
     import json
     import time
     from concurrent.futures import ThreadPoolExecutor

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from evener.launch.setup import Tell
 
 
+EXAMPLES = "evener setup --fleet fleet.toml --with requirements.txt"
+
+
 def setup(
-    fleet: str = typer.Option("fleet.toml", help="fleet file"),
-    hosts: list[str] | None = typer.Option(None, "--host", help="this host only; may be given again [all]"),
+    fleet: str = typer.Option("fleet.toml", help="hosts to set up"),
+    hosts: list[str] | None = typer.Option(None, "--host", metavar="HOST", help="this host; may be given again [all]"),
     more: list[str] | None = typer.Option(
         None, "--with", metavar="PACKAGE | FILE.txt", help="what your own scripts need besides; may be given again"
     ),
@@ -26,8 +29,6 @@ def setup(
     Each host gets a virtual environment in its working directory, with packages from the registry of its own pip, or
     from this machine where it reaches none. What is there stays; a second run changes nothing. Exit status 1 when a
     host could not be set up.
-
-    Example: `evener setup --fleet fleet.toml --with requirements.txt`.
     """
     import json
     import sys
