@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import typer
@@ -35,6 +36,17 @@ evener train --data data/verbs --steps 100 --out runs/first
 evener report runs/first
 evener plan --model gpt2 --nodes 2 --link 1GbE --compute-tokens-per-s 500
 """
+
+TYPERS = {
+    r"^Invalid value for '(.+?)': Input should be": r"\1: expected",
+    "a valid integer, .*": "a whole number",
+    "a valid number, .*": "a number",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    r"^(No such|Missing) command": r"\1 verb",
+    r" \(Possible options: (.*)\)$": r"; there are \1",
+    r"\.$": "",
+}.items()
 
 app = App(
     name="evener",
@@ -83,7 +95,7 @@ def main() -> None:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         if error.format_message():  # a verb without its argument has printed its help
-            _tell(error.format_message(), f"{context.command_path if context else 'evener'} --help")
+            _tell(_in_our_words(error.format_message()), f"{context.command_path if context else 'evener'} --help")
         status = 2
     except (KeyboardInterrupt, typer.Abort):
         status = 130
@@ -91,6 +103,17 @@ def main() -> None:
         sys.stdout = None
         status = 0
     sys.exit(status or 0)
+
+
+def _in_our_words(message: str) -> str:
+    """What typer says of a flag, shorter.
+
+    >>> _in_our_words("Invalid value for '--port': Input should be less than or equal to 65535")
+    '--port: expected at most 65535'
+    """
+    for theirs, ours in TYPERS:
+        message = re.sub(theirs, ours, message)
+    return message
 
 
 def _tell(message: str, hint: str, output: str = "") -> None:
