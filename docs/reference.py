@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import typer
 
+from evener.cli.help import described, examples
 from evener.cli.main import app
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -36,23 +37,15 @@ def section(path: list[str], command: click.Command) -> list[str]:
     text = re.sub(r"\n(?!\n)\s*(?=\S)(?<!\n\n)", " ", inspect.cleandoc(command.help or ""))
     shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
     lines = [f"## {' '.join(path)}", "", text, ""]
-    if command.epilog:
-        lines += [command.epilog, ""]
+    if examples(command):
+        lines += ["```sh", *examples(command), "```", ""]
     lines += ["| | |", "|---|---|"]
     for parameter in shown:
-        name = " / ".join([*parameter.opts, *parameter.secondary_opts])
-        if parameter.param_type_name == "argument":
-            name = (parameter.metavar or parameter.name or "").upper()
-        help_text = (getattr(parameter, "help", None) or "").replace("|", "\\|")
-        default = parameter.default
-        if (
-            default not in (None, False, "")
-            and not callable(default)
-            and not isinstance(default, type(...))
-            and "[" not in help_text
-        ):
-            help_text += f" [{default}]"
-        lines.append(f"| `{name}` | {help_text} |")
+        is_argument = parameter.param_type_name == "argument"
+        names = [] if is_argument else [" / ".join([*parameter.opts, *parameter.secondary_opts])]
+        cells = " ".join([*names, parameter.metavar or ""]).strip(), described(parameter)
+        name, text = (cell.replace("|", "\\|") for cell in cells)
+        lines.append(f"| `{name}` | {text} |")
     return [*lines, ""]
 
 

@@ -43,14 +43,15 @@ IN_LAYERS = {module: path for module, path in MODULES.items() if path.parent != 
 
 @functools.cache
 def imports(path: Path, *, lazy: bool = True) -> set[str]:
-    """Modules that a file imports, and names that may be modules; without those inside functions where not `lazy`.
+    """Modules that a file imports, and names that may be modules; where not `lazy`, none in functions or for types.
 
-    Those for the type checker's eyes alone count too: who needs another's types stands on it.
+    Where `lazy`, those for the type checker alone count, too: who needs another's types stands on it.
     """
     tree = ast.parse(path.read_text())
     inside = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_types:
             inside |= {id(child) for child in ast.walk(node)}
     found = set()
     for node in ast.walk(tree):

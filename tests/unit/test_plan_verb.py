@@ -18,6 +18,7 @@ from evener.core.shape import PRESETS, preset_shape
 from evener.core.spec import RunSpec
 
 from .conftest import write_run
+from .pseudo import environment
 
 WORDS = ("--model", "gpt2-760m", "--nodes", "2", "--link", "1GbE", "--compute-tokens-per-s", "500")
 ONE = ("--link", "1GbE", "--compute-tokens-per-s", "500")
@@ -46,7 +47,7 @@ def evener(*args: object, cwd: Path | None = None) -> subprocess.CompletedProces
         "finally: assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'a heavy import'"
     )
     argv = [sys.executable, "-c", code, "plan", *map(str, args)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=environment())
 
 
 def test_two_machines_that_nobody_has():

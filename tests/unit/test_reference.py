@@ -13,4 +13,4 @@ def test_the_reference_page_is_up_to_date():
     assert (DOCS / "reference.md").read_text() == page, "make docs writes it anew"
     for verb in ("train", "bench", "report", "verify", "sample", "data verbs", "data python", "data text"):
         assert f"## evener {verb}\n" in page
-    assert "`--micro-batch`" in page
+    assert "`--micro-batch N`" in page

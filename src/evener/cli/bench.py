@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = "evener bench --seconds 20\nevener bench --fleet fleet.toml\nevener bench --preset lab01"
+
 
 def bench(
     preset: str | None = typer.Option(
         None,
+        metavar="scaling|fleet|strategies|lab01",
         help="scaling: 1, 2, … processes on this machine; fleet: hosts alone and together; strategies: ways to agree; "
         "lab01: the first lab [scaling; with --fleet fleet]",
     ),
-    fleet: str | None = typer.Option(None, metavar="FILE", help="Hosts to measure [strategies: fleet.toml]"),
-    hosts: str | None = typer.Option(None, metavar="NAME,…", help="Of the fleet, these hosts alone [all]"),
-    data: list[str] | None = typer.Option(None, help="corpus, may be given twice [data/verbs and data/python]"),
+    fleet: str | None = typer.Option(None, metavar="FILE", help="hosts to measure [strategies: fleet.toml]"),
+    hosts: str | None = typer.Option(None, metavar="NAME,…", help="of the fleet, these hosts alone [all]"),
+    data: list[str] | None = typer.Option(None, help="a corpus; may be given again [data/verbs and data/python]"),
     out: str | None = typer.Option(
         None, help="folder of the results [runs/bench, runs/fleet, runs/strategies, experiments/35-ddp-cpu]"
     ),
@@ -21,7 +24,7 @@ def bench(
     steps: int = typer.Option(500, min=1, help="strategies: steps of each way to agree"),
     syncs: str | None = typer.Option(None, metavar="NAME,…", help="strategies: these [those that suit the model]"),
     ranks: list[int] | None = typer.Option(None, min=1, max=1024, help="scaling: numbers of processes [1, 2, … cores]"),
-    model: str = typer.Option("char", help="model preset"),
+    model: str = typer.Option("char", help="what is trained"),
     batch: int | None = typer.Option(None, min=1, help="sequences in the global batch [8; strategies: 16]"),
     force: bool = typer.Option(False, "--force", help="scaling, lab01: replace an existing folder"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
@@ -33,9 +36,6 @@ def bench(
     all together: tokens/s and all-reduce time. With --preset strategies: all hosts by each way to agree, for the same
     steps: tokens/s against loss. Ends with a table, a picture, a page and what it means. On a fleet a bench that was
     stopped goes on where it was.
-
-    Example: `evener bench --seconds 20`. Two hosts: `evener bench --fleet fleet.toml`. The lab:
-    `evener bench --preset lab01`.
     """
     from evener.cli import benchmarks, fleets
     from evener.core.errors import UsageError, did_you_mean

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from evener.bench import lab01 as lab
 from evener.bench import scaling as bench
 from evener.bench.table import rows
 from evener.cli import follow
+from evener.cli.terminal import console, say, table
 from evener.core.decoding import json_decoder
 from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
 from evener.core.errors import UsageError
@@ -51,7 +50,7 @@ def scaling(
     force: bool,
     as_json: bool,
 ) -> int:
-    console = Console(stderr=True, highlight=False, quiet=as_json)
+    screen = console(stderr=True, quiet=as_json)
     folder = Path(out or "runs/bench")
     if folder.exists() and any(folder.iterdir()) and not force:
         raise UsageError(f"{folder}: exists and is not empty", hint="--force replaces it, or another --out")
@@ -62,13 +61,13 @@ def scaling(
         eval=EvalSpec(eval_every=0),
         machine=MachineSpec(contention=True),
     )
-    corpora = data or [prepared(corpus, console) for corpus in CORPORA]
+    corpora = data or [prepared(corpus) for corpus in CORPORA]
     series = bench.specs(base, folder, corpora, counts)
     # A mistake is found before anything is replaced.
     resolved = {spec.out: resolve(msgspec.structs.replace(spec, out=None)) for runs in series.values() for spec in runs}
     if force and folder.exists():
         _remove_bench(folder)
-    rates = _rates_here(base, console)
+    rates = _rates_here(base, screen)
 
     def predicted(spec: RunSpec) -> Prediction:
         name = this_machine().host
@@ -76,7 +75,7 @@ def scaling(
         job = Job(spec=spec, shape=resolved[spec.out].shape)
         return predict(job, cluster_of(here, job))
 
-    with follow.series(series, console) as observer:
+    with follow.series(series, screen) as observer:
         found = bench.run(folder, series, observer, predicted)
     scaling_png(found, folder / "scaling.png")
     for runs in found.values():
@@ -98,53 +97,52 @@ def scaling(
         return 0
     for corpus, runs in found.items():
         title, *figures = rows(runs)
-        table = Table(*title[:1], box=box.SIMPLE_HEAD)
-        for processes in title[1:]:
-            table.add_column(processes, justify="right")
-        for row in figures:
-            table.add_row(*row)
-        console.print(f"\n{corpus}: {model}, {runs[0].tokens_per_step} tokens a step", markup=False)
-        console.print(table)
-        console.print(textwrap.fill(explained[corpus], width=min(console.width, 100)), markup=False)
-    console.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="")
+        screen.print()
+        say(screen, f"{corpus}: {model}, {runs[0].tokens_per_step} tokens a step")
+        table(screen, title, figures)
+        screen.print()
+        say(screen, explained[corpus])
+    screen.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="", soft_wrap=True)
     print(page)
     return 0
 
 
 def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -> int:
-    console = Console(stderr=True, highlight=False, quiet=as_json)
+    screen = console(stderr=True, quiet=as_json)
     if data and len(data) > 1:
         raise UsageError("--preset lab01 takes one corpus")
-    corpus = data[0] if data else prepared("data/verbs", console)
+    corpus = data[0] if data else prepared("data/verbs")
     folder = Path(out or "experiments/35-ddp-cpu")
     encode = load_tokenizer(Path(corpus)).encode
-    found = lab.run(Path(corpus), folder, encode, force=force, tell=lambda text: console.print(text, markup=False))
+    found = lab.run(Path(corpus), folder, encode, force=force, tell=lambda text: say(screen, text))
     if as_json:
         json.dump(found, sys.stdout)
         print()
         return 0
     for rank, (sentence, number) in enumerate(zip(found["first_sentence"], found["sentences"], strict=True)):
-        console.print(
+        say(
+            screen,
             f"rank {rank} has {number} of {found['sentences_total']} sentences; its first: {sentence.strip()}",
-            markup=False,
         )
-    console.print(
-        f"tokens/s: {found['tokens_per_sec_1proc']:.0f} with 1 process, {found['tokens_per_sec_2proc']:.0f} with 2"
+    say(
+        screen,
+        f"tokens/s: {found['tokens_per_sec_1proc']:.0f} with 1 process, {found['tokens_per_sec_2proc']:.0f} with 2",
     )
-    console.print(
-        f"all-reduce a step: p50 {found['allreduce_p50_ms']:.2f} ms, p95 {found['allreduce_p95_ms']:.2f} ms (hook)"
+    say(
+        screen,
+        f"all-reduce a step: p50 {found['allreduce_p50_ms']:.2f} ms, p95 {found['allreduce_p95_ms']:.2f} ms (hook)",
     )
     bracket, exposed = found["variant_a_mean_p50_p95_ms"][1], found["exposed_mean_p50_p95_ms"][1]
-    console.print(f"of it not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
-    console.print(f"states of the two ranks: largest difference {found['largest_difference']:.3g}")
-    console.print(textwrap.fill(found["lesson_notes"], width=min(console.width, 100)), markup=False)
+    say(screen, f"of it not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
+    say(screen, f"states of the two ranks: largest difference {found['largest_difference']:.3g}")
+    say(screen, found["lesson_notes"])
     print(folder / "manifest.json")
     return 0
 
 
-def _rates_here(spec: RunSpec, console: Console) -> dict[str, Rates]:
+def _rates_here(spec: RunSpec, screen: Console) -> dict[str, Rates]:
     """What this machine does with the model, measured before the runs that are predicted from it."""
-    console.print("measuring this machine, so that each run can be predicted")
+    say(screen, "measuring this machine, so that each run can be predicted")
     model = spec.model
     asked = DeviceRatesSpec(
         host="here",
@@ -159,14 +157,15 @@ def _rates_here(spec: RunSpec, console: Console) -> dict[str, Rates]:
     return {item.device: item.rates for item in told if isinstance(item, DeviceRates)}
 
 
-def prepared(corpus: str, console: Console | None = None) -> str:
+def prepared(corpus: str) -> str:
     """The folder of a corpus that evener makes itself, made if it is missing."""
     if not (Path(corpus) / "meta.json").exists():
         from evener.cli import data
 
         makers: dict[str, Callable[..., object]] = {"data/verbs": data.verbs, "data/python": data.python}
-        (console or Console(stderr=True)).print(f"preparing {corpus}")
-        makers[corpus](out=Path(corpus))
+        say(console(stderr=True), f"preparing {corpus}")
+        with contextlib.redirect_stdout(sys.stderr):  # what is said of it is not the bench's result
+            makers[corpus](out=Path(corpus))
     return corpus
 
 

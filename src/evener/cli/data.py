@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,29 +11,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evener.cli.help import App
+
 if TYPE_CHECKING:
     from evener.corpus.text import Progress
     from evener.corpus.write import Prepared
 
-app = typer.Typer(
-    help="Prepare a corpus: text in, a folder with train.bin, val.bin, meta.json and tokenizer.json out.",
-    no_args_is_help=True,
-)
+app = App(help="Prepare a corpus: text in, a folder with train.bin, val.bin, meta.json and tokenizer.json out.")
 
-Tokenizer = Annotated[str, typer.Option(help="byte, char, bpe (trained on this text) or gpt2 (by tiktoken).")]
-VocabSize = Annotated[int | None, typer.Option(help="Size of the bpe vocabulary. The default is 8192.")]
-ValFraction = Annotated[float, typer.Option(help="Share of the text that validates.")]
-Force = Annotated[bool, typer.Option("--force", help="Prepare anew, in place of another corpus in the folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Tokenizer = Annotated[str, typer.Option(metavar="byte|char|bpe|gpt2", help="bpe is trained on this text")]
+VocabSize = Annotated[int | None, typer.Option(help="size of bpe's vocabulary [8192]")]
+ValFraction = Annotated[float, typer.Option(help="share of the text that validates")]
+Force = Annotated[bool, typer.Option("--force", help="prepare anew, in place of another corpus in the folder")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 _LINE_EVERY_S = 5.0
 
 
-@app.command()
+@app.command(epilog="evener data verbs --sentences 20000 --out data/verbs-small")
 def verbs(
-    out: Annotated[Path, typer.Option(help="Folder to make.")] = Path("data/verbs"),
-    sentences: Annotated[int, typer.Option(help="How many sentences, all distinct.")] = 100_000,
-    seed: Annotated[int, typer.Option(help="Another seed draws other sentences.")] = 0,
+    out: Annotated[Path, typer.Option(help="folder to make")] = Path("data/verbs"),
+    sentences: Annotated[int, typer.Option(help="how many sentences, all distinct")] = 100_000,
+    seed: Annotated[int, typer.Option(help="another seed draws other sentences")] = 0,
     val_fraction: ValFraction = 0.1,
     tokenizer: Tokenizer = "char",
     vocab_size: VocabSize = None,
@@ -44,8 +42,6 @@ def verbs(
     """English verbs in every person, tense, aspect, voice, polarity and question: generated, no download.
 
     Writes train.jsonl and val.jsonl (a sentence a line, with its grammar) beside the tokens. No sentence is in both.
-
-    Example: evener data verbs --sentences 20000 --out data/verbs-small
     """
     from evener.corpus.verbs import make_verbs
     from evener.corpus.write import prepare
@@ -58,19 +54,16 @@ def verbs(
     _tell(out, prepared, as_json)
 
 
-@app.command()
+@app.command(epilog="evener data python --tokenizer bpe --vocab-size 4096 --out data/python-bpe")
 def python(
-    out: Annotated[Path, typer.Option(help="Folder to make.")] = Path("data/python"),
+    out: Annotated[Path, typer.Option(help="folder to make")] = Path("data/python"),
     val_fraction: ValFraction = 0.1,
     tokenizer: Tokenizer = "byte",
     vocab_size: VocabSize = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """The source of this Python's standard library: 10 to 30 MB of real text that every machine has.
-
-    Example: evener data python --tokenizer bpe --vocab-size 4096 --out data/python-bpe
-    """
+    """The source of this Python's standard library: 10 to 30 MB of real text that every machine has."""
     from evener.corpus.python import library_documents
     from evener.corpus.text import split_by_fraction
     from evener.corpus.write import prepare
@@ -83,12 +76,12 @@ def python(
     _tell(out, prepared, as_json)
 
 
-@app.command()
+@app.command(epilog="evener data text README.md --out data/readme")
 def text(
-    paths: Annotated[list[Path], typer.Argument(help="UTF-8 text files, or folders of them.", show_default=False)],
+    paths: Annotated[list[Path], typer.Argument(help="text files in UTF-8, or folders of them")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to make. The default is data/ and the name of PATHS, or data/text for several."),
+        typer.Option(help="folder to make [data/ and PATH's name; of several data/text]"),
     ] = None,
     val_fraction: ValFraction = 0.1,
     tokenizer: Tokenizer = "byte",
@@ -99,8 +92,6 @@ def text(
     """Your own text. Folders are searched through, but for hidden files.
 
     The last tenth validates; of several files, in an order drawn from their names, so that it is a fair sample.
-
-    Example: evener data text README.md --out data/readme
     """
     from evener.core.errors import DataError
     from evener.corpus.text import find_files, split_by_fraction
@@ -133,8 +124,10 @@ def _tell(out: Path, prepared: Prepared, as_json: bool) -> None:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """On a terminal a bar with rate and end; elsewhere a plain line every five seconds. All on stderr."""
-    if sys.stderr.isatty():
-        from rich.console import Console
+    from evener.cli.terminal import console
+
+    where = console(stderr=True)
+    if where.is_interactive:
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -152,7 +145,7 @@ def _progress() -> Iterator[Progress]:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
-        with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        with Bars(*columns, console=where, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
             def show(doing: str, done: int, total: int) -> None:

@@ -11,6 +11,8 @@ import typer
 from evener.cli.fleets import fleet_path
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from evener.core.finding import Finding
     from evener.hosts.doctor import Survey
     from evener.hosts.pairs import Pair
@@ -18,26 +20,28 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0  # with a host that lets one in and then says nothing
 MATRIX = 16  # hosts, up to which a pair has a cell
 CELL, ROW_HEAD = 20, 14  # columns of one that tells figures
+NONE, UNREACHED, BLOCKED, STALLS, SHUT = "none", "not reached", "blocked", "stalls", "✗"
+STYLES = dict.fromkeys((UNREACHED, BLOCKED, STALLS, SHUT), "red")
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
+EXAMPLES = "evener doctor --fleet fleet.toml\nevener doctor --fleet local"
+
+
 def doctor(
-    fleet: str | None = typer.Option(
-        None, "--fleet", help="fleet file; local: this machine alone [fleet.toml where it is]", show_default=False
-    ),
+    fleet: str | None = typer.Option(None, "--fleet", help="hosts; local: this machine alone [fleet.toml if here]"),
     quick: bool = typer.Option(False, "--quick", help="leave out goodput: what train and launch look at before a run"),
-    port: int = typer.Option(29500, min=1, max=65535, help="rendezvous port"),
+    port: int = typer.Option(29500, min=1, max=65535, help="of the rendezvous"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Can these machines train together, and if not, what is the command that mends it?
 
     Looks at every host (versions, memory, GPUs, what else runs there) and connects every host to every other, both
     ways, as a run would. Changes nothing. Exit status 1 when there is an error.
-
-    Example: `evener doctor --fleet fleet.toml`.
     """
     import json
 
+    from evener.cli.terminal import console
     from evener.core.fleet import Fleet, Host, load_fleet
     from evener.hosts.doctor import survey
     from evener.hosts.session import connect
@@ -51,7 +55,7 @@ def doctor(
     if as_json:
         print(json.dumps(as_object(found), ensure_ascii=False))
     else:
-        _show(found)
+        show(console(markup=True), found)
     return 1 if found.errors else 0
 
 
@@ -79,65 +83,60 @@ def as_object(found: Survey) -> dict[str, Any]:
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """One line on stderr that goes away; nothing where nobody watches."""
-    from rich.console import Console
+    from evener.cli.terminal import console
 
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    screen = console(stderr=True)
+    if quiet or not screen.is_interactive:
         yield lambda text: None
         return
-    with console.status("looking") as status:
+    with screen.status("looking") as status:
         yield lambda text: status.update(f"{text} …")
 
 
-def _show(found: Survey) -> None:
-    import textwrap
+def show(screen: Console, found: Survey) -> None:
+    """Hosts, links, findings, verdict, on a console that reads markup."""
+    from evener.cli.terminal import say
 
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=False)
-    console.print(_hosts_table(found))
+    _hosts_table(screen, found)
     for line in _whys(found):
-        for part in textwrap.wrap(line, console.width, subsequent_indent="  ", break_on_hyphens=False):
-            console.print(f"[dim]{part}[/]", soft_wrap=True)
+        say(screen, line, style="dim")
     if found.pairs:
-        console.print()
-        has_figures = ROW_HEAD + CELL * len(found.ways) <= console.width
+        screen.print()
+        has_figures = ROW_HEAD + CELL * len(found.ways) <= screen.width
         if len(found.ways) <= MATRIX:
-            console.print(_matrix(found, has_figures))
+            _matrix(screen, found, has_figures)
         for line in [] if has_figures else _ranges(found):
-            console.print(line, soft_wrap=True)
+            say(screen, line)
     for finding in found.findings:
-        console.print()
-        _show_finding(console, finding)
-    console.print()
-    console.print(_verdict(found), soft_wrap=True)
+        screen.print()
+        _show_finding(screen, finding)
+    screen.print()
+    screen.print(_verdict(found))
 
 
-def _hosts_table(found: Survey) -> object:
-    from rich.table import Table
-
+def _hosts_table(screen: Console, found: Survey) -> None:
+    from evener.cli.terminal import table
     from evener.core.units import size
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
-    for title in ("host", "interface", "address", "python", "torch", "cores", "memory free", "GPUs"):
-        table.add_column(title, overflow="fold")
+    rows = []
     for name in found.hosts:
         facts, way = found.facts.get(name), found.ways.get(name)
         if facts is None:
-            table.add_row(name, "[red]not reached[/]")
+            rows.append([name, "", UNREACHED, *[""] * 5])
             continue
         gpus = f"{len(facts.gpus)} × {facts.gpus[0]}" if facts.gpus else "none"
-        table.add_row(
+        rows.append([
             name,
-            way.interface if way else "[red]none[/]",
+            way.interface if way else NONE,
             way.address if way else "",
-            facts.python_version or "[red]none[/]",
-            facts.torch_version or "[red]none[/]",
+            facts.python_version or NONE,
+            facts.torch_version or NONE,
             str(facts.cores),
             "not known" if facts.memory_free_bytes is None else size(facts.memory_free_bytes),
             gpus,
-        )
-    return table
+        ])  # fmt: skip
+    titles = ("host", "interface", "address", "python", "torch", "cores", "memory free", "GPUs")
+    table(screen, titles, rows, left=titles, text=True, spare=("python", "interface"), styles=STYLES)
 
 
 def _whys(found: Survey) -> list[str]:
@@ -152,19 +151,17 @@ def _whys(found: Survey) -> list[str]:
     ]
 
 
-def _matrix(found: Survey, wide: bool) -> object:
-    """Rows send, columns receive."""
-    from rich.table import Table
+def _matrix(screen: Console, found: Survey, wide: bool) -> None:
+    """Rows send, columns receive; of many hosts these are numbers."""
+    from evener.cli.terminal import table
 
     names = [name for name in found.hosts if name in found.ways]
-    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("from ↓  to →", no_wrap=True)
-    for name in names:
-        table.add_column(name if wide else _fit(name), no_wrap=True)
-    for source in names:
+    rows = []
+    for number, source in enumerate(names, 1):
         cells = ["–" if source == target else _cell(found.pair(source, target), wide) for target in names]
-        table.add_row(source, *cells)
-    return table
+        rows.append([source if wide else f"{number} {source}", *cells])
+    heads = names if wide else [str(number) for number in range(1, len(names) + 1)]
+    table(screen, ("from ↓  to →", *heads), rows, left=heads, styles=STYLES)
 
 
 def _cell(pair: Pair | None, wide: bool) -> str:
@@ -173,17 +170,13 @@ def _cell(pair: Pair | None, wide: bool) -> str:
     if pair is None:
         return "?"
     if not pair.is_open:
-        return "[red]blocked[/]" if wide else "[red]✗[/]"
+        return BLOCKED if wide else SHUT
     if pair.large == "stalled":
-        return "[red]stalls[/]" if wide else "[red]✗[/]"
+        return STALLS if wide else SHUT
     if not wide:
         return "ok"
     goodput = "" if pair.goodput_Bps is None else f", {link_rate(pair.goodput_Bps)}"
     return f"{seconds(pair.rtt_s)}{goodput}"
-
-
-def _fit(name: str) -> str:
-    return name if len(name) <= 3 else name[:2] + "…"
 
 
 def _ranges(found: Survey) -> list[str]:
@@ -204,20 +197,20 @@ def _ranges(found: Survey) -> list[str]:
     return lines
 
 
-def _show_finding(console: Any, finding: Finding) -> None:
+def _show_finding(screen: Console, finding: Finding) -> None:
     """Severity, id and where; the evidence; the fix, never broken into lines so that it can be pasted."""
-    import textwrap
-
     from rich.markup import escape
+
+    from evener.cli.terminal import width_of, wrapped
 
     where = f"{finding.host} ↔ {finding.peer}" if finding.host and finding.peer else finding.host or "all hosts"
     color = COLORS[finding.severity]
-    console.print(f"[bold {color}]{finding.severity}[/]: {finding.check}  [bold]{escape(where)}[/]", soft_wrap=True)
-    width = console.width - 2 if console.is_terminal else 10_000
-    for line in textwrap.wrap(finding.evidence, width, break_long_words=False, break_on_hyphens=False):
-        console.print(f"  {escape(line)}", soft_wrap=True)
+    screen.print(f"[bold {color}]{finding.severity}[/]: {finding.check}  [bold]{escape(where)}[/]", soft_wrap=True)
+    width = width_of(screen)
+    for line in [finding.evidence] if width is None else wrapped(finding.evidence, width - 2):
+        screen.print(f"  {escape(line)}", soft_wrap=True)
     if finding.fix:
-        console.print(f"  [green]fix:[/] {escape(finding.fix)}", soft_wrap=True)
+        screen.print(f"  [green]fix:[/] {escape(finding.fix)}", soft_wrap=True)
 
 
 def _verdict(found: Survey) -> str:

@@ -21,11 +21,11 @@ LINES = 4  # of what a command printed
 
 
 def drill(
-    name: Annotated[str | None, typer.Argument(help="Which. [the list of all]", show_default=False)] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Every drill, and what no lab can break.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="All of them, a line each; without the second step.")] = False,
-    short: Annotated[bool, typer.Option("--short", help="Leave out what it looks like without evener.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    name: Annotated[str | None, typer.Argument(metavar="DRILL", help="which one [the list of all]")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="every drill, and what no lab can break")] = False,
+    every: Annotated[bool, typer.Option("--all", help="all of them, a line each; without the second step")] = False,
+    short: Annotated[bool, typer.Option("--short", help="leave out what it looks like without evener")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     """Break one thing in a fresh lab: see it without evener, with evener, and mended. Exit status 0 if it was named.
 
@@ -45,9 +45,7 @@ def drill(
 
 
 def _list(as_json: bool) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
+    from evener.cli.terminal import console, table
     from evener.lab.drills import DRILLS, NOT_HERE
 
     lacking = {name: reason for name, one in DRILLS.items() if (reason := one.lacks()) is not None}
@@ -56,19 +54,12 @@ def _list(as_json: bool) -> int:
                  "hosts": list(one.hosts), "lacks": lacking.get(one.name)} for one in DRILLS.values()]  # fmt: skip
         print(json.dumps({"drills": rows, "not_possible": [{"check": k, "reason": v} for k, v in NOT_HERE.items()]}))
         return 0
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("drill", "what is broken", "named on"):
-        table.add_column(title, overflow="fold", no_wrap=title != "what is broken")
-    for one in DRILLS.values():
-        more = f" [dim](not here: {lacking[one.name]})[/]" if one.name in lacking else ""
-        table.add_row(one.name, one.says + more, one.where)
-    console.print(table)
-    console.print("\n[bold]what no lab can break[/]")
-    rest = Table(box=None, pad_edge=False, show_header=False)
-    for name, reason in NOT_HERE.items():
-        rest.add_row(name, reason)
-    console.print(rest)
+    screen = console()
+    drills = [(one.name, one.where, one.says + (f" (not here: {lacking[one.name]})" if one.name in lacking else ""))
+              for one in DRILLS.values()]  # fmt: skip
+    table(screen, ("drill", "named on", "what is broken"), drills, left=["named on"], text=True)
+    screen.print()
+    table(screen, ("what no lab can break", "why"), list(NOT_HERE.items()), text=True)
     print("\nnext: evener lab drill net.firewall", file=sys.stderr)
     return 0
 
@@ -179,11 +170,12 @@ class Screen:
     """The four steps, as a person reads them."""
 
     def __init__(self, *, quiet: bool) -> None:
-        from rich.console import Console
+        from evener.cli.terminal import console
 
-        self._console = Console(highlight=False, quiet=quiet)
-        self._status = Console(stderr=True, quiet=quiet).status("")
-        self._shows_status = not quiet and sys.stderr.isatty()
+        self._console = console(quiet=quiet, markup=True)
+        told = console(stderr=True, quiet=quiet)
+        self._status = told.status("")
+        self._shows_status = not quiet and told.is_interactive
 
     def title(self, one: Drill) -> None:
         self._console.print(f"[bold]{one.name}[/]  {one.says}", soft_wrap=False)
@@ -257,11 +249,10 @@ class Screen:
         self._console.print(f"\n[bold]{number}  {text}[/]" if number < 5 else f"\n[bold]{text}[/]")
 
     def _text(self, text: str, indent: int = 2, style: str | None = None) -> None:
-        import textwrap
+        from evener.cli.terminal import wrapped
 
-        margin = " " * indent
-        for line in textwrap.wrap(text, self._console.width, initial_indent=margin, subsequent_indent=margin):
-            self._console.print(line, style=style, markup=False, soft_wrap=True)
+        for line in wrapped(text, self._console.width - indent):
+            self._console.print(" " * indent + line, style=style, markup=False, soft_wrap=True)
 
     def _command(self, text: str) -> None:
         from rich.markup import escape

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = "evener export runs/mine --out mine"
+
 
 def export(
     run: str = typer.Argument(..., help="run directory"),
@@ -13,9 +15,8 @@ def export(
 ) -> int:
     """Write a folder that Hugging Face's transformers loads: weights, configuration and tokenizer.
 
-    Of models of GPT-2's kind: tiny, char, gpt2 and its sizes. `--init-from` takes the folder again.
-
-    Example: `evener export runs/mine --out mine`, then `AutoModelForCausalLM.from_pretrained("mine")`.
+    Of models of GPT-2's kind: tiny, char, gpt2 and its sizes. `AutoModelForCausalLM.from_pretrained("mine")` reads
+    it there, and `--init-from` here.
     """
     import json
     from pathlib import Path

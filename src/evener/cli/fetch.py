@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = "evener fetch runs/mine"
+
 
 def fetch(
     run: str = typer.Argument(..., help="run directory, or a run's id"),
@@ -13,8 +15,6 @@ def fetch(
 
     A run that goes on is left alone. Afterwards its hosts are not needed any more to look at it, write text with it,
     check it or go on with it. Cut off, it goes on where it was.
-
-    Example: `evener fetch runs/mine`.
     """
     import json
 

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.cli.help import EXPECTED
+
 if TYPE_CHECKING:
     from typer.models import ArgumentInfo, OptionInfo
+
+    from evener.core.spec import Flag
 
 PANELS = {
     "data": "What is read",
@@ -35,13 +39,21 @@ def spec_options() -> list[Parameter]:
         option = typer.Option(
             None,
             f"{flag.name}/--no-{flag.name[2:]}" if switch else flag.name,
-            metavar=None if switch else flag.kind.replace(" ", "-").upper(),
-            help=flag.help if switch or flag.default is None else f"{flag.help} [{flag.default}]",
-            show_default=False,
+            metavar=None if switch else _expected(flag),
+            help=flag.help if switch or flag.default is None else f"{flag.help} [{_shown(flag.default)}]",
             rich_help_panel=PANELS.get(flag.section, "Options"),
         )
         options.append((flag.field, option, bool | None if switch else str | None))
     return options
+
+
+def _expected(flag: Flag) -> str:
+    """The word for its value."""
+    return EXPECTED.get(flag.field) or {"whole number": "N", "number": "NUMBER"}.get(flag.kind, flag.kind)
+
+
+def _shown(default: object) -> object:
+    return f"{default:g}" if isinstance(default, float) else default
 
 
 def signature(options: Sequence[Parameter]) -> inspect.Signature:

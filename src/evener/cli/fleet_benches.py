@@ -6,17 +6,16 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from evener.bench import setups
 from evener.bench.setups import Setup
 from evener.cli import fleet_run, fleets, follow
+from evener.cli.terminal import console, say, table
 from evener.core.errors import EvenerError, UsageError
 from evener.core.fleet import Fleet, load_fleet, only
 from evener.core.plan import Plan
@@ -82,13 +81,20 @@ def _base(data: str, model: str, train: TrainSpec, evaluation: EvalSpec) -> RunS
     return msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))
 
 
+def show(where: Console, kind: Kind, runs: Mapping[str, Summary], base: Summary | None) -> None:
+    """The runs side by side."""
+    titles = (compare.TITLES[kind], *compare.COLUMNS[kind])
+    spare = [title for title in ("wait", "exposed", "predicted", "sends") if title in titles]
+    table(where, titles, compare.rows(kind, runs, base), spare=spare)
+
+
 class _Bench:
     """Runs of one bench as they come. What is finished in its folder is not run again: it may be started anew."""
 
     def __init__(self, kind: Kind, out: Path, path: str, hosts: str | None, base: RunSpec, as_json: bool) -> None:
         self.kind, self.out, self.path, self.as_json = kind, out, path, as_json
         self.fleet: Fleet = only(load_fleet(path), hosts)
-        self.console = Console(stderr=True, highlight=False, quiet=as_json)
+        self.console = console(stderr=True, quiet=as_json)
         self.runs: dict[str, Summary] = {}
         self.failed: dict[str, str] = {}
         self.base: str | None = None  # what the others are compared with
@@ -119,7 +125,8 @@ class _Bench:
         rundir = RunDir(self.out / setup.name)
         spec = msgspec.structs.replace(setup.spec, out=str(rundir))
         self._names[setup.label] = setup.name
-        self.say(f"\n{setup.label}")
+        self.console.print()
+        self.say(setup.label)
         try:
             if self._is_there(rundir, spec, setup.hosts):
                 self.say("is there")
@@ -153,7 +160,7 @@ class _Bench:
 
     def say(self, text: str) -> None:
         """One line for a person."""
-        self.console.print(text, markup=False)
+        say(self.console, text)
 
     def tell(self) -> int:
         """The table, the sentences, the picture and the page."""
@@ -176,18 +183,14 @@ class _Bench:
             json.dump(told, sys.stdout)
             print()
             return int(bool(self.failed))
-        table = Table(compare.TITLES[self.kind], box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for column in compare.COLUMNS[self.kind]:
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in compare.rows(self.kind, self.runs, base):
-            table.add_row(*row)
         self.console.print()
-        self.console.print(table)
+        show(self.console, self.kind, self.runs, base)
+        self.console.print()
         for label, why in self.failed.items():
             self.say(f"{label}: {why}")
         for sentence in sentences:
             self.say(sentence)
-        self.console.print(f"\npicture: {self.out / self.kind}.png\nreport:  ", end="")
+        self.console.print(f"\npicture: {self.out / self.kind}.png\nreport:  ", end="", soft_wrap=True)
         print(page)
         return int(bool(self.failed))
 

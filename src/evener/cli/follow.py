@@ -8,15 +8,18 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from evener.cli.terminal import console, say
 from evener.core.progress import Progress
 from evener.core.resolve import Resolved
 from evener.core.roster import parse_sync
 from evener.core.rundir import Manifest
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.core.units import count, seconds, size
+from evener.core.units import count, plural, seconds, size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from evener.bench import scaling
     from evener.launch.fleet import Observer
     from evener.report.summary import Summary
@@ -28,37 +31,36 @@ TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "run.peer-exit")
 @contextlib.contextmanager
 def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = None) -> Iterator[Observer]:
     """What a run that is followed tells of every record and event, below what is trained."""
-    from rich.console import Console
-
     spec = resolved.spec
-    console = Console(stderr=True, highlight=False, quiet=quiet)
+    where = console(stderr=True, quiet=quiet)
     groups = [f"{group} {count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
-    console.print(f"{count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
+    say(where, f"{count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
     num_ranks = num_ranks or spec.machine.ranks
-    console.print(
-        f"{num_ranks} {'process' if num_ranks == 1 else 'processes'}, "
-        f"{spec.train.batch} × {resolved.shape.block_size} tokens a step from {resolved.corpus.path}"
-    )
-    console.print(f"run directory {spec.out}")
-    with bar(resolved, console) as observe:
+    tokens = f"{spec.train.batch} × {resolved.shape.block_size} tokens a step"
+    say(where, f"{plural(num_ranks, 'process')}, {tokens} from {resolved.corpus.path}")
+    say(where, f"run directory {spec.out}")
+    with bar(resolved, where) as observe:
         yield observe
 
 
 @contextlib.contextmanager
-def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
+def bar(resolved: Resolved, where: Console) -> Iterator[Observer]:
     """A bar on a terminal, plain lines elsewhere."""
     from rich.progress import BarColumn, SpinnerColumn, TextColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
     spec = resolved.spec
     tokens = spec.train.batch * resolved.shape.block_size
     progress = Progress(spec.train.steps, tokens, spec.train.max_s)
     with contextlib.ExitStack() as stack:
         shown = None
-        if console.is_terminal and not console.quiet:
-            shown = stack.enter_context(
-                Bar(SpinnerColumn(), BarColumn(20), TextColumn("{task.description}"), console=console, transient=True)
-            )
+        if where.is_interactive and not where.quiet:
+            text = TextColumn(
+                "{task.description}", table_column=Column()
+            )  # of its own: in a narrow one it has two lines
+            length = 20 if where.width > 100 else 6
+            shown = stack.enter_context(Bar(SpinnerColumn(), BarColumn(length), text, console=where, transient=True))
             task = shown.add_task("starting", total=1.0)
         told = time.monotonic()
 
@@ -70,19 +72,19 @@ def bar(resolved: Resolved, console: Any) -> Iterator[Observer]:
                     shown.update(task, completed=progress.share, description=progress.line())
                 elif time.monotonic() - told > PLAIN_EVERY_S or progress.done == spec.train.steps:
                     told = time.monotonic()
-                    console.print(progress.line())
+                    say(where, progress.line())
             elif news["event"] == "start":
                 progress = Progress(spec.train.steps, tokens, spec.train.max_s, parse_sync(news["sync"]).every)
             elif news["event"] == "evaluation":
-                console.print(f"step {news['step']}: validation loss {news['val_loss']:.4f}")
+                say(where, f"step {news['step']}: validation loss {news['val_loss']:.4f}")
             elif news["event"] == "rechosen":
-                console.print(f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
+                say(where, f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
             elif news["event"] == "sync.fidelity":
-                console.print(f"step {news['step']}: {news['why']}")
+                say(where, f"step {news['step']}: {news['why']}")
             elif news["event"] in TROUBLE:
-                console.print(in_words(news), markup=False)
+                where.print(in_words(news), soft_wrap=True)
             elif news["event"] == "run.diverged":
-                console.print(f"step {news['step']}: the replicas differ")
+                say(where, f"step {news['step']}: the replicas differ")
 
         yield observe
 
@@ -101,25 +103,26 @@ def tell_trouble(news: StepRecord | dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def series(runs_of: dict[str, list[RunSpec]], console: Any) -> Iterator[scaling.Observer]:
+def series(runs_of: dict[str, list[RunSpec]], where: Console) -> Iterator[scaling.Observer]:
     """What `bench.scaling.run` tells of: one bar over the seconds of all runs, or a line a run in a pipe."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
     runs = [spec for specs in runs_of.values() for spec in specs]
     with Bar(
         BarColumn(20),
-        TextColumn("{task.description}"),
-        console=console,
+        TextColumn("{task.description}", table_column=Column()),
+        console=where,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not where.is_interactive,
     ) as bar:
         task = bar.add_task("", total=len(runs))
 
         def begin(spec: RunSpec) -> Observer:
-            name = f"{spec.data.data}, {spec.machine.ranks} {'process' if spec.machine.ranks == 1 else 'processes'}"
+            name = f"{spec.data.data}, {plural(spec.machine.ranks, 'process')}"
             done, budget_s = runs.index(spec), spec.train.max_s or 1.0
-            console.print(f"[{done + 1}/{len(runs)}] {name}", markup=False)
+            say(where, f"[{done + 1}/{len(runs)}] {name}")
             began: float | None = None
 
             def observe(news: StepRecord | dict[str, Any]) -> None:

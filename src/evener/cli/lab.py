@@ -13,42 +13,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evener.cli.drill import drill
+from evener.cli.help import App
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from evener.lab.lab import Lab
 
-app = typer.Typer(
-    help="Emulated hosts on this machine: each with its own network, hostname, processes, files and sshd.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+app = App(help="Emulate hosts on this machine: each with its own network, hostname, processes, files and sshd.")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-InLab = Annotated[str | None, typer.Option("--name", help="Which lab, where several are up.")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+InLab = Annotated[str | None, typer.Option("--name", help="which lab, where several are up")]
 
 
-@app.command(epilog="Example: `evener lab up --hosts 2 --rate 1Gbit && evener lab status && evener lab down`")
+@app.command(epilog="evener lab up --hosts 2 --rate 1Gbit")
 def up(
     spec_file: Annotated[
-        Path | None, typer.Argument(metavar="[LAB.toml]", help="A lab as TOML. Flags win over it, in every host.")
+        Path | None, typer.Argument(metavar="LAB.toml", help="a lab as TOML; flags win over it, in every host")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the lab. [lab]", show_default=False)] = None,
-    hosts: Annotated[int | None, typer.Option(help="How many: a, b, c … [2]", show_default=False)] = None,
-    names: Annotated[str | None, typer.Option(help="Names of the hosts, with commas.", metavar="A,B")] = None,
-    rate: Annotated[str | None, typer.Option(help="Of each link, both ways: 1Gbit, 100Mbit. [unlimited]")] = None,
-    rate_up: Annotated[str | None, typer.Option(help="What a host sends at most. [--rate]")] = None,
-    rate_down: Annotated[str | None, typer.Option(help="What a host receives at most. [--rate]")] = None,
-    mtu: Annotated[int | None, typer.Option(help="Largest packet, in bytes. [1500]", show_default=False)] = None,
-    cpus: Annotated[float | None, typer.Option(help="Processor time of a host, in cores. [unlimited]")] = None,
-    cores: Annotated[str | None, typer.Option(help="Cores that a host is pinned to: 0,1.", metavar="N,N")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory limit of a host: 2GB. [unlimited]")] = None,
-    interface: Annotated[str | None, typer.Option(help="Name of its interface. [eth0]")] = None,
+    name: Annotated[str | None, typer.Option(help="its name [lab]")] = None,
+    hosts: Annotated[int | None, typer.Option(metavar="N", help="so many, called a, b, c … [2]")] = None,
+    names: Annotated[str | None, typer.Option(help="names of the hosts, with commas", metavar="NAME,…")] = None,
+    rate: Annotated[str | None, typer.Option(help="of each link, both ways: 1Gbit, 100Mbit [unlimited]")] = None,
+    rate_up: Annotated[str | None, typer.Option(help="what a host sends at most [--rate]")] = None,
+    rate_down: Annotated[str | None, typer.Option(help="what a host receives at most [--rate]")] = None,
+    mtu: Annotated[int | None, typer.Option(help="largest packet [1500]")] = None,
+    cpus: Annotated[float | None, typer.Option(help="processor time of a host [unlimited]")] = None,
+    cores: Annotated[str | None, typer.Option(help="cores that each host is pinned to: 0,1", metavar="N,N")] = None,
+    memory: Annotated[str | None, typer.Option(help="of a host at most: 2GB [unlimited]")] = None,
+    interface: Annotated[str | None, typer.Option(help="name of its interface [eth0]")] = None,
     more_interfaces: Annotated[
-        str | None, typer.Option(help="docker0 (a bridge), tun0 (an overlay), wlan0 (a second link) …", metavar="A,B")
+        str | None,
+        typer.Option(help="also docker0 (a bridge), tun0 (an overlay), wlan0 …", metavar="NAME,…"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Fleet file to write.")] = Path("lab.toml"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="fleet file to write")] = Path("lab.toml"),
     as_json: AsJson = False,
 ) -> None:
     """Make a lab, wait until every host takes ssh logins, and write its fleet file."""
@@ -84,9 +82,10 @@ def up(
     print(f"next: evener lab exec {lab.hosts[0].name} -- ip -brief address", file=sys.stderr)
 
 
-@app.command()
-def status(name: Annotated[str | None, typer.Argument(help="One lab. [all]")] = None, as_json: AsJson = False) -> None:
+@app.command(epilog="evener lab status")
+def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] = None, as_json: AsJson = False) -> None:
     """Every lab of yours: which hosts it has, and whether they live."""
+    from evener.cli.terminal import console, say, table
     from evener.lab import state
     from evener.lab.lab import Lab
 
@@ -98,32 +97,32 @@ def status(name: Annotated[str | None, typer.Argument(help="One lab. [all]")] = 
         return
     if not labs:
         print("no lab is up; `evener lab up` makes one", file=sys.stderr)
+    screen = console()
     for one, lab in labs.items():
         if lab is None:
-            print(f"{one}: half made, or by another version of evener; `evener lab down {one}` cleans up")
+            say(screen, f"{one}: half made, or by another version of evener; `evener lab down {one}` cleans up")
             continue
         fleet = f", fleet file {lab.state.fleet_file}" if lab.state.fleet_file else ""
-        print(f"{one}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
-        rows = [("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")]
+        say(screen, f"{one}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
+        rows = []
         for host in _describe(lab)["hosts"].values():
             limits = (_rate(host["up_bps"]), _rate(host["down_bps"]) + " policed" * host["policed"], host["mtu"],
                       host["cpus"] or "all", ",".join(map(str, host["cores"])) or "all")  # fmt: skip
             rows.append(
                 (host["name"], host["address"], *map(str, limits), str(host["processes"] or "dead"), str(host["pid"]))
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        titles = ("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")
+        table(screen, titles, rows, left=titles, spare=("pid", "mtu", "cores"))
 
 
 @app.command(
     "exec",
     context_settings={"allow_interspersed_args": False},
-    epilog="Example: `evener lab exec a -- ip -brief address`",
+    epilog="evener lab exec a -- ip -brief address",
 )
 def exec_(
-    host: Annotated[str, typer.Argument(help="Where.")],
-    command: Annotated[list[str], typer.Argument(help="What, after --.")],
+    host: Annotated[str, typer.Argument(help="in which host")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND …", help="the program and its arguments")],
     name: InLab = None,
 ) -> None:
     """Run a program in a host, entering it directly. Its exit status is ours."""
@@ -140,10 +139,10 @@ def exec_(
     os.execvp(argv[0], argv)  # noqa: S606  no shell between
 
 
-@app.command()
+@app.command(epilog="evener lab down")
 def down(
-    name: Annotated[str | None, typer.Argument(help="Which. [the only one, or lab]", show_default=False)] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every lab of yours.")] = False,
+    name: Annotated[str | None, typer.Argument(help="which one [the only one, or lab]")] = None,
+    every: Annotated[bool, typer.Option("--all", help="every lab of yours")] = False,
     as_json: AsJson = False,
 ) -> None:
     """End a lab and remove every trace of it: processes, networks, cgroups, files. Twice does no harm."""
@@ -167,7 +166,7 @@ def down(
         print(f"down: {', '.join(ended)}" if ended else f"no lab {name or ''}".rstrip() + " is up: nothing to do")
 
 
-app.command("drill", epilog="Example: `evener lab drill net.firewall`")(drill)
+app.command("drill", epilog="evener lab drill --list\nevener lab drill net.firewall")(drill)
 
 
 def _find(name: str | None) -> Lab:

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from evener.launch.mirror import Mirror, State
 
 
+EXAMPLES = "evener launch -- train.py --lr 1e-3"
+
+
 def launch(
-    program: list[str] = typer.Argument(..., metavar="-- SCRIPT.py ARGS | -- -m MODULE ARGS", help="the program"),
+    program: list[str] = typer.Argument(..., metavar="-- SCRIPT.py …", help="a program; or -- -m MODULE …"),
     fleet: str | None = typer.Option(None, help="hosts to run on; local: this machine [fleet.toml if here]"),
     ranks: int | None = typer.Option(None, min=1, max=1024, help="processes on each host [one a GPU, else one]"),
-    include: list[str] | None = typer.Option(None, help="a path to send though git ignores it; may be given twice"),
+    include: list[str] | None = typer.Option(None, help="a path to send though git ignores it; may be given again"),
     out: str | None = typer.Option(None, help="run directory [runs/DATE-SCRIPT]"),
     port: int | None = typer.Option(None, min=1, max=65535, help="of the rendezvous [29500, or another that is free]"),
     detach: bool = typer.Option(False, "--detach", help="start it, and return"),
@@ -32,8 +35,6 @@ def launch(
     place, where what scripts wrote is found again; `evener fetch` brings it home. Ranks get RANK, WORLD_SIZE,
     MASTER_ADDR and the right network interface. Ctrl-C ends a run on this machine alone, and stops watching one on a
     fleet.
-
-    Example: `evener launch -- train.py --lr 1e-3`.
     """
     import contextlib
     import os

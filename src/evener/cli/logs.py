@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = "evener logs -f runs/mine --host attic"
+
 
 def logs(
     run: str = typer.Argument(..., help="run directory, or a run's id"),
     follow: bool = typer.Option(False, "--follow", "-f", help="go on as lines come; Ctrl-C leaves the run alone"),
-    host: list[str] | None = typer.Option(None, help="only this host; may be given twice"),
-    rank: list[int] | None = typer.Option(None, help="only this rank; may be given twice"),
+    host: list[str] | None = typer.Option(None, help="only this host; may be given again"),
+    rank: list[int] | None = typer.Option(None, help="only this rank; may be given again"),
     as_json: bool = typer.Option(False, "--json", help="print a JSON object for each line"),
 ) -> int:
-    """Print what the ranks and launchers of a run printed: time, rank, host, line.
-
-    Example: `evener logs -f runs/mine --host attic`.
-    """
+    """Print what the ranks and launchers of a run printed: time, rank, host, line."""
     from evener.cli import fleets
     from evener.cli import follow as follow_cli
     from evener.core.errors import UsageError, did_you_mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import typer
@@ -25,21 +26,39 @@ from evener.cli import (
     train,
     verify,
 )
+from evener.cli.help import App
 from evener.core.errors import EvenerError
 from evener.core.version import __version__
 
-app = typer.Typer(
+EXAMPLES = """
+evener data verbs
+evener train --data data/verbs --steps 100 --out runs/first
+evener report runs/first
+evener plan --model gpt2 --nodes 2 --link 1GbE --compute-tokens-per-s 500
+"""
+
+TYPERS = {
+    r"^Invalid value for '(.+?)': Input should be": r"\1: expected",
+    "a valid integer, .*": "a whole number",
+    "a valid number, .*": "a number",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    r"^(No such|Missing) command": r"\1 verb",
+    r" \(Possible options: (.*)\)$": r"; there are \1",
+    r"\.$": "",
+}.items()
+
+app = App(
     name="evener",
     help="Train one PyTorch model on the machines you have, measure every step, and understand what happened.",
-    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXAMPLES,
 )
 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="print the version and exit")
 ) -> None:
     if version:
         print(f"evener {__version__}")
@@ -49,18 +68,18 @@ def _root(
 
 train.add_to(app)
 plan.add_to(app)
-app.command("doctor")(doctor.doctor)
-app.command("setup")(setup.setup)
-app.command("launch")(launch.launch)
-app.command("runs")(runs.runs)
-app.command("logs")(logs.logs)
-app.command("fetch")(fetch.fetch)
-app.command("stop")(stop.stop)
-app.command("bench")(bench.bench)
-app.command("report")(report.report)
-app.command("verify")(verify.verify)
-app.command("sample")(sample.sample)
-app.command("export")(export.export)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("setup", epilog=setup.EXAMPLES)(setup.setup)
+app.command("launch", epilog=launch.EXAMPLES)(launch.launch)
+app.command("runs", epilog=runs.EXAMPLES)(runs.runs)
+app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
+app.command("fetch", epilog=fetch.EXAMPLES)(fetch.fetch)
+app.command("stop", epilog=stop.EXAMPLES)(stop.stop)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
+app.command("sample", epilog=sample.EXAMPLES)(sample.sample)
+app.command("export", epilog=export.EXAMPLES)(export.export)
 app.add_typer(data.app, name="data")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")
@@ -69,14 +88,14 @@ app.add_typer(lab.app, name="lab")
 def main() -> None:
     """The `evener` command. A mistake that its user can mend costs one line and a hint, never a traceback."""
     try:
-        status = app(standalone_mode=False)
+        status = app(standalone_mode=False, prog_name="evener")
     except EvenerError as error:
         _tell(str(error), error.hint, error.output)
         status = error.exit_status
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         if error.format_message():  # a verb without its argument has printed its help
-            _tell(error.format_message(), f"{context.command_path if context else 'evener'} --help")
+            _tell(_in_our_words(error.format_message()), f"{context.command_path if context else 'evener'} --help")
         status = 2
     except (KeyboardInterrupt, typer.Abort):
         status = 130
@@ -84,6 +103,17 @@ def main() -> None:
         sys.stdout = None
         status = 0
     sys.exit(status or 0)
+
+
+def _in_our_words(message: str) -> str:
+    """What typer says of a flag, shorter.
+
+    >>> _in_our_words("Invalid value for '--port': Input should be less than or equal to 65535")
+    '--port: expected at most 65535'
+    """
+    for theirs, ours in TYPERS:
+        message = re.sub(theirs, ours, message)
+    return message
 
 
 def _tell(message: str, hint: str, output: str = "") -> None:

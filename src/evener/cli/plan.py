@@ -6,17 +6,19 @@ from typing import Any
 
 import typer
 
-EPILOG = (
-    "Example without a machine: `evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500`\n\n"
-    "Example with what `evener probe` measured: `evener plan --fleet fleet.toml --model char`"
+EXAMPLES = (
+    "evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500\n"
+    "evener plan --scale 1,8,64 --link 10GbE --compute-tokens-per-s 9000\n"
+    "evener plan --fleet fleet.toml --model char\n"
+    "evener plan --from runs/mine --link 100Mbit"
 )
 
-SPEC_FILE = typer.Argument(None, metavar="[SPEC.toml]", help="A run as TOML, as for train. Flags win over it.")
+SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML, as for train; flags win over it")
 FLEET = typer.Option(None, "--fleet", metavar="FILE", help="hosts, and what probe measured [fleet.toml if here]")
 HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="of the fleet, these hosts alone [all]")
 NODES = typer.Option(None, "--nodes", min=1, max=256, help="no fleet: so many machines; --scale goes further")
 RATE = typer.Option(None, "--compute-tokens-per-s", metavar="RATE,…",
-                    help="no fleet: what one rank (GPU or processor) trains alone; or a list")  # fmt: skip
+                    help="no fleet: tokens/s that one rank (a GPU or a processor) trains alone; or a list")  # fmt: skip
 LINK = typer.Option(None, "--link", metavar="LINK", help="between machines: 1GbE, 2.5Gbit, 400G, 117MB/s, wifi, wan")
 PER_NODE = typer.Option(None, "--per-node", min=1, max=1024,
                         help="no fleet: ranks on each machine [1]; more are GPUs: NCCL, bf16")  # fmt: skip
@@ -34,7 +36,7 @@ MTBF = typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days
 DRAW = typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it")
 FROM = typer.Option(None, "--from", metavar="RUN",
                     help="what a run measured instead of probes; with --fleet it is written there")  # fmt: skip
-AS_JSON = typer.Option(False, "--json", help="Print one JSON object.")
+AS_JSON = typer.Option(False, "--json", help="print one JSON object")
 
 
 def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int | None, rate: str | None,
@@ -132,4 +134,4 @@ def add_to(app: typer.Typer) -> None:
 
     command.__doc__ = plan.__doc__
     command.__signature__ = signature(options)  # type: ignore[attr-defined]
-    app.command("plan", epilog=EPILOG)(command)
+    app.command("plan", epilog=EXAMPLES)(command)

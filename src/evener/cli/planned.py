@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from evener.cli.terminal import console, say, table
 from evener.core.fleet import load_fleet, only
 from evener.core.measured import update_fleet
 from evener.core.prediction import Option, Prediction
@@ -16,6 +17,9 @@ from evener.core.spec import RunSpec
 from evener.core.units import count, plural, seconds, size
 from evener.plan import question
 from evener.plan.question import Fabric, Question, assuming
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LEGEND = (
     "exposed: communication that computing does not hide. ×: tokens/s beside the fastest host alone. sends: by one "
@@ -104,46 +108,35 @@ def _fabrics(found: Prediction, asked: Question) -> list[Fabric]:
 
 def tell(found: Prediction, asked: Question) -> None:
     """The verdict, the ways side by side, where a step goes, and what is not known."""
-    from rich.console import Console
-
-    console = Console(highlight=False, emoji=False)
+    screen = console()
     shape, roster = found.job.shape, found.option(found.chosen).roster
-    console.print(f"[bold]{found.verdict}[/bold]", soft_wrap=True)
-    console.print(
+    say(screen, found.verdict, style="bold")
+    what = (
         f"{found.job.model}: {count(shape.num_params())} parameters, {plural(roster.batch, 'sequence')} of "
-        f"{shape.block_size} tokens a step, {roster.dtypes}; figures from {asked.source}",
-        style="dim", soft_wrap=True,
-    )  # fmt: skip
-    console.print()
-    console.print(_speeds(found))
-    console.print(LEGEND, style="dim", soft_wrap=True)
-    console.print(_prices(found))
+        f"{shape.block_size} tokens a step, {roster.dtypes}; figures from {asked.source}"
+    )
+    say(screen, what, style="dim")
+    screen.print()
+    _speeds(screen, found)
+    screen.print()
+    _prices(screen, found)
+    say(screen, LEGEND, style="dim")
     if 1 < len(roster.hosts) <= MOST_HOSTS:
-        console.print(_hosts(found))
+        screen.print()
+        _hosts(screen, found)
     if asked.asks_fabrics:
-        console.print("ddp over other links; 16 bit: with --sync bf16", style="dim")
-        console.print(_fabric_table(asked, found))
-    console.print()
+        screen.print()
+        _fabric_table(screen, asked, found)
+    screen.print()
     for line in found.advice:
-        console.print(line, soft_wrap=True, markup=False)
+        say(screen, line)
     for line in asked.changes:
-        console.print(f"refitted: {line}", soft_wrap=True, markup=False)
+        say(screen, f"refitted: {line}")
     if found.cluster.assumed:
-        console.print("\nassumed, not measured:", style="dim")
+        screen.print()
+        say(screen, "assumed, not measured:", style="dim")
         for line in found.cluster.assumed:
-            console.print(f"  {line}", style="dim", soft_wrap=True, markup=False)
-
-
-def _table(*columns: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(
-            column, justify="left" if i == 0 or column == "why not" else "right", no_wrap=column != "why not"
-        )
-    return table
+            say(screen, line, indent=2, style="dim")
 
 
 def _short(value: float | None) -> str:
@@ -180,75 +173,67 @@ def _in_order(found: Prediction) -> list[Option]:
     )
 
 
-def _speeds(found: Prediction) -> object:
+def _speeds(screen: Console, found: Prediction) -> None:
     """The step of each way, as its slowest rank sees it: that one waits for nobody."""
-    table = _table("way", "step", "compute", "exposed", "update", "tokens/s", "×")
+    rows = []
     for option in _in_order(found):
         cost = option.slowest.cost
-        table.add_row(
+        rows.append([
             option.name,
             *map(_short, (option.step_s, cost.compute_s, cost.exposed_sync_s, cost.optimizer_s)),
             _rate(option.tokens_per_s),
             f"{option.speedup_vs_best_host:.2f}" if option.speedup_vs_best_host else "–",
-            style="bold" if option.name == found.recommended else None,
-        )
-    return table
+        ])  # fmt: skip
+    titles = ("way", "step", "compute", "exposed", "update", "tokens/s", "×")
+    table(screen, titles, rows, spare=("update", "compute", "exposed"), bold=0 if found.recommended else None)
 
 
-def _hosts(found: Prediction) -> object:
+def _hosts(screen: Console, found: Prediction) -> None:
     """The chosen option host by host: the last rank of each, which are equal."""
     option = found.option(found.chosen)
     known = {name: host.bound_by for name, host in found.cluster.hosts.items() if host.bound_by}
-    table = _table(
-        f"{option.name}: host",
-        "sequences",
-        "compute",
-        "exposed",
-        "wait",
-        "update",
-        "memory",
-        *(["bound by"] if known else []),
-    )
-
+    rows = []
     for member in {member.host: member for member in option.roster.members}.values():
         rank = option.ranks[member.rank]
         cost = rank.cost
         parts = (cost.compute_s, cost.exposed_sync_s, cost.wait_s, cost.optimizer_s)
         bound = [known.get(member.host, "?")] if known else []
-        table.add_row(
+        rows.append([
             member.host,
             shares_text([option.roster.mean_shares[member.rank]]),
             *map(_short, parts),
             size(rank.memory_bytes or 0),
             *bound,
-        )
-    return table
+        ])  # fmt: skip
+    titles = ["host", "sequences", "compute", "exposed", "wait", "update", "memory", *(["bound by"] if known else [])]
+    say(screen, f"each host, with {option.name}:", style="dim")
+    table(screen, titles, rows, spare=("bound by", "update", "memory") if known else ("update", "memory"))
 
 
-def _prices(found: Prediction) -> object:
+def _prices(screen: Console, found: Prediction) -> None:
     """What each way costs in bytes, memory and loss, and why it is not recommended."""
-    table = _table("way", "sends", "memory", "loss", "why not")
+    rows = []
     for option in _in_order(found):
         penalty = option.loss_penalty
-        table.add_row(
+        rows.append([
             option.name,
             size(option.bytes_per_rank) if option.bytes_per_rank else "–",
             size(max(rank.memory_bytes or 0 for rank in option.ranks)),
             "same" if option.is_exact else "?" if penalty is None else f"{penalty:+.1%}".replace("-", "−"),
             option.rejected_because or "← recommended",
-            style="bold" if option.name == found.recommended else None,
-        )
-    return table
+        ])  # fmt: skip
+    titles = ("way", "sends", "memory", "loss", "why not")
+    table(screen, titles, rows, text=True, spare=("memory", "sends"), bold=0 if found.recommended else None)
 
 
-def _fabric_table(asked: Question, found: Prediction) -> object:
+def _fabric_table(screen: Console, asked: Question, found: Prediction) -> None:
     """What the network takes beside what computing takes, over faster and slower links."""
-    table = _table("link", "all-reduce", "16 bit", "÷ computing", "step", "tokens/s", "×")
+    rows = []
     alone = next((option.tokens_per_s for option in found.options if len(option.roster.hosts) == 1), None)
     for one in _fabrics(found, asked):
         ddp = one.ddp
         sync_s, compute_s = ddp.ranks[0].sync_s, ddp.slowest.cost.compute_s or 0.0
-        table.add_row(
+        rows.append([
             one.link,
             _short(sync_s),
             _short(one.bf16.ranks[0].sync_s),
@@ -256,5 +241,7 @@ def _fabric_table(asked: Question, found: Prediction) -> object:
             _short(ddp.step_s),
             _rate(ddp.tokens_per_s),
             f"{ddp.tokens_per_s / alone:.2f}" if alone else "–",
-        )
-    return table
+        ])  # fmt: skip
+    titles = ("link", "all-reduce", "16 bit", "÷ computing", "step", "tokens/s", "×")
+    say(screen, "ddp over other links; 16 bit: with --sync bf16", style="dim")
+    table(screen, titles, rows, spare=("16 bit", "all-reduce"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from evener.cli.fleets import connected, fleet_path, say, with_ranks
+from evener.cli.help import App
 
 if TYPE_CHECKING:
     from evener.core.collective import CollectiveSpec, Row, Told
@@ -22,25 +23,21 @@ if TYPE_CHECKING:
 
 Spec = TypeVar("Spec")
 
-app = typer.Typer(
-    help="Measure links, collectives and hosts. What later predictions need is written into the fleet file.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+app = App(help="Measure links, collectives and hosts, and write what predictions need into the fleet file.")
 
 FleetFile = Annotated[
     str | None,
-    typer.Option("--fleet", help="Fleet file; local: this machine alone. [fleet.toml where it is]", show_default=False),
+    typer.Option("--fleet", help="hosts; local: this machine alone [fleet.toml if here]"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
-@app.command(epilog="Example: `evener lab up --hosts 2 --rate 1Gbit && evener probe wire --fleet lab.toml`")
+@app.command(epilog="evener probe wire --fleet fleet.toml")
 def wire(
     fleet: FleetFile = None,
-    seconds: Annotated[float, typer.Option(min=0.5, max=60, help="Of each measurement, after slow start.")] = 2.0,
-    no_iperf3: Annotated[bool, typer.Option("--no-iperf3", help="Not even where both ends have it.")] = False,
-    no_trials: Annotated[bool, typer.Option("--no-trials", help="Try no other settings of TCP.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60, help="of each measurement, after slow start")] = 2.0,
+    no_iperf3: Annotated[bool, typer.Option("--no-iperf3", help="leave out iperf3, where both ends have it")] = False,
+    no_trials: Annotated[bool, typer.Option("--no-trials", help="try no other settings of TCP")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Goodput and round trip between all hosts: one TCP stream, four, and both directions at once.
@@ -99,25 +96,25 @@ def wire(
     return int(any(finding.severity == "error" for finding in findings))
 
 
-@app.command(epilog="Example: `evener probe collectives --ranks 2 --op all_reduce --max-size 16MiB --seconds 20`")
+@app.command(epilog="evener probe collectives --ranks 2 --op all_reduce --max-size 16MiB")
 def collectives(
     fleet: FleetFile = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Processes a host. [here 2; of a fleet its ranks]")
+        int | None, typer.Option(min=1, max=1024, help="processes a host [here 2; of a fleet its ranks]")
     ] = None,
     op: Annotated[
-        list[str] | None, typer.Option(help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all. [all]")
+        list[str] | None, typer.Option(help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all [all]")
     ] = None,
-    min_size: Annotated[str, typer.Option(help="Smallest buffer: 1KiB.")] = "1KiB",
-    max_size: Annotated[str, typer.Option(help="Largest buffer: 256MiB.")] = "256MiB",
-    factor: Annotated[int, typer.Option(min=2, max=1024, help="From one size to the next.")] = 4,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    in_place: Annotated[bool, typer.Option("--in-place", help="all_gather, reduce_scatter within one buffer.")] = False,
+    min_size: Annotated[str, typer.Option(help="smallest buffer")] = "1KiB",
+    max_size: Annotated[str, typer.Option(help="largest buffer")] = "256MiB",
+    factor: Annotated[int, typer.Option(min=2, max=1024, help="by which a size is larger than the one before")] = 4,
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="of the elements")] = "fp32",
+    in_place: Annotated[bool, typer.Option("--in-place", help="all_gather, reduce_scatter within one buffer")] = False,
     seconds: Annotated[
-        float, typer.Option(min=1, max=3600, help="For all; sizes that do not fit are left out.")
+        float, typer.Option(min=1, max=3600, help="for all together; sizes that do not fit are left out")
     ] = 120.0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="where the buffers lie")] = "auto",
+    backend: Annotated[str, typer.Option(metavar="auto|gloo|nccl", help="auto: nccl with a GPU a rank")] = "auto",
     as_json: AsJson = False,
 ) -> int:
     """Collectives in nccl-tests' columns and formulas, checked, beside the raw wire of the same minute.
@@ -182,15 +179,15 @@ def collectives(
     return int(any(finding.severity == "error" for finding in findings))
 
 
-@app.command(epilog="Example: `evener probe host --model char`")
+@app.command(epilog="evener probe host --model char\nevener probe host --fleet fleet.toml --model gpt2")
 def host(
     fleet: FleetFile = None,
-    model: Annotated[str, typer.Option(help="Preset that is trained for it.")] = "char",
-    seconds: Annotated[float, typer.Option(min=1, max=600, help="Of sustained training; 10 show throttling.")] = 12.0,
-    device: Annotated[str, typer.Option(help="auto (processor and GPUs), cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the model: auto (as training chooses), fp32, bf16, fp16.")] = "auto",
+    model: Annotated[str, typer.Option(help="model that is trained for it")] = "char",
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="of sustained training; 10 show throttling")] = 12.0,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto: processor and GPUs")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="auto|fp32|bf16|fp16", help="auto: as training chooses")] = "auto",
     one_by_one: Annotated[
-        bool, typer.Option("--one-by-one", help="Hosts take turns: emulated ones share cores.")
+        bool, typer.Option("--one-by-one", help="hosts take turns: emulated ones share cores")
     ] = False,
     as_json: AsJson = False,
 ) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = "evener report runs/mine"
+
 
 def report(
     run: str = typer.Argument(..., help="run directory, or the folder of a bench"),
@@ -13,16 +15,12 @@ def report(
 
     Prints the page's path, and beside it (on stderr) the explanation. Of the folder of a bench it makes a page that
     compares its runs.
-
-    Example: `evener report runs/demo`.
     """
     import json
-    import shutil
-    import sys
-    import textwrap
     from typing import Any
 
     from evener.cli import fleets
+    from evener.cli.terminal import console, say
     from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.report import benchpage, compare
@@ -49,9 +47,10 @@ def report(
     if as_json:
         print(json.dumps(found | {"explanation": explanation, "page": str(page)}))
         return 0
-    width = min(shutil.get_terminal_size().columns, 100)
+    screen = console(stderr=True)
     for paragraph in explanation:
-        print(textwrap.fill(paragraph, width), end="\n\n", file=sys.stderr)
+        say(screen, paragraph)
+        screen.print()
     if found.get("newer_checkpoint"):
         fleets.tell_weights(rundir, find_plan(rundir))
     print(page)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,22 +11,20 @@ if TYPE_CHECKING:
     from evener.launch.mirror import State
 
 
+EXAMPLES = "evener runs"
+
+
 def runs(
     folder: str = typer.Argument("runs", help="where the run directories are"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing.
-
-    Example: `evener runs`.
-    """
+    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing."""
     import json
     import time
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
-    from rich.console import Console
-    from rich.table import Table
-
+    from evener.cli.terminal import console, say, table
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
     from evener.core.units import count
@@ -41,26 +39,41 @@ def runs(
     if as_json:
         print(json.dumps({"runs": rows}))
         return 0
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "begun", "model", "state", "hosts", "steps", "tokens/s", "loss", "weights"):
-        justify: Literal["left", "right"] = "right" if title in ("steps", "tokens/s", "loss") else "left"
-        table.add_column(title, justify=justify, overflow="fold")
+    screen = console()
+    if not found:
+        say(screen, f"no runs in {folder}")
+        return 0
+    cells = []
     for row in rows:
-        hosts = ", ".join(f"{name} {state}" if state != row["state"] else name for name, state in row["hosts"].items())
-        begun = "" if row["begun"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row["begun"]))
         newer = row["newer_checkpoint"]
-        table.add_row(
-            row["run"], begun, row["model"] or "", row["state"], hosts,
+        cells.append([
+            row["run"],
+            "" if row["begun"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row["begun"])),
+            row["model"] or "",
+            row["state"],
+            _hosts(row["hosts"], row["state"]),
             "" if row["steps"] is None else str(row["steps"]),
             "" if row["tokens_per_s"] is None else count(row["tokens_per_s"]),
             "" if row["loss"] is None else f"{row['loss']:.4f}",
             f"on {newer['host']}" if newer else "here" if row["checkpoint"] else "",
-        )  # fmt: skip
-    console = Console(highlight=False)
-    console.print(table if rows else f"no runs in {folder}")
+        ])  # fmt: skip
+    titles = ("run", "begun", "model", "state", "hosts", "steps", "tokens/s", "loss", "weights")
+    left = ("begun", "model", "state", "hosts", "weights")
+    table(screen, titles, cells, left=left, spare=("begun", "model", "hosts", "weights"))
     if away := [row["run"] for row in rows if row["newer_checkpoint"]]:
-        console.print(f"weights that are not here come with: evener fetch {away[0]}")
+        say(screen, f"weights that are not here come with: evener fetch {away[0]}")
     return 0
+
+
+def _hosts(states: dict[str, str], of_run: str) -> str:
+    """Those whose state is not the run's by name; of the others at most three.
+
+    >>> _hosts({"attic": "running", "laptop": "lost"}, "running"), _hosts(dict.fromkeys("abcdef", "lost"), "lost")
+    ('attic, laptop lost', '6 hosts')
+    """
+    alike = [name for name, state in states.items() if state == of_run]
+    others = [f"{name} {state}" for name, state in states.items() if state != of_run]
+    return ", ".join([f"{len(alike)} hosts"] * (len(alike) > 3) + alike * (len(alike) <= 3) + others)
 
 
 def _row(rundir: RunDir) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = 'evener sample runs/mine --prompt "She has " --num-tokens 80'
+
 
 def sample(
     run: str = typer.Argument(..., help="run directory"),
-    prompt: str = typer.Option("\n", help="text to go on from"),
+    prompt: str = typer.Option("\n", help="text to go on from [a new line]"),
     num_tokens: int = typer.Option(200, min=1, max=100_000, help="tokens to write"),
     temperature: float = typer.Option(0.8, min=0.0, help="0 takes the likeliest token every time"),
     top_k: int | None = typer.Option(None, min=1, help="draw from the k likeliest tokens [all]"),
@@ -15,10 +17,7 @@ def sample(
     step: int | None = typer.Option(None, min=0, help="checkpoint [newest]"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Write text with a run's newest checkpoint.
-
-    Example: `evener sample runs/demo --prompt "She has " --num-tokens 80`.
-    """
+    """Write text with a run's newest checkpoint."""
     import json
     import sys
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from evener.cli.terminal import console, say, table
 from evener.core.errors import UsageError
 from evener.core.units import count, plural, size
 from evener.plan.scale import Point, Scenario, parse_counts, scale, scenario_of, with_slow
@@ -15,6 +16,11 @@ from evener.plan.thumb import nanogpt, sentences
 
 if TYPE_CHECKING:
     from evener.plan.question import Question
+
+LEGEND = (
+    "effic.: tokens/s of a rank against one rank alone. wait: of the mean rank for the slowest. fails, saves: how "
+    "often a node does, and how often saving loses least. with both: efficiency with failures and checkpoints."
+)
 
 
 def tell(asked: Question, counts: str, strong: bool, jitter: float | None, slow: str | None, mtbf_days: float | None,
@@ -52,41 +58,31 @@ def _draw(points: list[Point], folder: str, model: str) -> list[str]:
 
 def _print(asked: Question, scenario: Scenario, points: list[Point], told: list[str], rule: list[str],
            pictures: list[str]) -> None:  # fmt: skip
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     from evener.report.scaling_sheet import HEAD, rows
 
-    console = Console(highlight=False, emoji=False)
+    screen = console()
     last, job = points[-1], asked.job
     share = "shared by all ranks" if scenario.kind == "strong" else "a rank"
-    console.print(
-        f"[bold]{plural(last.ranks, 'rank')} train {count(last.tokens_per_s)} tokens/s, {last.efficiency:.0%} of "
-        f"what as many single ones would; with failures {last.goodput:.0%}.[/bold]",
-        soft_wrap=True,
-    )  # fmt: skip
-    console.print(
+    verdict = (
+        f"{plural(last.ranks, 'rank')} train {count(last.tokens_per_s)} tokens/s, {last.efficiency:.0%} of what as "
+        f"many single ones would; with failures {last.goodput:.0%}."
+    )
+    what = (
         f"{job.model}: {count(job.shape.num_params())} parameters, {size(scenario.gradient_bytes)} of gradients, "
-        f"{plural(scenario.sequences, 'sequence')} of {job.shape.block_size} tokens {share}; simulated",
-        style="dim", soft_wrap=True,
-    )  # fmt: skip
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in HEAD:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows(points):
-        table.add_row(*row)
-    console.print(table)
-    console.print(
-        "effic.: tokens/s of a rank against one rank alone. wait: of the mean rank for the slowest. fails, saves: how "
-        "often a node does, and how often saving loses least. with both: efficiency with failures and checkpoints.\n",
-        style="dim", soft_wrap=True,
-    )  # fmt: skip
-    console.print("beside it, a rule of thumb (80-90 % at 8 ranks, 60-70 % at 64):", style="dim")
+        f"{plural(scenario.sequences, 'sequence')} of {job.shape.block_size} tokens {share}; simulated"
+    )
+    say(screen, verdict, style="bold")
+    say(screen, what, style="dim")
+    screen.print()
+    table(screen, HEAD, rows(points), spare=("saves", "fails", "wait", "exposed"))
+    say(screen, LEGEND, style="dim")
+    screen.print()
+    say(screen, "beside it, a rule of thumb (80-90 % at 8 ranks, 60-70 % at 64):", style="dim")
     for line in rule:
-        console.print(f"  {line}", soft_wrap=True, style="dim")
-    console.print("\nassumed, not measured:", style="dim")
+        say(screen, line, indent=2, style="dim")
+    screen.print()
+    say(screen, "assumed, not measured:", style="dim")
     for line in told:
-        console.print(f"  {line}", style="dim", soft_wrap=True)
+        say(screen, line, indent=2, style="dim")
     for path in pictures:
-        console.print(path)
+        screen.print(path, soft_wrap=True)

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from evener.launch.setup import Tell
 
 
+EXAMPLES = "evener setup --fleet fleet.toml --with requirements.txt"
+
+
 def setup(
-    fleet: str = typer.Option("fleet.toml", help="fleet file"),
-    hosts: list[str] | None = typer.Option(None, "--host", help="this host only; may be given again [all]"),
+    fleet: str = typer.Option("fleet.toml", help="hosts to set up"),
+    hosts: list[str] | None = typer.Option(None, "--host", metavar="HOST", help="this host; may be given again [all]"),
     more: list[str] | None = typer.Option(
         None, "--with", metavar="PACKAGE | FILE.txt", help="what your own scripts need besides; may be given again"
     ),
@@ -26,8 +29,6 @@ def setup(
     Each host gets a virtual environment in its working directory, with packages from the registry of its own pip, or
     from this machine where it reaches none. What is there stays; a second run changes nothing. Exit status 1 when a
     host could not be set up.
-
-    Example: `evener setup --fleet fleet.toml --with requirements.txt`.
     """
     import json
     import sys
@@ -79,14 +80,14 @@ def setup(
 @contextmanager
 def _progress(names: list[str], *, quiet: bool) -> Iterator[Tell]:
     """On a terminal a line a host that moves; elsewhere a line for each step. All on stderr."""
-    from rich.console import Console
+    from evener.cli.terminal import console
 
-    console = Console(stderr=True, highlight=False, quiet=quiet, markup=False)
-    if not console.is_terminal or quiet:
+    where = console(stderr=True, quiet=quiet)
+    if not where.is_interactive or quiet:
 
         def line(name: str, text: str, is_step: bool) -> None:
             if is_step:
-                console.print(f"{name}: {text}", soft_wrap=True)
+                where.print(f"{name}: {text}", soft_wrap=True)
 
         yield line
         return
@@ -100,7 +101,7 @@ def _progress(names: list[str], *, quiet: bool) -> Iterator[Tell]:
         TextColumn("{task.description}", markup=False),
         TextColumn("{task.fields[detail]}", markup=False, style="dim", table_column=Column(no_wrap=True, ratio=1)),
     )
-    with Progress(*columns, console=console, transient=True, expand=True) as bars:
+    with Progress(*columns, console=where, transient=True, expand=True) as bars:
         tasks = {name: bars.add_task("", host=name, detail="") for name in names}
 
         def show(name: str, text: str, is_step: bool) -> None:

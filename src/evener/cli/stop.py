@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+EXAMPLES = "evener stop runs/mine"
+
 
 def stop(
     run: str | None = typer.Argument(None, help="run directory, or a run's id"),
@@ -12,10 +14,7 @@ def stop(
     now: bool = typer.Option(False, "--now", help="do not let the ranks finish their step and save"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """End a run, on all its hosts. evener's own worker finishes its step and saves; no process is left behind.
-
-    Example: `evener stop runs/mine`.
-    """
+    """End a run, on all its hosts. evener's own worker finishes its step and saves; no process is left behind."""
     from evener.core.errors import UsageError
 
     if stale and run is None:

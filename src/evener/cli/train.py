@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from evener.core.resolve import Resolved
     from evener.core.spec import RunSpec
 
-EPILOG = "Example: `evener data verbs && evener train --data data/verbs --ranks 2 --steps 100`"
-
-SPEC_FILE = typer.Argument(None, metavar="[SPEC.toml]", help="A run as TOML ([train] steps = 100). Flags win over it.")
-RESUME = typer.Option(None, "--resume", metavar="RUN", help="Go on with this run from its newest checkpoint.")
-FLEET = typer.Option(
-    None, "--fleet", metavar="FILE", help="Hosts to train on; local: this machine [fleet.toml if here]"
+EXAMPLES = (
+    "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
+    "evener train --resume runs/mine --steps 200\n"
+    "evener train --fleet fleet.toml --data data/verbs --sync auto"
 )
-HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="Of the fleet, these hosts alone [all].")
-DETACH = typer.Option(False, "--detach", help="Start it, and return.")
-DRY_RUN = typer.Option(False, "--dry-run", help="Print the exact command and environment, and start nothing.")
-AS_JSON = typer.Option(False, "--json", help="Print one JSON object at the end.")
+
+SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML ([train] steps = 100); flags win over it")
+RESUME = typer.Option(None, "--resume", metavar="RUN", help="go on with this run from its newest checkpoint")
+FLEET = typer.Option(
+    None, "--fleet", metavar="FILE", help="hosts to train on; local: this machine [fleet.toml if here]"
+)
+HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="of the fleet, these hosts alone [all]")
+DETACH = typer.Option(False, "--detach", help="start it, and return")
+DRY_RUN = typer.Option(False, "--dry-run", help="print the exact command and environment, and start nothing")
+AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
 
 def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: str | None, detach: bool, dry_run: bool,
@@ -207,4 +211,4 @@ def add_to(app: typer.Typer) -> None:
 
     command.__doc__ = train.__doc__
     command.__signature__ = signature(options)  # type: ignore[attr-defined]
-    app.command("train", epilog=EPILOG)(command)
+    app.command("train", epilog=EXAMPLES)(command)

@@ -6,6 +6,8 @@ from typing import Any
 
 import typer
 
+EXAMPLES = "evener verify runs/mine"
+
 
 def verify(
     run: str = typer.Argument(..., help="run directory"),
@@ -17,8 +19,7 @@ def verify(
 
     Compares the hashes that every rank took of its own weights with each other and with the stored weights; and whole
     states where ranks left them. With a second run: the newest weights of both.
-
-    Example: `evener verify runs/demo`. Exit status 1 when they differ by more than the tolerance.
+    Exit status 1 when they differ by more than the tolerance.
     """
     import json
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from evener.core.errors import CheckpointError, EvenerError
 from evener.core.rundir import RunDir, read_checkpoint
+from evener.core.units import plural
 from evener.worker.verify import differences, hash_tensors
 
 
@@ -83,7 +84,7 @@ def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
     stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
     found = differences(checkpoint.tensor_names, [list(stored.values()), *checkpoint.replica_hashes])
     return {
-        "what": f"checkpoint of step {step}: hashes of {checkpoint.world_size} ranks and the stored weights",
+        "what": f"checkpoint of step {step}: hashes of {plural(checkpoint.world_size, 'rank')} and the stored weights",
         "equal": not found,
         "tensors": len(stored),
         "largest_difference": None if found else 0.0,  # equal bits

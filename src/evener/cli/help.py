@@ -1,0 +1,151 @@
+"""How does `--help` look? Plain lines of at most 80 columns: usage, what a verb does, its options by topic, examples.
+
+Not typer's boxes: their five columns leave too little for words, and rich's Markdown costs more time than all the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from evener.cli.terminal import wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LONGEST = 80
+NAMES = 26  # columns of the names beside which there is help; it stands below longer ones
+
+# What is expected, by the parameter's name: one word for one thing, whatever the verb. Other counts are N.
+EXPECTED = {
+    "block_size": "TOKENS", "command": "COMMAND", "cpus": "CORES", "data": "FOLDER", "dropout": "SHARE",
+    "eval_tokens": "TOKENS", "fleet": "FILE", "folder": "FOLDER", "host": "HOST", "include": "PATH",
+    "init_from": "PATH", "interface": "NAME", "jitter": "PERCENT", "loss_budget": "PERCENT", "max_s": "SECONDS",
+    "max_size": "SIZE", "memory": "SIZE", "min_size": "SIZE", "model": "PRESET", "mtbf_days": "DAYS", "mtu": "BYTES",
+    "name": "LAB", "num_tokens": "TOKENS", "op": "NAME", "other": "OTHER", "out": "FOLDER", "paths": "PATH",
+    "port": "PORT", "prompt": "TEXT", "rate": "RATE", "rate_down": "RATE", "rate_up": "RATE", "run": "RUN",
+    "seconds": "SECONDS", "shares": "SHARES", "sync": "WAY", "val_fraction": "SHARE",
+}  # fmt: skip
+TYPERS = {  # options that typer adds, in our words
+    "help": "print this and exit",
+    "install_completion": "have this shell complete what you type, and exit",
+    "show_completion": "print what --install-completion would install, and exit",
+}
+
+
+def described(parameter: Any) -> str:
+    """What a parameter is for, and its default in brackets, unless its help tells that itself."""
+    text, default = TYPERS.get(parameter.name) or parameter.help or "", parameter.default
+    if default is None or default is False or default is ... or "[" in text:
+        return text
+    return f"{text} [{default:g}]" if isinstance(default, float) else f"{text} [{default}]"
+
+
+def examples(command: Any) -> list[str]:
+    """The lines of a verb's epilog: commands as one types them."""
+    return inspect.cleandoc(command.epilog or "").splitlines()
+
+
+def page(command: Any, context: Any) -> str:
+    """All of it."""
+    width = min(LONGEST, shutil.get_terminal_size().columns)
+    shown = [one for one in command.get_params(context) if not one.hidden]
+    arguments = [one for one in shown if one.param_type_name == "argument"]
+    verbs = (
+        [command.commands[name] for name in command.list_commands(context)] if isinstance(command, TyperGroup) else []
+    )
+    usage = ["[OPTIONS]", *map(_in_usage, arguments), *(["VERB …"] if verbs else [])]
+    lines = [f"Usage: {context.command_path} {' '.join(usage)}", ""]
+    for paragraph in _paragraphs(command):
+        lines += [*wrapped(paragraph, width), ""]
+    lines += _section("Arguments", [(one.metavar, described(one)) for one in arguments], width)
+    lines += _section("Verbs", [(verb.name or "", _paragraphs(verb)[0]) for verb in verbs], width)
+    topics: dict[str, list[tuple[str, str]]] = {}
+    for one in shown:
+        if one.param_type_name == "option":
+            topics.setdefault(one.rich_help_panel or "Options", []).append((_names(one), described(one)))
+    longest = max(len(name) for rows in topics.values() for name, _ in rows)
+    for topic, rows in topics.items():
+        lines += _section(topic, rows, width, longest)
+    commands = [f"  {one}" for one in examples(command)]
+    return "\n".join(
+        [*lines, "Examples:" if len(commands) > 1 else "Example:", *commands] if commands else lines
+    ).rstrip()
+
+
+def _paragraphs(command: Any) -> list[str]:
+    return [paragraph.replace("\n", " ") for paragraph in inspect.cleandoc(command.help or "").split("\n\n")]
+
+
+def _in_usage(argument: Any) -> str:
+    name = argument.metavar + ("" if argument.nargs == 1 or argument.metavar.endswith("…") else " …")
+    return name if argument.required else f"[{name}]"
+
+
+def _names(option: Any) -> str:
+    """`-f, --follow`, `--[no-]recompute`, `--out FOLDER`."""
+    names = [name.replace("--", "--[no-]") if option.secondary_opts else name for name in sorted(option.opts, key=len)]
+    return f"{', '.join(names)} {option.metavar or ''}".rstrip()
+
+
+def _section(title: str, rows: Sequence[tuple[str, str]], width: int, longest: int | None = None) -> list[str]:
+    """Names, and beside them what they are; nothing of no rows."""
+    if not rows:
+        return []
+    names = min(NAMES, longest or max(len(name) for name, _ in rows))
+    lines = [f"{title}:"]
+    for name, text in rows:
+        first, *others = wrapped(text, width - names - 4) or [""]
+        lines += (
+            [f"  {name:{names}}  {first}".rstrip()] if len(name) <= names else [f"  {name}", f"{'':{names + 4}}{first}"]
+        )
+        lines += [f"{'':{names + 4}}{other}" for other in others]
+    return [*lines, ""]
+
+
+class Verb(TyperCommand):
+    """A command whose help is `page`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        one: Any
+        for one in self.params:
+            if not getattr(one, "is_flag", False):
+                kind = one.bare_type()
+                one.metavar = one.metavar or EXPECTED.get(one.name) or ("N" if "int" in kind else "NUMBER")
+
+    def get_help(self, ctx: Any) -> str:
+        """Called for --help."""
+        return page(self, ctx)
+
+
+class Verbs(TyperGroup):
+    """A group of such commands."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Called for --help."""
+        return page(self, ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer's; without a verb it helps."""
+        if not args and not self.invoke_without_command:
+            print(page(self, ctx))
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+
+class App(typer.Typer):
+    """A typer whose commands are these."""
+
+    def __init__(self, **settings: Any) -> None:
+        names = {"help_option_names": ["-h", "--help"]}
+        super().__init__(cls=Verbs, rich_markup_mode=None, context_settings=names, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+        """As typer's."""
+        return super().command(name, cls=Verb, **settings)

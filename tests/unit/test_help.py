@@ -1,0 +1,131 @@
+"""The help of every verb: plain lines that fit, words for what is expected, examples that the verbs take, at once."""
+
+from __future__ import annotations
+
+import resource
+import shlex
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from evener.cli.help import Verbs, examples
+from evener.cli.main import app
+
+from .pseudo import argv, environment
+
+ROOT = typer.main.get_command(app)
+
+
+def all_of(command, words=()):
+    """(words, command) of a group, its verbs, and theirs."""
+    yield " ".join(words), command
+    for name in getattr(command, "commands", {}):
+        yield from all_of(command.commands[name], (*words, name))
+
+
+VERBS = dict(all_of(ROOT))
+
+
+def page(words, columns=80):
+    done = CliRunner().invoke(app, [*words.split(), "--help"], env={"COLUMNS": str(columns)}, prog_name="evener")
+    assert done.exit_code == 0
+    return done.stdout
+
+
+@pytest.mark.parametrize("words", VERBS)
+def test_help_fits_and_says_what_is_expected(words):
+    text, command = page(words), VERBS[words]
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith(f"Usage: evener {words}".rstrip() + " [OPTIONS]")
+    assert not {"<str>", "<int>", "<bool>", "INTEGER", "FLOAT", "TEXT ", "│"} & {
+        *text.replace("--prompt TEXT ", "").split()
+    }
+    for one in command.params:
+        if not getattr(one, "is_flag", False):
+            assert one.metavar, one.name
+            shown = one.metavar if one.param_type_name == "argument" else f"{one.opts[0]} {one.metavar}"
+            assert f"  {shown}" in text
+    for line in page(words, columns=60).splitlines():
+        assert len(line) <= 60 or line.startswith("  evener")  # an example stays in one line
+
+
+def test_defaults_stand_in_brackets():
+    text = " ".join(page("bench").split())
+    assert "training time of each set-up [45] " in text
+    assert "what is trained [char] " in text
+    assert "largest absolute difference that passes [0] " in " ".join(page("verify").split())
+    assert "--[no-]recompute" in page("train")
+    assert "peak learning rate [0.0003]" in page("train")
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("words", [words for words, one in VERBS.items() if words and not isinstance(one, Verbs)])
+def test_every_verb_has_an_example_that_it_takes(words):
+    assert examples(VERBS[words])
+    for line in examples(VERBS[words]):
+        assert page(words).rstrip().find(f"\n  {line}") > 0
+        check(line, words)
+
+
+def test_the_first_examples_are_taken_too():
+    for line in examples(ROOT):
+        check(line, "")
+
+
+def check(line, words):
+    """A command's parser takes it; nothing is started."""
+    program, *args = shlex.split(line)
+    assert program == "evener"
+    assert line.startswith(f"evener {words}".rstrip())
+    command, context = ROOT, None
+    while isinstance(command, Verbs):
+        name, *args = args
+        command = command.commands[name]
+    context = command.make_context(name, args)
+    for value in context.params.values():
+        assert value != "…"
+
+
+def test_a_group_without_a_verb_helps():
+    done = CliRunner().invoke(app, ["lab"])
+    assert done.exit_code == 2
+    assert "Usage: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("verify", "Missing argument 'RUN'"),
+        ("plan --nodes x", "--nodes: expected a whole number"),
+        ("plan --jitter x", "--jitter: expected a number"),
+        ("sample runs/x --temperature -1", "--temperature: expected at least 0"),
+        ("rums", "No such verb 'rums'. Did you mean 'runs'?"),
+        ("train --stepz 3", "No such option: --stepz; there are --keep, --seed, --steps"),
+    ],
+)
+def test_a_slip_is_told_in_the_words_of_the_help(line, told):
+    done = subprocess.run(argv(*line.split()), capture_output=True, text=True, check=False, env=environment())
+    verb = "" if line == "rums" else f"{line.split()[0]} "
+    assert done.stderr == f"error: {told}\nhint:  evener {verb}--help\n"
+
+
+def test_help_takes_a_fifth_of_a_second_at_most():
+    """Where python starts with asyncio in 0.03: processor time, the least of some, side by side."""
+
+    def least_s(*command):
+        def once():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment())
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+        return min(once() for _ in range(5))
+
+    plain_s = least_s(sys.executable, "-c", "import asyncio")
+    assert least_s(*argv("train", "--help")) < 7 * plain_s  # with the boxes of typer it was 10
+    heavy = "import sys; from evener.cli.main import app; app(['train', '--help'], standalone_mode=False); "
+    heavy += "assert not {'torch', 'numpy', 'rich', 'markdown_it'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", heavy], check=True, stdout=subprocess.DEVNULL, env=environment())

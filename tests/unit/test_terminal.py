@@ -1,0 +1,249 @@
+"""Tables and lines fit any terminal, nothing that decides is cut, and colour is where it is wanted."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from evener.cli import doctor, fleet_benches, lab
+from evener.cli.terminal import say, table
+from evener.core.rundir import RunDir
+from evener.hosts.doctor import Survey
+from evener.lab.lab import Lab
+from evener.report.summary import summarize
+
+from . import test_checks as checks
+from .conftest import write_run
+from .pseudo import COLOUR, ESCAPE, argv, environment, in_pipe, in_terminal
+from .test_plan_verb import FLEET, ONE, WORDS
+
+
+def shown(width, titles, rows, **how):
+    """The lines of a table in a terminal of this width, without colours."""
+    written = io.StringIO()
+    table(Console(file=written, width=width, force_terminal=True, color_system=None), titles, rows, **how)
+    return written.getvalue().splitlines()
+
+
+TITLES = ("way", "step", "more", "why not")
+ROWS = [("ddp", "1 s", "9", "too slow by far"), ("int8", "20 ms", "10", "")]
+
+
+def test_a_table_that_fits():
+    assert shown(40, TITLES, ROWS, text=True) == [
+        "way    step  more  why not",
+        "──────────────────────────────────",
+        "ddp     1 s     9  too slow by far",
+        "int8  20 ms    10",
+    ]
+
+
+def test_a_text_goes_below_its_row_and_keeps_its_words():
+    assert shown(18, TITLES, ROWS[:1], text=True) == [
+        "way  step  more",
+        "    why not",
+        "───────────────",
+        "ddp   1 s     9",
+        "    too slow by",
+        "    far",
+    ]
+
+
+def test_what_matters_least_goes_first_and_is_named():
+    assert shown(11, TITLES[:3], [row[:3] for row in ROWS], spare=("more",)) == [
+        "way    step", "───────────", "ddp     1 s", "int8  20 ms",
+        "not shown", "in 11", "columns:", "more",
+    ]  # fmt: skip
+
+
+def test_what_may_not_go_begins_on_a_line_of_its_own():
+    assert shown(13, TITLES[:3], [row[:3] for row in ROWS]) == [
+        "way", "     step  more", "─────────────", "ddp", "      1 s     9", "int8", "    20 ms    10",
+    ]  # fmt: skip
+
+
+def test_a_pipe_gets_every_row_in_one_line(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    written = io.StringIO()
+    where = Console(file=written)
+    table(where, TITLES, [("a" * 70, "1s", "9", "one two " * 20)], text=True, spare=("more",))
+    say(where, "one two " * 20)
+    lines = written.getvalue().splitlines()
+    assert len(lines) == 4
+    assert lines[2].split()[2] == "9"
+    assert lines[3] == "one two " * 20
+
+
+# --- the verbs --------------------------------------------------------------------------------------------------------
+
+PLANS = {
+    "nodes": WORDS,
+    "one way": (*WORDS, "--sync", "ddp"),
+    "fleet": ("--fleet", "fleet.toml", "--model", "d8", "--block-size", "512", "--batch", "8"),
+    "from": ("--from", "runs/one"),
+}
+SCALE = ("--model", "gpt2", "--scale", "1,2,4,8", "--per-node", "8", *ONE)
+
+
+@pytest.fixture(scope="module", name="place")
+def _place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("place")
+    (place / "fleet.toml").write_text(FLEET)
+    write_run(place / "runs" / "one", [{}])
+    write_run(place / "runs" / "20261122-174207-gpt2-medium-verbs", [{}, {}])
+    return place
+
+
+def told(*args, cwd):
+    done = subprocess.run(argv(*args), capture_output=True, text=True, check=False, cwd=cwd, env=environment())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def fits(text, whole, columns):
+    """No line is longer; every word is one that the pipe got, or of the line that names what is left out."""
+    assert max(map(len, text.splitlines())) <= columns
+    words = {word for word in text.split() if not set(word) <= {"─"}}
+    missing = re.findall(r"not shown in \d+ columns: .*", text)
+    assert words <= {*whole.split(), *" ".join(missing).split()}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("form", PLANS)
+def test_a_plan_decides_in_any_terminal(place, form, columns):
+    text = ESCAPE.sub("", in_terminal("plan", *PLANS[form], columns=columns, cwd=place))
+    fits(text, in_pipe("plan", *PLANS[form], cwd=place), columns)
+    words = " ".join(text.split())
+    found = json.loads(told("plan", *PLANS[form], "--json", cwd=place))
+    head = next(line.split() for line in text.splitlines() if line.startswith("way"))
+    assert {"step", "tokens/s", "×"} <= set(head)
+    for option in found["options"]:
+        assert re.search(rf"^{re.escape(option['name'])}\s+[\d.]+ m?s .*  [\d.]+k? +(\d\.\d\d|–)$", text, re.M)
+        assert (option["rejected_because"] or "← recommended") in words
+    assert found["verdict"] in words
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_simulation_decides_in_any_terminal(place, columns):
+    text = ESCAPE.sub("", in_terminal("plan", *SCALE, columns=columns, cwd=place))
+    fits(text, in_pipe("plan", *SCALE, cwd=place), columns)
+    head = next(line.split() for line in text.splitlines() if line.startswith("ranks"))
+    assert {"tokens/s", "effic.", "step", "with"} <= set(head)
+    for point in json.loads(told("plan", *SCALE, "--json", cwd=place))["points"]:
+        assert re.search(rf"^{point['ranks']} .*  {point['efficiency']:.1%}  .*  {point['goodput']:.1%}$", text, re.M)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_runs_have_a_line_each(place, columns):
+    text = ESCAPE.sub("", in_terminal("runs", columns=columns, cwd=place))
+    whole = in_pipe("runs", cwd=place)
+    fits(text, whole, columns)
+    for run in ("runs/one", "runs/20261122-174207-gpt2-medium-verbs"):
+        assert re.search(rf"^{run}\s.*finished .* 20 .* 9.8k .* 0.1500", text, re.M)
+        assert re.search(rf"^{run}  .*202\d-\d\d-\d\d \d\d:\d\d  char   finished  h .* 9.8k  0.1500$", whole, re.M)
+    if columns == 120:
+        assert "not shown" not in text
+
+
+def test_columns_says_how_wide_the_reader_of_a_pipe_is(place):
+    assert in_pipe("runs", cwd=place, COLUMNS="60") == in_terminal("runs", columns=60, cwd=place, TERM="dumb")
+
+
+def written(columns, show):
+    """What a function prints to a console of this width."""
+    where = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    show(where)
+    return where.file.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("hosts", [["attic", "laptop"], ["attic", "laptop", "tower"], [f"node{i}" for i in range(12)]])
+def test_the_doctor_cuts_no_name(hosts, columns):
+    """The first host lets nobody in; the second was not reached."""
+    facts = {name: checks.facts(name, number) for number, name in enumerate(hosts) if name != "laptop"}
+    ways = {name: checks.way(number) for number, name in enumerate(hosts) if name in facts}
+    pairs = [
+        checks.pair(source, target, tries=checks.tries("timeout", "timeout") if target == hosts[0] else checks.tries())
+        for source in facts for target in facts if source != target
+    ]  # fmt: skip
+    found = Survey(hosts=hosts, facts=facts, ways=ways, pairs=pairs, findings=[], took_s=1.0)
+    text = written(columns, lambda where: doctor.show(where, found))
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    for name in hosts:
+        assert re.search(rf"^{name}  ", text, re.M)
+    if "laptop" in hosts:
+        assert re.search("^laptop +not reached", text, re.M)
+    assert re.search("✗|blocked", text) or len(facts) < 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("kind", ["fleet", "strategies"])
+def test_a_bench_tells_speed_and_loss_in_any_terminal(tmp_path, kind, columns):
+    label = "attic + laptop, GPU" if kind == "fleet" else "diloco:10:int8:streamed"
+    runs = {name: summarize(RunDir(write_run(tmp_path / f"{i}", [{}] * (i + 1)).path))
+            for i, name in enumerate(["attic, 1 process", label])}  # fmt: skip
+    text = written(columns, lambda where: fleet_benches.show(where, kind, runs, runs["attic, 1 process"]))
+    assert max(map(len, text.splitlines())) <= columns
+    assert re.search(rf"^{re.escape(label)}\s+9.8k  1.00  105 ms", text, re.M)
+    assert kind == "fleet" or re.search(r"  1.2500     same$", text, re.M)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_lab_tells_who_is_dead(monkeypatch, capsys, columns):
+    host = {"name": "a", "address": "10.77.0.1", "up_bps": 10**9, "down_bps": None, "policed": True, "mtu": 1500,
+            "cpus": 0.5, "cores": [0, 1], "processes": 0, "pid": 12370}  # fmt: skip
+    up = SimpleNamespace(is_alive=lambda: True, rootless=False, state=SimpleNamespace(fleet_file="/home/me/lab.toml"))
+    monkeypatch.setattr(Lab, "find", lambda name: up)
+    monkeypatch.setattr(lab, "_describe", lambda lab: {"hosts": {"a": host}})
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lab.status("lab")
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    assert re.search(r"^a     10.77.0.1  1.0Gbit  unlimited policed .* dead", text, re.M)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_drills_are_listed_whole(columns):
+    text = ESCAPE.sub("", in_terminal("lab", "drill", "--list", columns=columns))
+    fits(text, in_pipe("lab", "drill", "--list"), columns)
+    assert re.search(r"^net.rendezvous-loopback-name  b ↔ a", text, re.M)
+
+
+# --- colour -----------------------------------------------------------------------------------------------------------
+
+PREPARE = ("data", "verbs", "--sentences", "3000", "--force", "--out")  # draws bars while it works
+
+
+def test_a_terminal_gets_colour_unless_it_is_not_wanted(tmp_path):
+    assert COLOUR.search(in_terminal(*PREPARE, tmp_path))
+    for refused in ({"NO_COLOR": "1"}, {"NO_COLOR": "0"}, {"NO_COLOR": "1", "FORCE_COLOR": "1"}):
+        text = in_terminal(*PREPARE, tmp_path, **refused)
+        assert "written" in text
+        assert not COLOUR.search(text)
+    assert COLOUR.search(in_terminal(*PREPARE, tmp_path, NO_COLOR=""))  # as no-color.org has it
+
+
+def test_a_dumb_terminal_gets_plain_lines(tmp_path, place):
+    for args in ((*PREPARE, tmp_path), ("plan", *WORDS), ("runs",), ("plan", "--help"), ("doctor", "--fleet", "local")):
+        text = in_terminal(*args, columns=60, cwd=place, TERM="dumb")
+        assert text.strip()
+        assert "\x1b" not in text
+
+
+def test_a_pipe_gets_no_escape_codes(tmp_path, place):
+    for args in ((*PREPARE, tmp_path), ("plan", *WORDS), ("plan", *SCALE), ("runs",), ("lab", "drill", "--list"),
+                 ("--help",), ("train", "--help"), ("plan", "--nodes", "x")):  # fmt: skip
+        text = in_pipe(*args, cwd=place)
+        assert text.strip()
+        assert "\x1b" not in text
+
+
+def test_colour_can_be_forced_on_a_pipe():
+    assert ESCAPE.search(in_pipe("plan", *WORDS, FORCE_COLOR="1"))
