@@ -21,12 +21,14 @@ from evener.lab import state
 from evener.lab.drill import Drill, Heard, Play, Seen, doctor, steps_of
 from evener.lab.drills import DRILLS, NOT_HERE, UNTYPED, find
 from evener.lab.drills_runs import DRILLS as OF_RUNS
+from evener.lab.drills_runs import follow
 from evener.lab.spec import HostSpec
 from tests.conftest import slowdown
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
 
 NAMED_WITHIN_S = 10.0  # of the start of doctor
 RUN_NAMED_WITHIN_S = 40.0  # a run loads torch on both hosts first
+HANG_NAMED_WITHIN_S = 15.0  # of the fault
 MENDED_RUN = "data.mismatch"  # the other runs that are mended are the same healthy run again
 
 # Every id that stands in the list of what goes wrong.
@@ -74,7 +76,8 @@ def test_it_is_named_and_mended(name: str) -> None:
         assert drill.others_in(seen.findings) == []
         if is_run:  # and nobody else is blamed
             assert len(seen.findings) == 1
-        assert seen.took_s < (RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S) * slowdown()
+        limit_s = HANG_NAMED_WITHIN_S if drill.look is follow else RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S
+        assert seen.took_s < limit_s * slowdown()
         if not is_run or name == MENDED_RUN:
             play.mend(seen)
             assert left(drill, play.look_again()) == []

@@ -213,7 +213,7 @@ def test_a_lab_tells_who_is_dead(monkeypatch, capsys, columns):
 def test_drills_are_listed_whole(columns):
     text = ESCAPE.sub("", in_terminal("lab", "drill", "--list", columns=columns))
     fits(text, in_pipe("lab", "drill", "--list"), columns)
-    assert re.search(r"^net.rendezvous-loopback-name  b ↔ a", text, re.M)
+    assert re.search(r"^net.rendezvous-loopback-name +b ↔ a", text, re.M)
 
 
 # --- colour -----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ LOOK_S = 60.0  # a doctor that takes longer has failed
 AFTER_THE_FIRST_S = 1.5  # how long the others may go on when one command has ended with an error
 POLL_S = 0.02
 FLEET = "fleet.toml"
+EVENER = [sys.executable, "-c", "import sys; from evener.cli.main import main; sys.argv[0] = 'evener'; main()"]
 HERE = r"(?:evener|chmod) "  # what a fix may tell to type on this machine
 _numbers = itertools.count()
 
@@ -156,14 +157,18 @@ class Stage:
                 lines.append(f"{key} = {json.dumps(value)}")
         self.fleet.write_text("\n".join(lines) + "\n")
 
+    def start(self, *args: str) -> subprocess.Popen[bytes]:
+        """The command line, in our folder, while something else is done."""
+        null = subprocess.DEVNULL
+        self.started.append(subprocess.Popen([*EVENER, *args], cwd=self.folder, stdin=null, stdout=null, stderr=null))
+        return self.started[-1]
+
     def evener(self, *args: str, timeout_s: float = LOOK_S) -> subprocess.CompletedProcess[str]:
         """The command line, in our folder."""
-        code = "import sys; from evener.cli.main import main; sys.argv[0] = 'evener'; main()"
         try:
             return subprocess.run(
-                [sys.executable, "-c", code, *args],
-                cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s,
-                check=False,
+                [*EVENER, *args], cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise EvenerError(f"evener {shlex.join(args)}: not done after {timeout_s:.0f} s") from error

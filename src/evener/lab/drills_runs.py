@@ -8,15 +8,17 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import evener
 from evener.core.errors import EvenerError
 from evener.core.finding import Finding
 from evener.core.rundir import RunDir
-from evener.lab.drill import Drill, Heard, Raw, Seen, Stage, Step, lab_step
-from evener.lab.drills_network import PLAIN, TEN_MINUTES, torchrun
+from evener.lab.drill import POLL_S, Drill, Heard, Raw, Seen, Stage, Step, lab_step
+from evener.lab.drills_hosts import needs_root
+from evener.lab.drills_network import HALF_AN_HOUR, PLAIN, TEN_MINUTES, torchrun
 from evener.lab.faults import write
-from evener.lab.scripts import ALL_REDUCE, DIE, TRAIN
+from evener.lab.scripts import ALL_REDUCE, CUT, DIE, EAT, STOP, TRAIN, UNPLUG
 from evener.lab.spec import HostSpec
 
 WITHIN_S = 60.0
@@ -54,8 +56,8 @@ def launch(stage: Stage) -> Seen:
     hints = [line.removeprefix("hint:").strip() for line in done.stderr.splitlines() if line.startswith("hint:")]
     findings = [
         Finding(
-            check="run.peer-exit", severity="error", host=event["host"],
-            evidence=event["error"], fix=hints[-1] if hints else "",
+            check=named[1] if (named := re.match(r"(run\.[a-z-]+): ", event["error"])) else "run.peer-exit",
+            severity="error", host=event["host"], evidence=event["error"], fix=hints[-1] if hints else "",
         )
         for event in RunDir(stage.folder / "run").events() if event["event"] == "failure"
     ]  # fmt: skip
@@ -65,6 +67,29 @@ def launch(stage: Stage) -> Seen:
         took_s=took_s,
         lines=(done.stdout + done.stderr).splitlines(),
     )
+
+
+def follow(stage: Stage) -> Seen:
+    """`evener launch`, and what it tells of a run that does not come to an end; then the run is stopped."""
+    shutil.rmtree(stage.folder / "run", ignore_errors=True)
+    began = time.monotonic()
+    process = stage.start("launch", "--fleet", "fleet.toml", "--out", "run", "--", "train.py")
+    events: list[dict[str, Any]] = []
+    while process.poll() is None and not events and time.monotonic() - began < WITHIN_S:
+        time.sleep(POLL_S)
+        known = RunDir(stage.folder / "run").events() if (stage.folder / "run/events.jsonl").exists() else []
+        events = [event for event in known if event["event"] in ("run.hang", "run.cut-off")]
+    began_at = [float((host.home / "fault").read_text()) for host in stage.lab.hosts if (host.home / "fault").exists()]
+    took_s = events[0]["time"] - began_at[0] if events and began_at else time.monotonic() - began
+    stage.evener("stop", "run", "--now")
+    findings = [Finding(check=event["event"], severity="error", host=event["host"], peer=event["peer"],
+                        evidence=event["error"], fix=event["hint"]) for event in events]  # fmt: skip
+    return Seen(command="evener launch --fleet fleet.toml --out run -- train.py", findings=findings, took_s=took_s)
+
+
+def _train(text: str, program: str) -> Step:
+    """A program on this machine, which a launch brings to the hosts."""
+    return lab_step(f"train.py: {text}", lambda stage: (stage.folder / "train.py").write_text(program))
 
 
 def _seen(heard: dict[str, Heard], commands: dict[str, str]) -> Seen:
@@ -192,9 +217,39 @@ DRILLS = [
         name="run.peer-exit", check="run.peer-exit", host="b",
         says="rank 1 on b is killed in the middle of its work",
         why="The rank that died says nothing; the healthy one, which lost it, is loud. Exit codes tell who was first.",
-        fault=[lab_step("train.py: rank 1 gets SIGKILL, as from a kernel that is out of memory",
-                        lambda stage: (stage.folder / "train.py").write_text(DIE))],
-        mend=[lab_step("train.py: without that", lambda stage: (stage.folder / "train.py").write_text(ALL_REDUCE))],
+        fault=[_train("rank 1 gets SIGKILL", DIE)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": DIE}), look=launch, hosts=PLAIN,
+    ),
+    Drill(
+        name="run.oom", check="run.oom", host="b",
+        says="rank 1 takes 4 GB on b, which has 1.5 GB",
+        why="The kernel ends the largest program, and SIGKILL leaves no message. Its own counter tells who it was.",
+        fault=[_train("rank 1 takes 4 GB at step 20", EAT)], mend=[_train("without that", ALL_REDUCE)],
+        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": EAT}), look=launch,
+        hosts={"a": HostSpec(), "b": HostSpec(memory="1500MB")}, lacks=needs_root,
+    ),
+    Drill(
+        name="run.hang", check="run.hang", host="b",
+        says="rank 1 on b is stopped by a signal, as by Ctrl-Z or a debugger",
+        why="It holds its connections, and nobody's fails: all wait, and no collective will ever tell for whom.",
+        fault=[_train("rank 1 stops itself at step 20", STOP)], mend=[_train("without that", ALL_REDUCE)],
+        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": STOP}, waits=HALF_AN_HOUR),
+        look=follow, hosts=PLAIN,
+    ),
+    Drill(
+        name="run.cut-off", check="run.cut-off", host="a", peer="b", is_pair=True,
+        says="b drops what comes from a, connections that stand already included",
+        why="A router that forgot a connection, a firewall that was loaded anew: both ends send, and wait.",
+        fault=[_train("from step 20 on b drops what a sends", CUT)], mend=[_train("without that", ALL_REDUCE)],
+        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": CUT}, waits=HALF_AN_HOUR),
+        look=follow, hosts=PLAIN,
+    ),
+    Drill(
+        name="run.cut-off-link", check="run.cut-off", host="a", peer="b",
+        says="b's link is down for good",
+        why="Linux tries for a quarter of an hour before a connection fails: nobody is told, and nothing moves.",
+        fault=[_train("at step 20 b takes its interface down", UNPLUG)], mend=[_train("without that", ALL_REDUCE)],
+        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": UNPLUG}, waits=HALF_AN_HOUR),
+        look=follow, hosts=PLAIN,
     ),
 ]  # fmt: skip

@@ -71,6 +71,27 @@ dist.destroy_process_group()
 os._exit(0)
 """
 
+# Rank 1 does something to itself or to its host, once, and writes down when; the others add up numbers with it.
+FAULT = """\
+import os, pathlib, signal, time, torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(100_000):
+    if dist.get_rank() == 1 and step == 20:
+        (pathlib.Path.home() / "fault").write_text(str(time.time()))
+        {what}
+    dist.all_reduce(torch.ones(1_000_000))
+    time.sleep(0.05)
+"""
+STOP = FAULT.format(what="os.kill(os.getpid(), signal.SIGSTOP)")
+EAT = FAULT.format(what="many = [torch.ones(50_000_000) for _ in range(20)]  # 4 GB")
+UNPLUG = FAULT.format(what="os.system('ip link set dev eth0 down')")
+CUT = FAULT.format(
+    what="os.system(\"nft add table inet cut; nft add chain inet cut input '{ type filter hook input priority 0; }'; "
+    'nft add rule inet cut input ip saddr 10.77.0.1 drop")'
+)
+
 WAIT = """\
 import pathlib, time
 
