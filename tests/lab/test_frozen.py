@@ -119,6 +119,21 @@ def test_a_rank_that_the_kernel_took_for_its_memory(fleet: Fleet, corpus: Path) 
             assert time.monotonic() < deadline
 
 
+def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) -> None:
+    a = fleet.lab.host("a")
+    a.exec(["sh", "-ec", "mkdir -p ~/.evener; mount -t tmpfs -o size=400M tmpfs ~/.evener"])
+    try:
+        with running(fleet, corpus, "runs/full", "100000", "--checkpoint-every", "5") as watcher:
+            a.exec(["sh", "-c", "dd if=/dev/zero of=$HOME/.evener/fill bs=1M"], check=False)
+            assert watcher.wait() == 1
+            told = watcher.told()
+        assert "No space left on device" in told or "disk.space: " in told
+        assert "error: " in told
+        assert "Traceback" not in told
+    finally:
+        a.exec(["sh", "-ec", "umount -l ~/.evener"])
+
+
 def test_a_run_whose_keepers_were_killed_goes_on_and_ends_well(fleet: Fleet, corpus: Path) -> None:
     with running(fleet, corpus, "runs/kept", "60", "--checkpoint-every", "0") as watcher:
         for host in fleet.lab.hosts:

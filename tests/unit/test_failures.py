@@ -140,3 +140,26 @@ def test_a_rank_that_the_world_no_longer_has(rundir: RunDir) -> None:
     say(rundir, 7, "RunError", "of a larger fleet", 97.0)
     say(rundir, -1, "exit", "the controller's", 97.0)
     assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"
+
+
+def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
+    """Whatever the traceback says that was the first to fail for it; one that had failed before did not."""
+    log(rundir, "b", "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device")
+    full = state(status=1, full_at=99.5)
+    failure = first_failure(rundir, PLAN, {"a": state(), "b": full, "c": state(status=143)})
+    assert failure is not None
+    assert failure.how == "disk.space: the launcher on b exited with status 1: the disk of b is full"
+    assert failure.hint == "on b: du -xh /b | sort -h | tail shows what takes the room"
+    assert failure.output == ""
+    full = state(status=1, failures=died(1, 1, 90.0), full_at=99.5)
+    assert named(rundir, a=state(), b=full, c=state()) == "rank 1 on b exited with status 1"
+    full = state(status=1, failures=died(1, 1, 97.0), full_at=99.5)
+    expected = "disk.space: rank 1 on b exited with status 1: the disk of b is full"
+    assert named(rundir, a=state(), b=full, c=state()) == expected
+
+
+def test_who_ended_its_ranks_for_want_of_an_answer_says_so(rundir: RunDir) -> None:
+    why = "nothing was heard of it for 90 s"
+    log(rundir, "a", f"evener: ending the ranks on a: {why}")
+    cut = state(status=143)
+    assert named(rundir, a=cut, b=cut, c=cut) == f"run.cut-off: a ended its ranks: {why}"

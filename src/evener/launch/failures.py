@@ -18,13 +18,14 @@ import msgspec
 from evener.core import errors
 from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import CONSEQUENCE
-from evener.core.plan import Plan
+from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir
 from evener.launch.scripts import hint_of, wants_gpu
 
 LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
 CUT_OFF = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
+FULL_S = 5.0  # between a rank's end and the next look at the disk's room
 OOM_S = 10.0  # between a look at the kernel's counter and a rank's end
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
 
@@ -73,7 +74,7 @@ def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Fa
     """The first failure; None of a run that did not fail, or was stopped. `states` are the hosts' last."""
     if any(state.get("stopped") for state in states.values()):
         return None
-    found = [*_ranks(rundir, states), *_hosts(rundir, plan, states)]
+    found = [*_ranks(rundir, plan, states), *_hosts(rundir, plan, states)]
     if not found or _has_finished(rundir, plan, states):
         return None
     return _said(rundir, plan, states) or min(found, key=lambda one: (not one.by_itself, one.time))
@@ -88,7 +89,7 @@ def _has_finished(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> bo
     return manifest.verdict == "finished" and (manifest.ended or 0.0) >= _began(of_rank_0)
 
 
-def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
+def _ranks(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Failure]:
     found = []
     for host, state in states.items():
         since = _began(state)
@@ -97,7 +98,13 @@ def _ranks(rundir: RunDir, states: Mapping[str, State]) -> list[Failure]:
             by_itself = not CONSEQUENCE.search("\n".join(last_lines(log, SEARCHED_LINES, since)))
             how = f"rank {one['rank']} on {host} {_ending(one['exitcode'], one.get('signal'))}"
             hint = ""
-            if one.get("signal") == "SIGKILL" and abs((state.get("oom_at") or 0.0) - one["time"]) <= OOM_S:
+            if is_full(state, one["time"]):
+                by_itself, how, hint = (
+                    True,
+                    f"disk.space: {how}: the disk of {host} is full",
+                    _make_room(plan.host(host)),
+                )
+            elif one.get("signal") == "SIGKILL" and abs((state.get("oom_at") or 0.0) - one["time"]) <= OOM_S:
                 how, hint = f"run.oom: {how}: {host} had no memory left", LESS_MEMORY
             found.append(
                 Failure(host=host, rank=one["rank"], how=how, time=one["time"], log=log, since=since,
@@ -111,7 +118,7 @@ def _hosts(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Fail
     found = []
     for host, state in states.items():
         log, ended = plan.host(host).log_path(rundir), state.get("ended") or 0.0
-        status, by_itself = state.get("status"), True
+        status, by_itself, hint = state.get("status"), True, ""
         if state.get("lost"):
             how = f"{host}: {state['lost']}"
         elif status not in (0, None) and not state.get("failures"):
@@ -119,12 +126,26 @@ def _hosts(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Fail
             by_itself = status != TOLD_TO_END
             if why := _ended_because(last_lines(log, LAST_LINES, _began(state))):
                 how = f"run.cut-off: {host} ended its ranks: {why}"
+            elif is_full(state, ended):
+                how, hint = f"disk.space: {how}: the disk of {host} is full", _make_room(plan.host(host))
         else:
             continue
         found.append(
-            Failure(host=host, rank=None, how=how, time=ended, log=log, since=_began(state), by_itself=by_itself)
-        )
+            Failure(host=host, rank=None, how=how, time=ended, log=log, since=_began(state), by_itself=by_itself,
+                    hint=hint)
+        )  # fmt: skip
     return found
+
+
+def is_full(state: State, at: float) -> bool:
+    """Was a host's disk full when something there ended?"""
+    full_at = state.get("full_at")
+    return full_at is not None and at >= full_at - FULL_S
+
+
+def _make_room(host: HostPlan) -> str:
+    folder = "its run directory" if host.run is None else host.run.rpartition("/runs/")[0] or host.run
+    return f"on {host.name}: du -xh {folder} | sort -h | tail shows what takes the room"
 
 
 def _ended_because(said: Iterable[str]) -> str | None:

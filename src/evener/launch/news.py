@@ -71,7 +71,7 @@ class News:
         last = failure.output.splitlines()[-1:]
         error = ": ".join([failure.how, *last])
         hint = failure.hint or "the other hosts are ended"
-        return [{"event": "run.peer-exit", "host": failure.host, "rank": failure.rank, "error": error, "hint": hint}]
+        return [{"event": "host.failed", "host": failure.host, "rank": failure.rank, "error": error, "hint": hint}]
 
 
 def has_failed(host: HostMirror) -> bool:

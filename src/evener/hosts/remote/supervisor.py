@@ -40,6 +40,7 @@ AT_ONCE_S = 1.0  # the same for somebody who has asked twice
 LOCK_S = 1.0  # that others may hold the lock while they look whether the run is alive
 REST_BYTES = 1 << 16  # of a line that has not ended
 REST_S = 1.0
+ROOM_BYTES = 1 << 20
 MARK = "EVENER_RUN"
 
 STAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
@@ -87,8 +88,12 @@ class Log:
         self._rest[stream].clear()
 
     def _write(self, data):
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # on a full disk what is printed is lost: the run's end, and why, must still be told
 
 
 class RankLogs:
@@ -211,7 +216,8 @@ class Supervisor:
         guard = start_guard(self.run, self.spec["id"])
         take_over(self.run)
         self.state["started"] = time.time()  # every line that is stamped from now on is this start's
-        self.oom_kills, self.oom_at, self.oom_look = oom_kills(), None, 0.0
+        self.oom_kills, self.oom_at, self.full_at, self.next_look = oom_kills(), None, None, 0.0
+        self._keep_room()
         ranks = self._begin()
         log = Log(os.path.join(self.run, "logs", self.log_name))
         env = dict(os.environ, **self.spec["env"])
@@ -266,7 +272,7 @@ class Supervisor:
                     selector.unregister(key.fileobj)
             log.look()
             ranks.read()
-            self._look_for_oom()
+            self._look_around()
             _reap(child.pid)
             if status is not None:
                 left = end_all(self.spec["id"], os.getpid())
@@ -281,13 +287,27 @@ class Supervisor:
                 self.asked += 1
             self._escalate(child)
 
-    def _look_for_oom(self, last=False):
-        """When did the kernel last kill a process for want of memory? Whether it was ours the time tells."""
-        if last or time.monotonic() >= self.oom_look:
-            self.oom_look, counted = time.monotonic() + LOOK_S, oom_kills()
-            if counted > self.oom_kills:
-                self.oom_at = time.time()
-            self.oom_kills = counted
+    def _keep_room(self):
+        """A megabyte on the disk that the run writes to, for what must be told once that is full."""
+        with contextlib.suppress(OSError), open(os.path.join(self.folder, "room"), "wb") as file:
+            file.write(bytes(ROOM_BYTES))
+
+    def _look_around(self, last=False):
+        """When did the kernel last kill a process for want of memory? Whether it was ours the time tells. When was the
+        disk full first?
+        """
+        if not last and time.monotonic() < self.next_look:
+            return
+        self.next_look, counted = time.monotonic() + LOOK_S, oom_kills()
+        if counted > self.oom_kills:
+            self.oom_at = time.time()
+        self.oom_kills = counted
+        disk = os.statvfs(self.folder)
+        if self.full_at is None and disk.f_bavail * disk.f_frsize < ROOM_BYTES // 4:
+            self.full_at = time.time()
+        if last or self.full_at is not None:
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(self.folder, "room"))
 
     def _ask(self, signum, frame):
         self.asked += 1
@@ -327,8 +347,8 @@ class Supervisor:
             failures = json.load(file)
         self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in failures]
         self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left)
-        self._look_for_oom(last=True)
-        self.state["oom_at"] = self.oom_at
+        self._look_around(last=True)
+        self.state.update(oom_at=self.oom_at, full_at=self.full_at)
         self._save()
 
     def _save(self):
