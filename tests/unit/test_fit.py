@@ -34,7 +34,7 @@ def records(option: Option) -> list[list[StepRecord]]:
                 step=step, tokens=member.share * SHAPE.block_size, loss=1.0, wall_s=option.step_s,
                 cost=rank.cost if step > 2 else msgspec.structs.replace(rank.cost, compute_s=99.0),
                 sync_s=rank.sync_s + (rank.cost.wait_s or 0.0), cpu_s=option.step_s, bytes=rank.bytes, epoch=0,
-                members=2, lr=1e-3, grad_norm=1.0, ended=0.0,
+                members=len(option.ranks), lr=1e-3, grad_norm=1.0, ended=0.0,
             )
             for step in range(10)
         ]
