@@ -30,12 +30,21 @@ def tell(event: dict[str, Any], started: float) -> Told:
     """An event in words; one that is not known in its own. `started`: of the run, Unix time."""
     moment, name = event.get("time"), str(event.get("event"))
     return Told(
-        since_start=seconds(moment - started) if isinstance(moment, int | float) else None,
+        since_start=_since(moment - started) if isinstance(moment, int | float) else None,
         name=name,
         what=_describe(event),
         hint=str(event.get("hint") or ""),
         is_bad=name in FAILURES + CONSEQUENCES,
     )
+
+
+def _since(value_s: float) -> str:
+    """When, counted from the start.
+
+    >>> _since(2.5), _since(-10.19)
+    ('2.50 s', '10.19 s before')
+    """
+    return seconds(value_s) if value_s >= 0 else f"{seconds(-value_s)} before"
 
 
 def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -62,6 +71,9 @@ def evaluations(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
 def _describe(event: dict[str, Any]) -> str:
     step = event.get("step")
     match event.get("event"):
+        case "launched":
+            hosts = ", ".join(map(str, event.get("hosts", [])))
+            return f"on {hosts}, {event.get('world_size')} ranks"
         case "start":
             return f"ranks: {event.get('ranks')}, --sync {event.get('sync')}, from step {step}"
         case "evaluation":
@@ -104,4 +116,8 @@ def _describe(event: dict[str, Any]) -> str:
             return f"rank {event.get('rank')}: {event.get('error')}"
         case _:
             rest = {key: value for key, value in event.items() if key not in ("event", "time")}
-            return ", ".join(f"{key} {value}" for key, value in rest.items())
+            return ", ".join(f"{key} {_plain(value)}" for key, value in rest.items())
+
+
+def _plain(value: Any) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
