@@ -62,7 +62,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     coding_Bps: dict[str, float] = {}  # by strategy, bytes of gradients that one thread makes small and large again
     local: Wire | None = None  # between two of its ranks
     memory_bytes: int | None = None  # a CPU's: of the host, for all its ranks; a GPU's: of each
-    bound_by: str | None = None  # "arithmetic" or "memory"; None: not known
+    bound_by: str | None = None  # "arithmetic", "memory" or "overhead"; None: not known
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
