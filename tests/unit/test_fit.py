@@ -13,7 +13,7 @@ from evener.core.rundir import Manifest, Rank, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.plan.fit import fit
+from evener.plan.fit import as_it_was, fit
 from evener.plan.search import predict
 from tests.unit.planner import changed, cluster_of, job_of, priced
 
@@ -118,3 +118,14 @@ def test_a_plan_brings_its_prediction_home(tmp_path):
     with pytest.raises(UsageError, match="no such run"):
         read_plan(RunDir(tmp_path / "none"))
     assert read_prediction(RunDir(tmp_path / "none")) is None
+
+
+def test_a_run_whose_shares_have_changed_is_called_by_those_that_it_had():
+    """It began with equal shares; all steps that count had 3:1."""
+    took = priced(changed(JOB, shares="3:1"), cluster(500.0, 250.0))
+    began = manifest(JOB, priced(JOB, cluster(500.0, 250.0)))
+    own = as_it_was(JOB, began, records(took), cluster(500.0, 250.0))
+    assert own is not None
+    assert own.name == "ddp, shares 18 : 6"
+    assert own.step_s == pytest.approx(took.step_s)
+    assert own.tokens_per_s == pytest.approx(took.tokens_per_s)

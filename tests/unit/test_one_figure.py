@@ -1,6 +1,6 @@
 """One figure has one source: whatever says it of a run, in whichever place, says the same.
 
-The records are real: tiny on tiny Shakespeare, two emulated hosts of a core each over 100 Mbit/s, shares 3:1, 2026-11-23.
+The records are real: tiny on tiny Shakespeare, two emulated hosts of a core each over 100 Mbit/s, shares 3:1 (2026-11).
 """
 
 from __future__ import annotations

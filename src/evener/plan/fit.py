@@ -54,19 +54,26 @@ def as_it_was(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecor
     found = typical(aligned(dict(enumerate(records))), manifest.roster)
     if not found.step_p50_s:
         return None
-    priced = price(job, cluster, manifest.roster)
+    roster = _as_divided(manifest.roster, found, job.shape.block_size)
+    priced = price(job, cluster, roster)
     ranks = [
         msgspec.structs.replace(rank, cost=took.typical, sync_s=took.sync_s or 0.0, bytes=took.bytes or 0)
         for rank, took in zip(priced.ranks, found.ranks, strict=True)
     ]
     return msgspec.structs.replace(
         priced,
-        name=name_of(job, manifest.roster),
+        name=name_of(job, roster),
         ranks=ranks,
         step_s=found.step_p50_s,
         tokens_per_s=found.tokens_per_step / found.step_p50_s,
         bytes_per_rank=max(rank.bytes for rank in ranks),
     )
+
+
+def _as_divided(roster: Roster, found: Typical, block_size: int) -> Roster:
+    """With the shares of the typical step: those with which a run begins may have changed since."""
+    shares = [round((rank.tokens or 0.0) / block_size) for rank in found.ranks]
+    return roster.divided(shares) if sum(shares) == roster.batch and not roster.round_shares else roster
 
 
 def _unknown(manifest: Manifest) -> Cluster:

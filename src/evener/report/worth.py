@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evener.core.units import link_rate, plural, seconds
-from evener.plan.advice import listed, price_in_loss, rate
+from evener.plan.advice import listed, rate
 from evener.plan.options import WORTH
 from evener.plan.search import flags_of_recommended
 from evener.report.ranks import last_done
@@ -71,7 +71,9 @@ def _with_better(summary: Summary, again: Again, told: str) -> Worth:
     if best.tokens_per_s < WORTH * own.tokens_per_s:
         return Worth(told)
     steps = f" --steps {2 * summary.num_steps}" if summary.manifest.verdict == "finished" else ""
-    hint = f"{best.name} would train {rate(best.tokens_per_s)}{price_in_loss(best)}"
+    hint = f"{best.name} would train {rate(best.tokens_per_s)}"
+    if not best.is_exact and best.loss_penalty:
+        hint += f" at {abs(best.loss_penalty):.1%} {'more' if best.loss_penalty > 0 else 'less'} loss"
     command = f"evener train --resume {summary.run_dir}{steps} {flags_of_recommended(prediction)}"
     return Worth(told, hint, command)
 
