@@ -80,7 +80,7 @@ def test_processes_of_one_host_are_told_how_to_find_out(told):
     wire = Wire(latency_s=0.0, bandwidth_Bps=1e9)
     found, _ = told(500.0, devices=("cpu", "cpu"), local=wire)
     assert found.told.startswith("2 processes on a trained ")
-    assert "whether one process is as fast was not measured" in found.told
+    assert "Whether one process is as fast was not measured" in found.told
     assert found.command.endswith("--model char --batch 24 --ranks 1 --ranks 2")
 
 

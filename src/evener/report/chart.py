@@ -284,5 +284,6 @@ def _draw_dots(dots: Dots) -> Markup:
              for place, (name, x, y) in zip(places, points, strict=True)]  # fmt: skip
     drawn = [Markup('<path class="leader" d="{}"/>').format(leaders), _draw_line(chart.lines[0], scale)]
     field_ = _field(scale, dots.x_title, drawn, [], ticks(*scale.y), stacked=False)
-    column = Markup('<div class="names">{}</div>').format(Markup().join(names))
+    longest = max((len(name) for name, *_ in points), default=0)
+    column = Markup('<div class="names" style="--wide:{}ch">{}</div>').format(longest, Markup().join(names))
     return _framed(field_, scale, dots.x_title, dots.y_title, None, column)

@@ -12,7 +12,7 @@ from evener.plan.question import answer, of_run
 from evener.plan.search import what_if
 from evener.report.summary import Summary
 
-HEAD = ("what if", "step", "tokens/s", "times this run", "loss beside ddp")
+HEAD = ("what if", "step", "tokens/s", "times this run", "loss")
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,8 @@ def _of_processes(summary: Summary, trained: str) -> Worth:
     """What one process would have trained with all threads no record tells; what several lose to each other it does."""
     manifest, cost = summary.manifest, last_done(summary).typical
     both_s = (cost.exposed_sync_s or 0.0) + (cost.wait_s or 0.0)
-    lost = f", and spent {seconds(both_s)} of each step on agreeing, which one would not" if both_s else ""
-    told = f"{trained}{lost}; whether one process is as fast was not measured."
+    lost = f"; {seconds(both_s)} of each step went to exchanging and waiting" if both_s else ""
+    told = f"{trained}{lost}. Whether one process is as fast was not measured."
     data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
     command = f"evener bench --data {data} --model {model} --batch {batch} --ranks 1 --ranks {manifest.world_size}"
     return Worth(told, "To see it", command)
