@@ -186,7 +186,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     def name_of(self, rank: int) -> str:
         """What a person calls a rank: on several hosts by its host, "b", or "b:0" and "b:1" where that has two."""
-        if len(self.hosts) == 1 or rank >= self.world_size:
+        if len(self.hosts) == 1 or not 0 <= rank < self.world_size:
             return f"rank {rank}"
         host = self.members[rank].host
         of_host = [member.rank for member in self.members if member.host == host]

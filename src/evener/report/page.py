@@ -82,8 +82,8 @@ def run_page(rundir: RunDir, now: float) -> str:
         predicted=_beside(summary),
         no_prediction=NO_PREDICTION,
         what_if=Table(list(HEAD), what_if_rows(again)) if again else None,
-        events=[tell(event, manifest.started) for event in events],
-        failure=tell(failure, manifest.started) if failure and manifest.verdict != "finished" else None,
+        events=[tell(event, manifest) for event in events],
+        failure=tell(failure, manifest) if failure and manifest.verdict != "finished" else None,
         parameters=_parameters(manifest),
         num_params=f"{manifest.num_params:,}",
         manifest=_manifest(manifest),
@@ -138,7 +138,7 @@ def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, n
         return Outcome(verdict, f"after {done}, {why}.", resume)
     if verdict == "failed":
         failure = first_failure(events)
-        why = f": {tell(failure, manifest.started).what}" if failure else ", and no rank could say why: see its logs"
+        why = f": {tell(failure, manifest).what}" if failure else ", and no rank could say why: see its logs"
         return Outcome(verdict, f"after {done}{why}.")
     if verdict != "running":
         return Outcome(verdict, f"after {done}.")
