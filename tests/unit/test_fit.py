@@ -13,7 +13,7 @@ from evener.core.rundir import Manifest, Rank, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.plan.fit import fit
+from evener.plan.fit import as_it_was, fit
 from evener.plan.search import predict
 from tests.unit.planner import changed, cluster_of, job_of, priced
 
@@ -34,7 +34,7 @@ def records(option: Option) -> list[list[StepRecord]]:
                 step=step, tokens=member.share * SHAPE.block_size, loss=1.0, wall_s=option.step_s,
                 cost=rank.cost if step > 2 else msgspec.structs.replace(rank.cost, compute_s=99.0),
                 sync_s=rank.sync_s + (rank.cost.wait_s or 0.0), cpu_s=option.step_s, bytes=rank.bytes, epoch=0,
-                members=2, lr=1e-3, grad_norm=1.0, ended=0.0,
+                members=len(option.ranks), lr=1e-3, grad_norm=1.0, ended=0.0,
             )
             for step in range(10)
         ]
@@ -118,3 +118,14 @@ def test_a_plan_brings_its_prediction_home(tmp_path):
     with pytest.raises(UsageError, match="no such run"):
         read_plan(RunDir(tmp_path / "none"))
     assert read_prediction(RunDir(tmp_path / "none")) is None
+
+
+def test_a_run_whose_shares_have_changed_is_called_by_those_that_it_had():
+    """It began with equal shares; all steps that count had 3:1."""
+    took = priced(changed(JOB, shares="3:1"), cluster(500.0, 250.0))
+    began = manifest(JOB, priced(JOB, cluster(500.0, 250.0)))
+    own = as_it_was(JOB, began, records(took), cluster(500.0, 250.0))
+    assert own is not None
+    assert own.name == "ddp, shares 18 : 6"
+    assert own.step_s == pytest.approx(took.step_s)
+    assert own.tokens_per_s == pytest.approx(took.tokens_per_s)

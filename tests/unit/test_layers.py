@@ -126,7 +126,7 @@ VERBS = sorted(path for path in (SOURCE / "cli").glob("*.py") if path.name not i
 
 @pytest.mark.parametrize("path", VERBS, ids=lambda path: path.name)
 def test_verbs_import_their_layer_when_called(path):
-    heavy = {"numpy", "matplotlib", "plotly", "rich", "psutil", "tokenizers"}
+    heavy = {"numpy", "matplotlib", "rich", "psutil", "tokenizers"}
     assert not {name.split(".")[0] for name in imports(path, lazy=False)} & heavy
 
 

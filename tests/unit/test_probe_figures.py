@@ -30,7 +30,7 @@ from evener.plan.collectives import (
     sent_bytes,
     split_collective,
 )
-from evener.plan.compute import roofline
+from evener.plan.compute import Roofline, roofline
 from evener.report.collectives import explain, findings, judge_all
 
 CHAR = ModelRate(tokens_per_s=1e3, pass_s=0.01, update_s=0.02, dtype="bf16", cpus=1.9)
@@ -195,9 +195,15 @@ def test_figures_come_back_from_the_fleet_file(tmp_path: Path):
 def test_the_roofline_tells_arithmetic_from_memory():
     d8 = preset_shape("d8", vocab_size=32768)
     one = roofline(d8, 2048, matmul_flops=1e12, copy_Bps=60e9, element_bytes=4)
-    assert one.bound_by == "arithmetic"  # training at full block on 24 cores: the wall is not the memory
+    assert one.bound_by(1.0) == "arithmetic"  # training at full block on 24 cores: the wall is not the memory
     few = roofline(d8, 8, matmul_flops=1e12, copy_Bps=60e9, element_bytes=4)
-    assert few.bound_by == "memory"  # a handful of tokens a pass: every weight is read for almost nothing
+    assert few.bound_by(few.memory_s) == "memory"  # a handful of tokens a pass: every weight is read for almost nothing
+
+
+@pytest.mark.parametrize(("took_s", "bound"), [(0.804, "overhead"), (0.03, "memory"), (0.005, "memory")])
+def test_a_pass_of_which_little_is_explained_is_bound_by_neither(took_s, bound):
+    """A pass of 804 ms with 4.44 ms of arithmetic: two threads of a tiny model that shared one core."""
+    assert Roofline(arithmetic_s=0.00444, memory_s=0.0123).bound_by(took_s) == bound
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.roster import (
+    DDP,
     SYNC_EXAMPLES,
+    Member,
     Roster,
     Seat,
     backend_of,
@@ -182,3 +184,15 @@ def test_a_roster_says_everybodys_part_and_survives_the_disk():
     later = roster.with_weights([1, 1, 1], from_step=20)
     assert (later.epoch, later.from_step, later.shares, later.batch) == (1, 20, [4, 4, 3], 11)
     assert later.members[1].micro_batch == 4
+
+
+def test_a_rank_is_called_by_its_host_where_there_are_several():
+    def names(*hosts):
+        members = [Member(rank=i, host=host, device="cpu", dtype="fp32", share=1, micro_batch=1)
+                   for i, host in enumerate(hosts)]  # fmt: skip
+        roster = Roster(members=members, sync=DDP, backend="gloo")
+        return [roster.name_of(rank) for rank in range(len(hosts))]
+
+    assert names("attic", "laptop") == ["attic", "laptop"]
+    assert names("attic", "attic", "laptop") == ["attic:0", "attic:1", "laptop"]
+    assert names("attic", "attic") == ["rank 0", "rank 1"]

@@ -77,7 +77,8 @@ def test_all_figures_are_those_of_the_common_steps(run, kept):
     assert found.num_steps == common[-1] + 1
     warm = common[3:]
     for rank in found.ranks:
-        assert rank.cost.wait_s == pytest.approx(median([step_of(step)[rank.rank]["wait_s"] for step in warm]))
+        assert rank.typical.total_s == pytest.approx(found.step_p50_s)
+        assert rank.typical.exposed_sync_s == found.ranks[0].typical.exposed_sync_s
     assert found.sync_p50_s == pytest.approx(median([0.01 + 0.001 * step for step in warm]))
 
 
@@ -86,18 +87,18 @@ def test_pictures_show_a_step_where_it_belongs(run, kept):
     common = sorted(set(kept[0]) & set(kept[1]))
     rundir = run(lambda rank: kept[rank])
     steps = aligned(records_of(rundir))
-    for trace in figures.areas(steps)["data"]:
-        part = next(part for part, name in figures.PART_NAMES.items() if name == trace["name"])
-        ranks = [0, 1] if trace["meta"] == figures.ALL_RANKS else [int(trace["meta"].removeprefix("rank "))]
-        expected_ms = [1e3 * sum(step_of(step)[rank][part] for rank in ranks) / len(ranks) for step in common]
-        assert trace["x"] == common
-        assert trace["y"] == pytest.approx(expected_ms, rel=1e-4)
-    in_flight, exposed = figures.all_reduce(steps, summarize(rundir))["data"]
-    assert in_flight["x"] == exposed["x"] == common
-    assert exposed["y"] == pytest.approx(
-        [1e3 * max(cost["exposed_sync_s"] for cost in step_of(step)) for step in common], rel=1e-4
-    )
-    assert figures.loss(summarize(rundir).losses, [])["data"][0]["x"] == common
+    for layer, chart in figures.areas(steps, {0: "a", 1: "b"}).charts.items():
+        assert (chart.y_title, len(chart.lines)) == ("ms", 5)
+        for line in chart.lines:
+            part = next(part for part, name in figures.PART_NAMES.items() if name == line.name)
+            ranks = {figures.ALL_RANKS: [0, 1], "a": [0], "b": [1]}[layer]
+            expected_ms = [1e3 * sum(step_of(step)[rank][part] for rank in ranks) / len(ranks) for step in common]
+            assert line.x == common
+            assert line.y == pytest.approx(expected_ms)
+    in_flight, exposed = figures.all_reduce(steps, summarize(rundir)).lines
+    assert in_flight.x == exposed.x == common
+    assert exposed.y == pytest.approx([1e3 * min(cost["exposed_sync_s"] for cost in step_of(step)) for step in common])
+    assert figures.loss(summarize(rundir).losses, []).lines[0].x == common
 
 
 def test_losses_of_runs_are_compared_step_by_step(run):
@@ -125,7 +126,7 @@ def test_rates_are_of_the_ranks_that_there_are_now(tmp_path, write_run, before, 
         records = [*earlier.records(rank), *rundir.records(rank)[STEPS // 2 :]]
         write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     summary = summarize(rundir)
-    assert [rank.cost.compute_s for rank in summary.ranks] == [0.02] * now
+    assert [rank.typical.compute_s for rank in summary.ranks] == [0.02] * now
     assert summary.tokens_per_step == 1024
     assert (summary.num_steps, list(summary.losses)) == (STEPS, list(range(STEPS)))
     assert f"after {STEPS} steps" in run_page(rundir, now=0.0)

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from evener.bench import lab01 as lab
 from evener.bench import scaling as bench
-from evener.bench.table import rows
 from evener.cli import follow
 from evener.cli.terminal import console, say, table
 from evener.core.decoding import json_decoder
@@ -30,6 +29,7 @@ from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.lines import lines_here
 from evener.plan.cluster import cluster_of
 from evener.plan.search import predict
+from evener.report.benchtable import rows
 from evener.report.explain import explain_scaling, largest_loss_gap
 from evener.report.page import write_page
 from evener.report.picture import scaling_png

@@ -55,8 +55,7 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
     from evener.cli.flags import given
     from evener.core.errors import UsageError
     from evener.core.spec import make_spec
-    from evener.plan.question import of_words
-    from evener.plan.search import predict
+    from evener.plan.question import answer, of_words
 
     texts = given(flags)
     words = {"--nodes": nodes, "--compute-tokens-per-s": rate, "--per-node": per_node, "--node-link": node_link}
@@ -97,7 +96,7 @@ def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int
                 hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
             )
         asked = planned.of_fleet(path, hosts, spec, "data" in texts, link)
-    found = predict(asked.job, asked.cluster)
+    found = answer(asked)
     if as_json:
         print(json.dumps(planned.as_json(found, asked)))
     else:

@@ -233,7 +233,7 @@ def host(
                 copy_Bps=item.rates.copy_Bps or 0.0,
                 element_bytes=4 if dtype == "fp32" else 2,
             )
-            bound = {"roofline": msgspec.to_builtins(roof), "bound_by": roof.bound_by}
+            bound = {"roofline": msgspec.to_builtins(roof), "bound_by": roof.bound_by(item.sustained.large.pass_p50_s)}
             results.append(msgspec.to_builtins(item) | bound)
             if not as_json:
                 print(probe_figures.device(item, roof), flush=True)

@@ -166,10 +166,16 @@ def pass_time(model: ModelRate) -> str:
 
 
 def bound(found: DeviceRates, roof: Roofline) -> str:
-    """Arithmetic or memory, in one sentence."""
-    took = found.sustained.large.pass_p50_s
-    return (
-        f"Of {seconds(took)} for one pass of {found.model}, arithmetic at the measured rate would take "
-        f"{seconds(roof.arithmetic_s)}, moving its data {seconds(roof.memory_s)} at most: this device is bound by "
-        f"{roof.bound_by}."
+    """Arithmetic, memory or neither, in one sentence."""
+    took_s = found.sustained.large.pass_p50_s
+    by = roof.bound_by(took_s)
+    told = (
+        f"Of {seconds(took_s)} for one pass of {found.model}, arithmetic at the measured rate would take "
+        f"{seconds(roof.arithmetic_s)}, moving its data {seconds(roof.memory_s)} at most: "
     )
+    if by != "overhead":
+        return f"{told}this device is bound by {by}."
+    why = "calls of many small operations"
+    if found.device == "cpu" and found.threads > 1:
+        why += f", threads that wait for each other ({found.threads} here), or programs beside it"
+    return f"{told}neither bounds it. What remains is overhead: {why}."

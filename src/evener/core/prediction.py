@@ -62,7 +62,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     coding_Bps: dict[str, float] = {}  # by strategy, bytes of gradients that one thread makes small and large again
     local: Wire | None = None  # between two of its ranks
     memory_bytes: int | None = None  # a CPU's: of the host, for all its ranks; a GPU's: of each
-    bound_by: str | None = None  # "arithmetic" or "memory"; None: not known
+    bound_by: str | None = None  # "arithmetic", "memory" or "overhead"; None: not known
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +71,18 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     seats: list[Seat]  # where ranks can be, host after host, in the order in which they would be counted
     hosts: dict[str, HostRates]
     wires: dict[str, dict[str, Wire]]  # from host to host
+    late_s: float = 0.0  # what ranks wait in a step for one another, now for one, now for another; nothing of one alone
     assumed: list[str] = []  # sentences: what nobody measured, and what stands in for it
 
     @property
     def names(self) -> list[str]:
         """Of the hosts, in the order of the seats."""
         return list(dict.fromkeys(seat.host for seat in self.seats))
+
+    @property
+    def slowest_Bps(self) -> float:
+        """Of the links between its hosts, of which there are two at least."""
+        return min(wire.bandwidth_Bps for row in self.wires.values() for wire in row.values())
 
     def tokens_per_s(self, member: Member) -> float:
         """Of a rank: its forward and backward, in its arithmetic."""

@@ -184,6 +184,14 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """The arithmetic of all members, for a person: one name where it is one."""
         return " and ".join(dict.fromkeys(member.dtype for member in self.members))
 
+    def name_of(self, rank: int) -> str:
+        """What a person calls a rank: on several hosts by its host, "b", or "b:0" and "b:1" where that has two."""
+        if len(self.hosts) == 1 or not 0 <= rank < self.world_size:
+            return f"rank {rank}"
+        host = self.members[rank].host
+        of_host = [member.rank for member in self.members if member.host == host]
+        return host if len(of_host) == 1 else f"{host}:{of_host.index(rank)}"
+
     def divide(self, num: int) -> list[int]:
         """So many pieces of work by rank, in proportion to the shares."""
         return weighted_shares(num, self.mean_shares)

@@ -107,7 +107,7 @@ def _division(option: Option) -> str:
 def _break_even(prediction: Prediction, chosen: Option, alone: Option) -> list[str]:
     """The bandwidth and the batch from which on all hosts together are clearly faster than the best one alone."""
     job, cluster = prediction.job, prediction.cluster
-    slowest_Bps = min(wire.bandwidth_Bps for row in cluster.wires.values() for wire in row.values())
+    slowest_Bps = cluster.slowest_Bps
 
     def gain_with(factor: float) -> float:
         return price(job, scaled(cluster, factor), chosen.roster).tokens_per_s / alone.tokens_per_s

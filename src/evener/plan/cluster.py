@@ -18,7 +18,7 @@ from evener.core.prediction import Cluster, HostRates, Job, Wire
 from evener.core.roster import Dtype, Seat, devices_of, dtypes_of, largest_micro_batch, wished_device
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.units import link_rate
-from evener.plan.compute import MATMUL_SHARE, roofline
+from evener.plan.compute import MATMUL_SHARE, Bound, roofline
 
 # Between two processes of a host, over Gloo: *assumptions*; 2 cores of an AMD EPYC have 1.5 GB/s.
 LOCAL_S, LOCAL_BPS = 20e-6, 1e9
@@ -163,19 +163,18 @@ def _host(name: str, seats: Sequence[Seat], rates: Mapping[str, Rates], job: Job
         coding_Bps=dict(rate.coding_Bps),
         local=local,
         memory_bytes=min(memories, default=None),
-        bound_by=_bound_by(rate, job, dtypes[0]),
+        bound_by=_bound_by(rate, job, dtypes[0], slowest),
     )
 
 
-def _bound_by(rate: Rates, job: Job, dtype: Dtype) -> str | None:
+def _bound_by(rate: Rates, job: Job, dtype: Dtype, speed: ModelRate) -> Bound | None:
     matmul_flops = rate.matmul_flops.get(dtype)
     if matmul_flops is None or rate.copy_Bps is None:
         return None
     tokens = largest_micro_batch(job.spec, job.shape.block_size) * job.shape.block_size
     element_bytes = 4 if dtype == "fp32" else 2
-    return roofline(
-        job.shape, tokens, matmul_flops=matmul_flops, copy_Bps=rate.copy_Bps, element_bytes=element_bytes
-    ).bound_by
+    roof = roofline(job.shape, tokens, matmul_flops=matmul_flops, copy_Bps=rate.copy_Bps, element_bytes=element_bytes)
+    return roof.bound_by((speed.pass_s or 0.0) + tokens / speed.tokens_per_s)
 
 
 def _rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -> ModelRate:

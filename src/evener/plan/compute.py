@@ -1,6 +1,8 @@
-"""What bounds computing on a device, its arithmetic or its memory, and does compiling pay?"""
+"""What bounds computing on a device, its arithmetic, its memory or neither, and does compiling pay?"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -10,6 +12,8 @@ MATMUL_SHARE = (
     0.5  # of a device's matrix products' speed that a whole model reaches: *assumption*; measured on 2 cores of
 )
 # an AMD EPYC: char 0.47 in bf16 and 0.85 in fp32
+EXPLAINS = 0.3  # of a pass: arithmetic or memory that would take less does not bound it
+Bound = Literal["arithmetic", "memory", "overhead"]  # overhead: calls of operations, threads that wait for each other
 
 
 def training_traffic_bytes(shape: GPTShape, num_tokens: int, element_bytes: int = 4) -> float:
@@ -37,9 +41,15 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     arithmetic_s: float  # if only arithmetic took time
     memory_s: float  # if only memory did, at most
 
-    @property
-    def bound_by(self) -> str:
-        """ "arithmetic" or "memory"."""
+    def bound_by(self, took_s: float) -> Bound:
+        """What the time of a pass is made of; overhead where arithmetic and memory explain only a little of it.
+
+        >>> roof = Roofline(arithmetic_s=0.5, memory_s=0.2)
+        >>> roof.bound_by(0.8), roof.bound_by(8.0)
+        ('arithmetic', 'overhead')
+        """
+        if max(self.arithmetic_s, self.memory_s) < EXPLAINS * took_s:
+            return "overhead"
         return "memory" if self.memory_s > self.arithmetic_s else "arithmetic"
 
 
@@ -48,7 +58,7 @@ def roofline(shape: GPTShape, num_tokens: int, *, matmul_flops: float, copy_Bps:
 
     >>> from evener.core.shape import preset_shape
     >>> char = preset_shape("char", vocab_size=65)
-    >>> roofline(char, 4096, matmul_flops=1e11, copy_Bps=20e9, element_bytes=4).bound_by
+    >>> roofline(char, 4096, matmul_flops=1e11, copy_Bps=20e9, element_bytes=4).bound_by(4.0)
     'arithmetic'
     """
     return Roofline(

@@ -4,7 +4,8 @@
     wires:                                  └─ each collective starts when the last rank has what it sends, and the
                                                collective before it has ended: start_i = max(ready_i, end_{i-1})
 
-The slowest rank's way and what remains of communication behind it are the step. On a CPU, communication also takes
+The slowest rank's way, what remains of communication behind it, and what ranks wait because now one is late, now
+another (known of machines that trained together), are the step. On a CPU, communication also takes
 processor time from the computing that hides it.
 """
 
@@ -66,6 +67,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         exposed_s = max(0.0, in_flight_s - last_s) if work.hidden else in_flight_s
     else:
         exposed_s = max(0.0, spans[-1][1] - last_s) if spans else 0.0
+    late_s = cluster.late_s if num_ranks > 1 and work.every == 1 else 0.0
     after_s = sum(lasting_s[transfer.collective, transfer.size_bytes] for transfer in work.after)
     sent = sum(_sent(transfer, num_ranks, roster.backend) for transfer in work.transfers)
     sent += sum(t.size_bytes for t in work.after) * (num_ranks - 1) / num_ranks  # roots take turns: a copy is sent once
@@ -75,7 +77,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
                 data_s=cluster.hosts[member.host].data_s,
                 compute_s=own.compute_s,
                 exposed_sync_s=exposed_s + after_s,
-                wait_s=last_s - own.computed_s,
+                wait_s=last_s - own.computed_s + late_s,
                 optimizer_s=cluster.hosts[member.host].update_s * work.update_share,
             ),
             sync_s=in_flight_s + after_s,
@@ -84,7 +86,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         )
         for member, own in zip(members, times, strict=True)
     ]
-    step_s = last_s + exposed_s + after_s
+    step_s = last_s + exposed_s + after_s + late_s
     penalty, source = loss_penalty(roster.sync, job.shape.num_params(), num_ranks, job.spec.train.steps, job.tokens)
     return Option(
         name=name or str(roster.sync),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.prediction import Cluster, HostRates, Job, Wire
+from evener.core.prediction import Cluster, HostRates, Job, Option, Wire
 from evener.core.roster import DDP, Member, Roster, Seat
 from evener.core.rundir import Manifest
-from evener.core.step import StepRecord
-from evener.core.units import median
+from evener.core.step import StepRecord, aligned
+from evener.core.typical import RankSummary, Typical, typical
 from evener.plan.cost import again, price
+from evener.plan.options import name_of
 
-WARMUP_STEPS = 3  # that do not count, where there are more
 UNKNOWN_RATE = 1e30  # stands where nobody measured a rate, until the records give one
 FASTEST_WIRE = Wire(latency_s=0.0, bandwidth_Bps=1e12)  # where nothing was sent
 
@@ -26,7 +26,9 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     by one factor. What they don't tell (memory, communication's processor time, γ) stays. UsageError where a host's
     speed is not known at all.
     """
-    roster = manifest.roster
+    roster, found = manifest.roster, typical(aligned(dict(enumerate(records))), manifest.roster)
+    if not found.step_p50_s:
+        raise UsageError("no step was recorded by all ranks", hint="evener report shows what was")
     if prior is None or not _describes(prior, roster):
         prior, has_prior = _unknown(manifest), False
     else:
@@ -34,17 +36,44 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     stolen_s = _stolen_s(job, prior, roster)
     hosts = {}
     for name in roster.hosts:
-        of_host = [(member, list(records[member.rank])) for member in roster.members if member.host == name]
+        of_host = [(member, found.ranks[member.rank]) for member in roster.members if member.host == name]
         hosts[name] = _host(prior.hosts[name], job, of_host, stolen_s.get(name, 0.0))
         if UNKNOWN_RATE in hosts[name].tokens_per_s.values():
             raise UsageError(
                 f"{name} had no share in this run, and nothing else is known of its speed",
                 hint="evener probe host measures it, and evener plan --fleet uses that",
             )
-    cluster = msgspec.structs.replace(prior, hosts=hosts)
+    cluster = msgspec.structs.replace(prior, hosts=hosts, late_s=found.late_s)
     if roster.sync != DDP:
         return cluster
-    return _with_measured_wires(job, roster, cluster, records, has_prior=has_prior)
+    return _with_measured_wires(job, roster, cluster, found, has_prior=has_prior)
+
+
+def as_it_was(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], cluster: Cluster) -> Option | None:
+    """A run as the option that it was, with what was measured in place of what `cluster` says; None without a step."""
+    found = typical(aligned(dict(enumerate(records))), manifest.roster)
+    if not found.step_p50_s:
+        return None
+    roster = _as_divided(manifest.roster, found, job.shape.block_size)
+    priced = price(job, cluster, roster)
+    ranks = [
+        msgspec.structs.replace(rank, cost=took.typical, sync_s=took.sync_s or 0.0, bytes=took.bytes or 0)
+        for rank, took in zip(priced.ranks, found.ranks, strict=True)
+    ]
+    return msgspec.structs.replace(
+        priced,
+        name=name_of(job, roster),
+        ranks=ranks,
+        step_s=found.step_p50_s,
+        tokens_per_s=found.tokens_per_step / found.step_p50_s,
+        bytes_per_rank=max(rank.bytes for rank in ranks),
+    )
+
+
+def _as_divided(roster: Roster, found: Typical, block_size: int) -> Roster:
+    """With the shares of the typical step: those with which a run begins may have changed since."""
+    shares = [round((rank.tokens or 0.0) / block_size) for rank in found.ranks]
+    return roster.divided(shares) if sum(shares) == roster.batch and not roster.round_shares else roster
 
 
 def _unknown(manifest: Manifest) -> Cluster:
@@ -78,19 +107,15 @@ def _stolen_s(job: Job, prior: Cluster, roster: Roster) -> dict[str, float]:
     }
 
 
-def _host(base: HostRates, job: Job, ranks: Sequence[tuple[Member, list[StepRecord]]], stolen_s: float) -> HostRates:
-    """One host by the medians of its ranks; the slowest of them counts."""
-
-    def slowest(part: Callable[[StepRecord], float | None]) -> float | None:
-        return max((value for _, one in ranks if (value := _median(one, part)) is not None), default=None)
-
-    token_s, member, tokens = max(
-        ((compute_s / tokens, member, tokens) for member, records in ranks
-         if (compute_s := _median(records, lambda record: record.cost.compute_s))
-         and (tokens := _median(records, lambda record: float(record.tokens)))),
-        default=(0.0, ranks[0][0], 0.0), key=lambda found: found[0],
+def _host(base: HostRates, job: Job, ranks: Sequence[tuple[Member, RankSummary]], stolen_s: float) -> HostRates:
+    """One host by its ranks' typical steps; the slowest of them counts."""
+    token_s, member, rank = max(
+        ((compute_s / tokens, member, rank) for member, rank in ranks
+         if (compute_s := rank.typical.compute_s) and (tokens := rank.tokens)),
+        default=(0.0, *ranks[0]), key=lambda found: found[0],
     )  # fmt: skip
-    if not token_s:
+    tokens = rank.tokens
+    if not token_s or not tokens:
         return base
     compute_s = max(token_s * tokens - stolen_s, 0.1 * token_s * tokens) / again(job)
     share = round(tokens / job.shape.block_size)
@@ -98,28 +123,19 @@ def _host(base: HostRates, job: Job, ranks: Sequence[tuple[Member, list[StepReco
     known = base.tokens_per_s[member.dtype]
     factor = compute_s / (passes_s + tokens / known) if known < UNKNOWN_RATE else 1.0  # of both its parts
     rate = tokens / (compute_s - passes_s * factor)
-    measured_cpus = slowest(lambda record: record.cpu_s / record.wall_s if record.cpu_s and record.wall_s else None)
     return msgspec.structs.replace(
         base,
         pass_s=base.pass_s * factor,
         tokens_per_s={dtype: rate * other / known for dtype, other in base.tokens_per_s.items()},
-        update_s=slowest(lambda record: record.cost.optimizer_s) or 0.0,
-        data_s=slowest(lambda record: record.cost.data_s) or 0.0,
-        cpus=base.cpus or measured_cpus,
+        update_s=rank.typical.optimizer_s or 0.0,
+        data_s=rank.typical.data_s or 0.0,
+        cpus=base.cpus or max((one.cpus for _, one in ranks if one.cpus is not None), default=None),
     )
 
 
-def _with_measured_wires(
-    job: Job, roster: Roster, cluster: Cluster, records: Sequence[Sequence[StepRecord]], *, has_prior: bool
-) -> Cluster:
-    """All links by the factor between their predicted and their measured time in flight.
-
-    Of a step, the rank that was last to come saw the least of waiting in its time in flight.
-    """
-    least = [min(values) for step in zip(*records, strict=False)
-             if (values := [record.sync_s for record in step if record.sync_s])]  # fmt: skip
-    measured_s = median(least[WARMUP_STEPS:] or least)
-    sent = _median(list(records[0]), lambda record: float(record.bytes))
+def _with_measured_wires(job: Job, roster: Roster, cluster: Cluster, found: Typical, *, has_prior: bool) -> Cluster:
+    """All links by the factor between their predicted and their measured time in flight."""
+    measured_s, sent = found.sync_p50_s, found.ranks[0].bytes
     if not measured_s or not sent:
         return cluster
     if not has_prior:
@@ -136,8 +152,3 @@ def _with_measured_wires(
 
 def _faster(wire: Wire, factor: float) -> Wire:
     return Wire(latency_s=wire.latency_s / factor, bandwidth_Bps=wire.bandwidth_Bps * factor)
-
-
-def _median(records: Sequence[StepRecord], part: Callable[[StepRecord], float | None]) -> float | None:
-    counted = list(records[WARMUP_STEPS:]) or list(records)
-    return median([value for record in counted if (value := part(record)) is not None])

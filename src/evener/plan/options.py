@@ -28,7 +28,7 @@ def as_trained(job: Job, cluster: Cluster, hosts: Collection[str] | None = None,
     """What `train` does on these hosts, on all if None."""
     seats = [seat for seat in cluster.seats if hosts is None or seat.host in hosts]
     roster = first_roster_by_speed(job, cluster, seats)
-    return in_best_buckets(job, cluster, roster, name=name or _name_of(job, roster))
+    return in_best_buckets(job, cluster, roster, name=name or name_of(job, roster))
 
 
 def in_best_buckets(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
@@ -44,7 +44,7 @@ def in_best_buckets(job: Job, cluster: Cluster, roster: Roster, name: str = "") 
     return priced if usual.step_s > WORTH * priced.step_s else usual
 
 
-def _name_of(job: Job, roster: Roster) -> str:
+def name_of(job: Job, roster: Roster) -> str:
     if roster.world_size == 1:
         return f"{roster.hosts[0]} alone"
     if roster.is_equal:

@@ -25,7 +25,7 @@ from evener.core.units import plural
 from evener.plan.advice import rate
 from evener.plan.cluster import cluster_of, only, uniform, with_wire
 from evener.plan.cost import price
-from evener.plan.fit import fit
+from evener.plan.fit import as_it_was, fit
 from evener.plan.options import in_best_ring
 from evener.plan.search import predict, why_left_out
 
@@ -37,6 +37,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     source: str
     asks_fabrics: bool = False  # what other links would bring
+    measured: Option | None = None  # a run as it was; None where it is asked what another would be
     changes: list[str] = []  # sentences: what a run's records changed in what was measured before
 
 
@@ -140,7 +141,13 @@ def of_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]]
         for name, dtype in dtypes.items()
         if prediction and dtype in getattr(prediction.cluster.hosts.get(name), "tokens_per_s", {})
     ]
-    return Question(job=job, cluster=cluster, source=f"the records of {run}", changes=changes)
+    return Question(job=job, cluster=cluster, source=f"the records of {run}", changes=changes,
+                    measured=as_it_was(job, manifest, records, cluster))  # fmt: skip
+
+
+def answer(question: Question) -> Prediction:
+    """What the planner says to it."""
+    return predict(question.job, question.cluster, measured=question.measured)
 
 
 def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Question:
@@ -156,7 +163,8 @@ def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Q
     if link is not None:
         known = parse_link(link)
         cluster = assuming(with_wire(cluster, known.wire), [known.assumed])
-    return msgspec.structs.replace(question, job=job, cluster=cluster)
+    measured = None if texts or link is not None else question.measured
+    return msgspec.structs.replace(question, job=job, cluster=cluster, measured=measured)
 
 
 def fabrics(question: Question, chosen: Option) -> list[Fabric]:

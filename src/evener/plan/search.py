@@ -34,18 +34,21 @@ from evener.plan.options import (
 )
 
 
-def predict(job: Job, cluster: Cluster, *, keep_order: bool = False) -> Prediction:
+def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: Option | None = None) -> Prediction:
     """Price every way, choose the fastest that can run, and say why the others lost.
 
     The chosen option is what `train` does where all these hosts take part, recommended or not. Hosts are put in the
-    order of the fastest ring, unless their own has to be kept.
+    order of the fastest ring, unless their own has to be kept. `measured` is a way as a run has shown it to be, and
+    stands for what it would be priced at.
     """
     given, loss_budget = cluster, job.spec.train.loss_budget / 100
     if not keep_order:
         cluster = in_best_ring(job, cluster)
     job = with_sync(job, cluster)
     chosen = as_trained(job, cluster)
-    options = [chosen]
+    if measured is not None and measured.name == chosen.name:
+        chosen = measured
+    options = [chosen, *([measured] if measured is not None else [])]
     alone = [on_one(job, cluster, name) for name in cluster.names] if len(cluster.names) > 1 else []
     if alone:
         options += on_the_best(alone, cluster)

@@ -11,31 +11,18 @@ import msgspec
 
 from evener.core.rundir import RunDir
 from evener.core.stored import from_stored
-from evener.core.units import count, plural, seconds
+from evener.core.units import count, plural
 from evener.report import figures
+from evener.report.benchtable import rows
+from evener.report.chart import Figure
 from evener.report.explain import Story, scaling_story, speedup, worth_it
 from evener.report.gap import NO_PREDICTION
 from evener.report.markup import Fact, document
-from evener.report.predicted import against
 from evener.report.ranks import first_done
 from evener.report.summary import Summary, summarize
 
 NAME = "bench.json"
 FORMAT = 1
-COLUMNS = (
-    "processes",
-    "threads each",
-    "tokens/s",
-    "speed-up",
-    "step p50 / p95",
-    "compute",
-    "all-reduce p50 / p95",
-    "exposed",
-    "wait",
-    "update",
-    "step predicted",
-    "difference",
-)
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,21 +48,13 @@ def summaries(folder: Path) -> dict[str, list[Summary]]:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A run in the table of its corpus."""
-
-    link: str  # to its own page
-    processes: int
-    cells: list[str]  # the other columns
-
-
-@dataclass(frozen=True)
 class Chapter:
     """A corpus: what its runs say, and their figures."""
 
     corpus: str
     story: Story
-    rows: list[Row]
+    links: list[tuple[str, str]]  # to each run's own page, and its text
+    rows: list[tuple[str, ...]]
     is_predicted: bool
     figure: str
 
@@ -83,24 +62,27 @@ class Chapter:
 def page(folder: Path) -> str:
     """The page of a bench."""
     found, name = summaries(folder), folder.resolve().name
-    drawn = {"scaling": figures.scaling(found)}
+    drawn: dict[str, Figure] = {"scaling": figures.scaling(found)}
     chapters = []
     for index, (corpus, runs) in enumerate(found.items()):
         figure = f"parts-{index}"
         drawn[figure] = figures.bars(
             {plural(run.manifest.world_size, "process"): first_done(run).typical for run in runs if run.step_p50_s}
         )
-        base = next((run for run in runs if run.tokens_per_s), None)
-        rows = [_row(run, base) for run in runs]
-        chapters.append(Chapter(corpus, scaling_story(runs), rows, any(run.predicted for run in runs), figure))
+        links = [
+            (quote(Path(run.run_dir).name) + "/report.html", plural(run.manifest.world_size, "process")) for run in runs
+        ]
+        _, *shown = rows(runs)  # the processes are the links
+        is_predicted = any(run.predicted for run in runs)
+        chapters.append(Chapter(corpus, scaling_story(runs), links, shown, is_predicted, figure))
     return document(
         "bench.html",
         title=f"{name}: evener bench",
         figures=drawn,
         name=name,
         what=_what(found),
+        lead=[f"{one.corpus}: {' '.join([*one.story.result[:1], *one.story.advice[:1]])}" for one in chapters],
         shown=[_best(corpus, runs) for corpus, runs in found.items()],
-        columns=COLUMNS,
         chapters=chapters,
         no_prediction=NO_PREDICTION,
     )
@@ -126,21 +108,3 @@ def _best(corpus: str, runs: Sequence[Summary]) -> Fact:
     ]
     remark = ", ".join([f"{count(best.tokens_per_s)} tokens/s", *others])
     return Fact(f"best on {corpus}", plural(best.manifest.world_size, "process"), remark)
-
-
-def _row(run: Summary, base: Summary | None) -> Row:
-    alone = run.manifest.world_size == 1
-    cost = first_done(run).typical
-    cells = [
-        str(run.threads),
-        count(run.tokens_per_s),
-        f"{speedup(run, base):.2f}" if base and run.tokens_per_s else "not measured",
-        f"{seconds(run.step_p50_s)} / {seconds(run.step_p95_s)}",
-        seconds(cost.compute_s),
-        "–" if alone else f"{seconds(run.sync_p50_s)} / {seconds(run.sync_p95_s)}",
-        "–" if alone else seconds(cost.exposed_sync_s),
-        "–" if alone else seconds(cost.wait_s),
-        seconds(cost.optimizer_s),
-        *against(run),
-    ]
-    return Row(quote(Path(run.run_dir).name) + "/report.html", run.manifest.world_size, cells)

@@ -291,10 +291,10 @@ def _neighbours_advice(c: Comparison) -> str:
 def _communication_because(c: Comparison, cost_s: float) -> str:
     if cost_s < 0:
         return _shorter(c, "exposed_sync_s", "communication that backward did not hide")
-    rank = last_done(c.many)
+    rank, in_flight_s = last_done(c.many), c.many.sync_p50_s
     text = f"to communication that backward did not hide, {cost_s / c.many_s:.0%} of the step"
-    if rank.bytes and rank.sync_s:
-        text += f": each rank sends {size(rank.bytes)} of gradients at {size(rank.bytes / rank.sync_s)}/s"
+    if rank.bytes and in_flight_s:
+        text += f": each rank sends {size(rank.bytes)} of gradients at {size(rank.bytes / in_flight_s)}/s"
     return text
 
 
@@ -337,7 +337,7 @@ def _larger_batch(c: Comparison) -> str:
 
 def _straggler_because(c: Comparison, cost_s: float) -> str:
     slow = last_done(c.many)
-    return f"waiting for rank {slow.rank}, the slowest: {why_slow(c.many, slow, c.many_rank)}"
+    return f"waiting for {c.many.name_of(slow)}, the slowest: {why_slow(c.many, slow, c.many_rank)}"
 
 
 def _late_because(c: Comparison, cost_s: float) -> str:
@@ -398,7 +398,7 @@ CAUSES: tuple[Cause, ...] = (
         cost_s=lambda c: c.growth_s("wait_s") if straggles(c.many) else 0.0,
         because=_straggler_because,
         unmeasured=_WAIT,
-        advice=lambda c: f"What slows rank {last_done(c.many).rank} slows all: look there first.",
+        advice=lambda c: f"What slows {c.many.name_of(last_done(c.many))} slows all: look there first.",
     ),
     Cause(
         name="late",

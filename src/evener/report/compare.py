@@ -17,9 +17,12 @@ from evener.core.rundir import RunDir
 from evener.core.stored import from_stored
 from evener.core.units import count, seconds, size
 from evener.report import figures
-from evener.report.markup import Fact, document
+from evener.report.chart import Figure
+from evener.report.markup import document
 from evener.report.predicted import against
+from evener.report.ranks import first_done
 from evener.report.summary import Summary, summarize
+from evener.report.worth import FASTER
 
 NAME = "compare.json"
 FORMAT = 1
@@ -31,7 +34,6 @@ COLUMNS: dict[Kind, tuple[str, ...]] = {
 TITLES: dict[Kind, str] = {"fleet": "who trains", "strategies": "way to agree"}
 SAME = 5e-4  # of a loss: what rounding alone does to it
 SAME_LOSS = 0.01  # what a way to agree may cost and still count as learning the same
-FASTER = 1.05  # a speed-up that is one
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +89,12 @@ def val_loss(run: Summary) -> float | None:
 
 def _cells(kind: Kind, run: Summary, base: Summary | None) -> list[str]:
     ratio, loss = times(run, base), val_loss(run)
-    several = run.manifest.world_size > 1
+    several, cost = run.manifest.world_size > 1, first_done(run).typical
     sent = max((rank.bytes for rank in run.ranks if rank.bytes is not None), default=None)
     of_several = {
         "all-reduce": seconds(run.sync_p50_s),
-        "exposed": seconds(run.mean_part("exposed_sync_s")),
-        "wait": seconds(run.mean_part("wait_s")),
+        "exposed": seconds(cost.exposed_sync_s),
+        "wait": seconds(cost.wait_s),
         "sends": "not measured" if sent is None else size(sent),
     }
     of_all = {
@@ -131,22 +133,21 @@ def explain(kind: Kind, runs: Mapping[str, Summary], base: str | None) -> list[s
 
 
 def _of_fleet(runs: Mapping[str, Summary], base: str, alone: Summary) -> list[str]:
-    told = [f"The fastest host alone: {base}, {count(alone.tokens_per_s)} tokens/s."]
-    for label, run in runs.items():
-        if len(run.manifest.hosts) > 1:
-            told.append(_worth(label, run, base, alone))
-    return told
+    together = {label: run for label, run in runs.items() if len(run.manifest.hosts) > 1}
+    told = [_worth(label, run, base, alone) for label, run in together.items()]
+    if together and all((times(run, alone) or 0.0) < FASTER for run in together.values()):
+        told.append("evener bench --preset strategies tries other ways to agree.")
+    return told or [f"The fastest host alone: {base}, {count(alone.tokens_per_s)} tokens/s."]
 
 
 def _worth(label: str, run: Summary, base: str, alone: Summary) -> str:
     ratio = times(run, alone) or 0.0
-    told = f"{label}: {ratio:.2f} times {base}"
+    told = f"{label} {'was' if ratio >= FASTER else 'was not'} worth it: {count(run.tokens_per_s)} tokens/s, "
+    told += f"{ratio:.2f} times the fastest host alone ({base}, {count(alone.tokens_per_s)})"
     said = run.predicted
     if said is not None and said.speedup_vs_best_host is not None:
-        told += f", predicted {said.speedup_vs_best_host:.2f}"
-    if ratio >= FASTER:
-        return f"{told}: worth it."
-    return f"{told}: not worth it." + (" evener bench --preset strategies tries other ways to agree." if ratio else "")
+        told += f"; predicted {said.speedup_vs_best_host:.2f}"
+    return f"{told}."
 
 
 def _of_strategies(runs: Mapping[str, Summary], base: str, alone: Summary) -> list[str]:
@@ -173,9 +174,8 @@ def page(folder: Path) -> str:
     compared = read(folder)
     runs, name = summaries(folder, compared), folder.resolve().name
     base = runs.get(compared.base) if compared.base is not None else None
-    drawn = {"speeds": figures.speeds(runs)} if compared.kind == "fleet" else {"speeds": figures.tradeoff(runs)}
-    drawn["parts"] = figures.bars({label: run.ranks[0].typical for label, run in runs.items() if run.step_p50_s})
-    fastest = max(runs, key=lambda label: runs[label].tokens_per_s or 0.0, default=None)
+    drawn: dict[str, Figure] = {"speeds": figures.speeds(runs) if compared.kind == "fleet" else figures.tradeoff(runs)}
+    drawn["parts"] = figures.bars({label: first_done(run).typical for label, run in runs.items() if run.step_p50_s})
     first = next(iter(runs.values()), None)
     what = []
     if first is not None:
@@ -188,11 +188,9 @@ def page(folder: Path) -> str:
         figures=drawn,
         name=name,
         what=what,
-        shown=[Fact("fastest", fastest, f"{count(runs[fastest].tokens_per_s)} tokens/s")] if fastest else [],
         story=explain(compared.kind, runs, compared.base),
-        title_of_labels=TITLES[compared.kind],
-        columns=COLUMNS[compared.kind],
-        rows=[(quote(compared.runs[label]) + "/report.html", label, cells)
-              for label, *cells in rows(compared.kind, runs, base)],
+        head=[TITLES[compared.kind], *COLUMNS[compared.kind]],
+        rows=rows(compared.kind, runs, base),
+        links=[quote(name) + "/report.html" for name in compared.runs.values()],
         failed=compared.failed,
-    )  # fmt: skip
+    )

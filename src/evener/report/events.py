@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from evener.core.roster import shares_text
+from evener.core.roster import Roster, shares_text
+from evener.core.rundir import Manifest
 from evener.core.units import seconds
 
 FAILURES = ("failure", "run.nonfinite", "run.diverged")
@@ -26,16 +27,25 @@ class Told:
     is_bad: bool
 
 
-def tell(event: dict[str, Any], started: float) -> Told:
-    """An event in words; one that is not known in its own. `started`: of the run, Unix time."""
+def tell(event: dict[str, Any], manifest: Manifest) -> Told:
+    """An event of a run in words; one that is not known in its own."""
     moment, name = event.get("time"), str(event.get("event"))
     return Told(
-        since_start=seconds(moment - started) if isinstance(moment, int | float) else None,
+        since_start=_since(moment - manifest.started) if isinstance(moment, int | float) else None,
         name=name,
-        what=_describe(event),
+        what=_describe(event, manifest.roster),
         hint=str(event.get("hint") or ""),
         is_bad=name in FAILURES + CONSEQUENCES,
     )
+
+
+def _since(value_s: float) -> str:
+    """When, counted from the start.
+
+    >>> _since(2.5), _since(-10.19)
+    ('2.50 s', '10.19 s before')
+    """
+    return seconds(value_s) if value_s >= 0 else f"{seconds(-value_s)} before"
 
 
 def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -59,9 +69,12 @@ def evaluations(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
     return sorted(found.items())
 
 
-def _describe(event: dict[str, Any]) -> str:
+def _describe(event: dict[str, Any], roster: Roster) -> str:
     step = event.get("step")
     match event.get("event"):
+        case "launched":
+            hosts = ", ".join(map(str, event.get("hosts", [])))
+            return f"on {hosts}, {event.get('world_size')} ranks"
         case "start":
             return f"ranks: {event.get('ranks')}, --sync {event.get('sync')}, from step {step}"
         case "evaluation":
@@ -89,20 +102,30 @@ def _describe(event: dict[str, Any]) -> str:
         case "own.dropped":
             return f"step {step}: other ranks than before: they go on from the weights that were agreed on last"
         case "own.missing":
-            ranks = ", ".join(map(str, event.get("ranks", [])))
-            return f"step {step}: what ranks {ranks} had not sent yet was kept on a machine that is no more here"
+            whose = _names(event.get("ranks"), roster)
+            return f"step {step}: what {whose} had not sent yet was kept on a machine that is no more here"
         case "rebalanced":
             shares = shares_text(event.get("shares", []))
             return f"step {step}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")
         case "finished" | "stopped":
             return f"step {step}"
         case "run.nonfinite":
-            return f"step {step}: the loss is not finite, on rank {str(event.get('ranks')).strip('[]')}"
+            return f"step {step}: the loss is not finite, on {_names(event.get('ranks'), roster)}"
         case "run.diverged":
             return f"step {step}: the replicas differ: {msgspec.json.encode(event.get('differences')).decode()}"
         case "failure" | "run.peer-exit":
-            who = "" if event.get("rank") is None else f"rank {event['rank']}: "
+            who = "" if event.get("rank") is None else f"{_names(event['rank'], roster)}: "
             return f"{who}{event.get('error')}"
         case _:
             rest = {key: value for key, value in event.items() if key not in ("event", "time")}
-            return ", ".join(f"{key} {value}" for key, value in rest.items())
+            return ", ".join(f"{key} {_plain(value)}" for key, value in rest.items())
+
+
+def _names(ranks: object, roster: Roster) -> str:
+    """Of ranks as an event tells them; whatever else stands there, as it is."""
+    known = ranks if isinstance(ranks, list) else [ranks]
+    return ", ".join(roster.name_of(rank) if isinstance(rank, int) else f"rank {rank}" for rank in known)
+
+
+def _plain(value: Any) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evener.core.step import more_tokens
+from evener.core.typical import RankSummary
 from evener.core.units import count, plural, seconds, size
 from evener.plan.penalty import most_error
 from evener.report.causes import CAUSES, Cause, Comparison
@@ -22,12 +23,13 @@ from evener.report.ranks import (
     straggles,
     why_slow,
 )
-from evener.report.summary import RankSummary, Summary
+from evener.report.summary import Summary
+from evener.report.whatif import asked_again
+from evener.report.worth import FASTER, worth
 
 NAMED = 0.05  # of a step: smaller costs are not worth a sentence
 MOST_NAMED = 4  # causes in a paragraph
 LIMITS = 0.15  # of a step: from here on what is not computing is what limits it
-FASTER = 1.05  # a speed-up that is one
 EARLY_STEPS = 50  # in which rounding has not grown yet
 SAME_MODEL = 1e-4  # relative difference of losses: beyond this it is not the rounding of sums in another order
 DISTURBED = 0.8  # of the cores that a rank's threads should have
@@ -44,15 +46,15 @@ PARTS = {
 
 
 def explain_run(summary: Summary) -> list[str]:
-    """Paragraphs about one run: what was measured, and where something was predicted, what differs and why."""
+    """Paragraphs about one run: was it worth it, what was measured, and where something was predicted, what differs."""
     predicted = [" ".join(explain_prediction(summary, summary.prediction))] if summary.prediction else []
-    return explain_measured(summary) + predicted
+    return [worth(summary, asked_again(summary)).text, *explain_measured(summary), *predicted]
 
 
 def explain_measured(summary: Summary) -> list[str]:
     """Paragraphs about one run: its pace, where a step goes, who waits for whom, communication, cores."""
     if not summary.step_p50_s:
-        return ["No step was recorded, so there is nothing to explain."]
+        return []
     paragraphs = [_pace(summary), _division(summary)]
     if len(summary.ranks) > 1:
         paragraphs += [_waiting(summary), _all_reduce(summary)]
@@ -90,17 +92,19 @@ def limit(summary: Summary) -> str:
     """One sentence: what keeps a step from being shorter?"""
     if not summary.step_p50_s:
         return "No step was recorded."
-    cost = first_done(summary).typical
+    rank = first_done(summary) if straggles(summary) else last_done(summary)
+    cost = rank.typical
     shares = {part: (getattr(cost, part) or 0.0) / summary.step_p50_s for part in PARTS}
     if any(getattr(cost, part) is None for part in PARTS):
         return "What limits it is not known: not all parts of a step were measured."
     computing = f"forward and backward are {shares.pop('compute_s'):.0%} of each step"
+    computing += f" on {summary.name_of(rank)}" if straggles(summary) else ""
     largest = max(shares, key=lambda part: shares[part])
     if shares[largest] < LIMITS:
         return f"Limited by computing: {computing}."
     if largest == "wait_s" and straggles(summary):
-        slow = f"rank {last_done(summary).rank}, for which others wait"
-        return f"Limited by {slow} {shares[largest]:.0%} of each step; {computing}."
+        slow, waiting = summary.name_of(last_done(summary)), summary.name_of(rank)
+        return f"Limited by {slow}, for which {waiting} waits {shares[largest]:.0%} of each step; {computing}."
     return f"Limited by {PARTS[largest]}, {shares[largest]:.0%} of each step; {computing}."
 
 
@@ -131,10 +135,10 @@ def _division(summary: Summary) -> str:
     if slow is fast:
         return f"Where its time goes: {_parts(summary, slow)}."
     if not straggles(summary):
-        return f"Where its time goes, much the same on every rank; on rank {slow.rank}: {_parts(summary, slow)}."
+        return f"Where its time goes, much the same on every rank; on {summary.name_of(slow)}: {_parts(summary, slow)}."
     return (
-        f"Where its time goes on rank {slow.rank}, the slowest: {_parts(summary, slow)}. "
-        f"On rank {fast.rank}, the fastest: {_parts(summary, fast)}."
+        f"Where its time goes on {summary.name_of(slow)}, the slowest: {_parts(summary, slow)}. "
+        f"On {summary.name_of(fast)}, the fastest: {_parts(summary, fast)}."
     )
 
 
@@ -156,8 +160,8 @@ def _waiting(summary: Summary) -> str:
     least_s, most_s = slow.typical.wait_s or 0.0, fast.typical.wait_s or 0.0
     if straggles(summary):
         return (
-            f"Rank {slow.rank} is the straggler: it waits least, {seconds(least_s)} a step, and rank {fast.rank} waits "
-            f"{seconds(most_s)} for it. Why: {why_slow(summary, slow, fast)}."
+            f"The straggler is {summary.name_of(slow)}: it waits least, {seconds(least_s)} a step, and "
+            f"{summary.name_of(fast)} waits {seconds(most_s)} for it. Why: {why_slow(summary, slow, fast)}."
         )
     if most_s < NAMED * (summary.step_p50_s or 1.0):
         return f"No rank holds the others up: none waits longer than {seconds(most_s)} a step."
@@ -171,19 +175,19 @@ def _waiting(summary: Summary) -> str:
 
 
 def _all_reduce(summary: Summary) -> str:
-    rank, step_s = last_done(summary), summary.step_p50_s or 1.0
+    rank, step_s, in_flight_s = last_done(summary), summary.step_p50_s or 1.0, summary.sync_p50_s
     exposed_s = rank.typical.exposed_sync_s
-    if not rank.sync_s:
+    if not in_flight_s:
         return "How long the all-reduces take was not measured."
-    text = f"All-reduces are under way for {seconds(rank.sync_s)} of a step"
+    text = f"All-reduces are under way for {seconds(in_flight_s)} of a step"
     if rank.bytes:
-        text += f"; each rank sends {size(rank.bytes)} in them, {size(rank.bytes / rank.sync_s)}/s"
+        text += f"; each rank sends {size(rank.bytes)} in them, {size(rank.bytes / in_flight_s)}/s"
     if exposed_s is None:
         return text + ". How much of that backward hid was not measured."
     if (sync := summary.manifest.roster.sync).kind == "diloco":
         of = f"the mean over {plural(sync.every, 'step')}, of which one exchanges"
         return f"{text}: {of}. Of it the rank stood still for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of a step."
-    hidden = max(0.0, 1 - exposed_s / rank.sync_s)
+    hidden = max(0.0, 1 - exposed_s / in_flight_s)
     stood = f"the rank stood still for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of the step"
     if hidden < NAMED:
         return f"{text}. Backward hid none of it: {stood}."
@@ -201,7 +205,7 @@ def _unlike_cores(summary: Summary) -> str:
         had = "was not measured" if cpus is None else f"ran on {cpus:.2f}"
         disturbed = cpus is not None and cpus < DISTURBED * own.threads
         because = ", so other programs or a limit took the rest" if disturbed else ""
-        told.append(f"rank {rank.rank} ({own.host}) with {plural(own.threads, 'thread')} {had}{because}")
+        told.append(f"{summary.name_of(rank)} with {plural(own.threads, 'thread')} {had}{because}")
     return f"Cores at work, while a rank had work: {'; '.join(told)}."
 
 
@@ -255,13 +259,14 @@ class Story:
 
     result: list[str]  # how fast they were, and how fast they would be with nothing lost
     causes: list[str]  # where the difference comes from, the largest first
-    conclusion: list[str]  # what is not known, whether it is the same model, what to do
+    conclusion: list[str]  # what is not known, whether it is the same model
+    advice: list[str]  # what to do
 
 
 def explain_scaling(summaries: Sequence[Summary]) -> str:
     """One paragraph about runs of the same work on 1, 2, … processes: what more of them bring, why, and what to do."""
     story = scaling_story(summaries)
-    return " ".join(story.result + story.causes + story.conclusion)
+    return " ".join(story.result + story.causes + story.conclusion + story.advice)
 
 
 def scaling_story(summaries: Sequence[Summary]) -> Story:
@@ -273,7 +278,7 @@ def scaling_story(summaries: Sequence[Summary]) -> Story:
         if not run.tokens_per_s
     ]
     if len(runs) < 2:
-        return Story([*result, "Nothing to compare: that takes two runs with recorded steps."], [], [])
+        return Story([*result, "Nothing to compare: that takes two runs with recorded steps."], [], [], [])
     c = Comparison(runs[0], runs[-1])
     costs = {cause: cause.cost_s(c) for cause in CAUSES}
     named = [(cause, cost) for cause, cost in costs.items() if cost and abs(cost) >= NAMED * c.many_s]
@@ -282,7 +287,8 @@ def scaling_story(summaries: Sequence[Summary]) -> Story:
     return Story(
         result=[*result, _speeds(runs), _difference(c), *_disturbed(c)],
         causes=[*_because(c, named), *_unexplained(c, costs)],
-        conclusion=[*_unmeasured(c, costs), _same_model(runs), *_advice(runs, c, helpful)],
+        conclusion=[*_unmeasured(c, costs), _same_model(runs)],
+        advice=_advice(runs, c, helpful),
     )
 
 

@@ -1,19 +1,18 @@
-"""Which pictures does a report show? Figures for plotly.js as plain dicts; the page adds colours of text and grid."""
+"""Which pictures does a report show?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from evener.core.step import PARTS, StepCost, StepRecord
-from evener.core.units import percentile, seconds
+from evener.core.typical import least_sync_s
+from evener.core.units import count, percentile, seconds
+from evener.report.chart import Bars, Chart, Dots, Layers, Line
 from evener.report.summary import Summary
 
-Figure = dict[str, Any]
-
 ALL_RANKS = "mean of all ranks"
-MAX_POINTS = 800  # of one line; more cannot be told apart
+MAX_POINTS = 500  # of one line; more cannot be told apart
+MAX_LAYERS = 8  # ranks of which each has a picture of its own; of more, the first and the last
 PART_NAMES = {
     "compute_s": "forward, backward",
     "exposed_sync_s": "exposed communication",
@@ -33,70 +32,35 @@ SERIES_COLOURS = ("#2a7fc1", "#d9752b", "#0a9e76", "#cc6d9f", "#e69f00", "#8fc7e
 assert set(PART_NAMES) == set(PART_COLOURS) == set(PARTS)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A line of a legend."""
-
-    name: str
-    colour: str
-    dashed: bool
-
-
-def legend(figure: Figure) -> list[Entry]:
-    """What the colours of a figure mean."""
-    styles = [(trace["name"], trace.get("line", {}) | trace.get("marker", {})) for trace in figure["data"]]
-    return [Entry(name, style["color"], "dash" in style) for name, style in styles]
-
-
-def loss(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, float]]) -> Figure:
-    """Loss of every step, and of the validation split where it was evaluated."""
+def loss(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, float]]) -> Chart:
+    """Loss of every step, and of the validation split where it was evaluated: on the same axes."""
     steps, values = thinned([(step, value) for step, value in losses.items() if value is not None])
-    training = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "training",
-        "x": steps,
-        "y": values,
-        "line": {"color": SERIES_COLOURS[0], "width": 1.5},
-        "hovertemplate": "%{y:.4f}",
-    }
-    validation = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "validation",
-        "x": [step for step, _ in evaluations],
-        "y": [_short(value) for _, value in evaluations],
-        "line": {"color": SERIES_COLOURS[1], "width": 2},
-        "marker": {"size": 7},
-        "hovertemplate": "%{y:.4f}",
-    }
-    layout = {"height": 320, "xaxis": {"title": "step"}, "yaxis": {"title": "loss"}, "hovermode": "x unified"}
-    return {"data": [training, validation] if evaluations else [training], "layout": layout}
+    lines = [Line("training", SERIES_COLOURS[0], steps, values)] if steps else []
+    if evaluations:
+        lines.append(Line("validation", SERIES_COLOURS[1], *_columns(evaluations), dots=True))
+    return Chart(lines, "step", "loss")
 
 
-def bars(costs: Mapping[str, StepCost]) -> Figure:
-    """One bar a label: the parts of a step end to end, in milliseconds."""
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": PART_NAMES[part],
-            "y": list(costs),
-            "x": [_ms(getattr(cost, part)) for cost in costs.values()],
-            "marker": {"color": PART_COLOURS[part]},
-            "hovertemplate": f"{PART_NAMES[part]}: %{{x:.4~g}} ms<extra>%{{y}}</extra>",
-        }
-        for part in PART_NAMES
-        if any(getattr(cost, part) for cost in costs.values())
-    ]
-    layout = {
-        "barmode": "stack",
-        "height": 80 + 36 * len(costs),
-        "bargap": 0.35,
-        "xaxis": {"title": "ms of a step", "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False, "type": "category"},
-    }
-    return {"data": traces, "layout": layout}
+def schedule(steps: Sequence[Mapping[int, StepRecord]]) -> Chart:
+    """The learning rate of every step."""
+    points = [(record.step, record.lr) for of_step in steps if (record := next(iter(of_step.values())))]
+    return Chart([Line("learning rate", SERIES_COLOURS[2], *thinned(points))], "step", "learning rate")
+
+
+def gradients(steps: Sequence[Mapping[int, StepRecord]]) -> Chart | None:
+    """The norm of every step's gradient; None where clipping, which finds it, is off."""
+    found = [next(iter(of_step.values())) for of_step in steps]
+    points = [(record.step, record.grad_norm) for record in found if record.grad_norm is not None]
+    if not points:
+        return None
+    return Chart([Line("gradient norm", SERIES_COLOURS[3], *thinned(points))], "step", "gradient norm, before clipping")
+
+
+def bars(costs: Mapping[str, StepCost]) -> Bars:
+    """One bar a label: the parts of a step end to end."""
+    parts = {PART_NAMES[part]: [getattr(cost, part) for cost in costs.values()]
+             for part in PART_NAMES if any(getattr(cost, part) for cost in costs.values())}  # fmt: skip
+    return Bars(list(costs), parts, {PART_NAMES[part]: colour for part, colour in PART_COLOURS.items()})
 
 
 def unmeasured(costs: Iterable[StepCost]) -> list[str]:
@@ -105,196 +69,84 @@ def unmeasured(costs: Iterable[StepCost]) -> list[str]:
     return [part for part in PART_NAMES if all(getattr(cost, part) is None for cost in known)]
 
 
-def areas(steps: Sequence[Mapping[int, StepRecord]]) -> Figure:
-    """The parts of every step stacked, in milliseconds: a layer of traces for the mean of all ranks and one for each.
-
-    `meta` of a trace names its layer; the page shows one at a time.
-    """
+def areas(steps: Sequence[Mapping[int, StepRecord]], names: Mapping[int, str]) -> Layers:
+    """The parts of every step stacked: a layer for the mean of all ranks and one for each, under its name."""
     ranks = sorted({rank for of_step in steps for rank in of_step})
     layers = {ALL_RANKS: ranks} if len(ranks) > 1 else {}
-    layers |= {f"rank {rank}": [rank] for rank in ranks}
-    first = next(iter(layers))
-    traces = []
-    for layer, shown in layers.items():
-        for part in PART_NAMES:
-            points = []
-            for of_step in steps:
-                found = [record for rank, record in of_step.items() if rank in shown]
-                measured = [cost for record in found if (cost := getattr(record.cost, part)) is not None]
-                if measured:
-                    points.append((found[0].step, sum(measured) / len(measured) * 1e3))
-            x, y = thinned(points)
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "stackgroup": layer,
-                    "meta": layer,
-                    "visible": layer == first,
-                    "name": PART_NAMES[part],
-                    "x": x,
-                    "y": y,
-                    "line": {"width": 0},
-                    "fillcolor": PART_COLOURS[part],
-                    "marker": {"color": PART_COLOURS[part]},
-                    "hovertemplate": "%{y:.4~g} ms",
-                }
-            )
-    walls_ms = [record.wall_s * 1e3 for of_step in steps for record in of_step.values()]
-    layout = {
-        "height": 340,
-        "hovermode": "x unified",
-        "xaxis": {"title": "step"},
-        "yaxis": {"title": "ms", "range": [0, _short(1.25 * percentile(walls_ms, 0.98))]},
-    }
-    return {"data": traces, "layout": layout}
+    layers |= {names[rank]: [rank] for rank in (ranks if len(ranks) <= MAX_LAYERS else [ranks[0], ranks[-1]])}
+    walls_s = [record.wall_s for of_step in steps for record in of_step.values()]
+    unit, factor = _unit(percentile(walls_s, 0.98))
+    high = factor * min(1.05 * max(walls_s), 1.25 * percentile(walls_s, 0.98))
+    return Layers({
+        layer: Chart(
+            [Line(PART_NAMES[part], PART_COLOURS[part], *thinned(points))
+             for part in PART_NAMES if (points := _means(steps, part, shown, factor))],
+            "step", unit, y_range=(0.0, high), stacked=True)
+        for layer, shown in layers.items()
+    })  # fmt: skip
 
 
-def all_reduce(steps: Sequence[Mapping[int, StepRecord]], summary: Summary) -> Figure:
-    """All-reduces of every step on the slowest rank: the time they were in flight, and what backward did not hide."""
+def _means(steps: Sequence[Mapping[int, StepRecord]], part: str, ranks: Sequence[int], factor: float,
+           ) -> list[tuple[int, float]]:  # fmt: skip
+    """(step, one part of it) as the mean of some ranks, of the steps in which any of them measured it."""
+    points = []
+    for of_step in steps:
+        found = [record for rank, record in of_step.items() if rank in ranks]
+        measured = [cost for record in found if (cost := getattr(record.cost, part)) is not None]
+        if measured:
+            points.append((found[0].step, factor * sum(measured) / len(measured)))
+    return points
+
+
+def all_reduce(steps: Sequence[Mapping[int, StepRecord]], summary: Summary) -> Chart:
+    """All-reduces of every step as the last rank saw them: the time in flight, and what backward did not hide."""
     in_flight, exposed = [], []
     for of_step in steps:
-        records = list(of_step.values())
-        total = [record.sync_s for record in records if record.sync_s is not None]
-        stood = [record.cost.exposed_sync_s for record in records if record.cost.exposed_sync_s is not None]
-        in_flight += [(records[0].step, max(total) * 1e3)] if total else []
-        exposed += [(records[0].step, max(stood) * 1e3)] if stood else []
-    traces = []
-    for name, points, colour in (
-        ("in flight", in_flight, SERIES_COLOURS[0]),
-        ("exposed", exposed, PART_COLOURS["exposed_sync_s"]),
-    ):
-        x, y = thinned(points)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "x": x,
-                "y": y,
-                "line": {"color": colour, "width": 1.5},
-                "hovertemplate": "%{y:.4~g} ms",
-            }
+        step = next(iter(of_step))
+        stood = [record.cost.exposed_sync_s for record in of_step.values() if record.cost.exposed_sync_s is not None]
+        in_flight += [(of_step[step].step, least)] if (least := least_sync_s(dict(of_step))) is not None else []
+        exposed += [(of_step[step].step, min(stood))] if stood else []
+    values_s = [value for _, value in in_flight + exposed]
+    unit, factor = _unit(percentile(values_s, 0.98))
+    lines = [
+        Line(name, colour, *thinned([(step, factor * value) for step, value in points]))
+        for name, points, colour in (
+            ("in flight", in_flight, SERIES_COLOURS[0]),
+            ("exposed", exposed, PART_COLOURS["exposed_sync_s"]),
         )
-    marks = [("p50", summary.sync_p50_s, "dash"), ("p95", summary.sync_p95_s, "dot")]
-    shown = [(name, value, dash) for name, value, dash in marks if value is not None]
-    highest = max((value for _, value in in_flight + exposed), default=1.0)
-    usual = percentile([value for _, value in in_flight + exposed], 0.98) if in_flight + exposed else 1.0
-    layout = {
-        "height": 320,
-        "hovermode": "x unified",
-        "xaxis": {"title": "step"},
-        "yaxis": {"title": "ms", "range": [0, _short(min(1.05 * highest, 1.5 * usual))]},
-        "shapes": [
-            {
-                "type": "line",
-                "xref": "paper",
-                "x0": 0,
-                "x1": 1,
-                "y0": value * 1e3,
-                "y1": value * 1e3,
-                "line": {"color": SERIES_COLOURS[0], "width": 1, "dash": dash},
-            }
-            for _, value, dash in shown
-        ],
-        "annotations": [
-            {
-                "xref": "paper",
-                "x": 1,
-                "xanchor": "right",
-                "y": value * 1e3,
-                "yanchor": "bottom",
-                "showarrow": False,
-                "text": f"{name} {seconds(value)}",
-            }
-            for name, value, _ in shown
-        ],
-    }
-    return {"data": traces, "layout": layout}
+        if points
+    ]
+    high = min(1.05 * max(values_s), 1.5 * percentile(values_s, 0.98))
+    marks = {f"{name} {seconds(value)}": factor * value
+             for name, value in (("p50", summary.sync_p50_s), ("p95", summary.sync_p95_s)) if value}  # fmt: skip
+    return Chart(lines, "step", unit, y_range=(0.0, factor * high or 1.0), marks=marks)
 
 
-def scaling(series: Mapping[str, Sequence[Summary]]) -> Figure:
+def scaling(series: Mapping[str, Sequence[Summary]]) -> Chart:
     """Tokens/s over processes, a line a corpus, and dashed what the first run promises if nothing were lost."""
-    traces: list[Figure] = []
+    lines = []
     for index, (corpus, runs) in enumerate(series.items()):
         colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
-        points = measured_points(runs)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": corpus,
-                "x": [num for num, _ in points],
-                "y": [_short(rate) for _, rate in points],
-                "line": {"color": colour, "width": 2.5},
-                "marker": {"size": 9},
-                "hovertemplate": "%{y:.4~s} tokens/s",
-            }
-        )
-        ideal = ideal_points(runs)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"{corpus}, nothing lost",
-                "x": [num for num, _ in ideal],
-                "y": [_short(rate) for _, rate in ideal],
-                "line": {"color": colour, "width": 1.5, "dash": "dash"},
-                "hoverinfo": "skip",
-            }
-        )
+        lines.append(Line(corpus, colour, *_columns(measured_points(runs)), dots=True))
+        if ideal := ideal_points(runs):
+            lines.append(Line(f"{corpus}, nothing lost", colour, *_columns(ideal), dashed=True))
     counts = sorted({num for runs in series.values() for num, _ in measured_points(runs)})
-    layout = {
-        "height": 380,
-        "xaxis": {"title": "processes", "tickvals": counts},
-        "yaxis": {"title": "tokens/s", "rangemode": "tozero"},
-    }
-    return {"data": traces, "layout": layout}
+    high = max((y for line in lines for y in line.y), default=1.0)
+    return Chart(lines, "processes", "tokens/s", y_range=(0.0, 1.08 * high), x_ticks=[float(num) for num in counts])
 
 
-def speeds(runs: Mapping[str, Summary]) -> Figure:
-    """Tokens/s of every run, a bar each."""
-    labels = [label for label, run in runs.items() if run.tokens_per_s]
-    bar = {
-        "type": "bar",
-        "orientation": "h",
-        "name": "tokens/s",
-        "y": labels,
-        "x": [_short(runs[label].tokens_per_s or 0.0) for label in labels],
-        "marker": {"color": SERIES_COLOURS[0]},
-        "hovertemplate": "%{x:.4~s} tokens/s<extra>%{y}</extra>",
-    }
-    layout = {
-        "height": 80 + 36 * len(labels),
-        "bargap": 0.35,
-        "xaxis": {"title": "tokens/s", "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False, "type": "category"},
-    }
-    return {"data": [bar], "layout": layout}
+def speeds(runs: Mapping[str, Summary]) -> Bars:
+    """Tokens/s of every run, a bar each, marked where the planner had predicted it."""
+    shown = {label: run for label, run in runs.items() if run.tokens_per_s}
+    predicted = [option.tokens_per_s if (option := run.predicted) else None for run in shown.values()]
+    rates, colours = [run.tokens_per_s for run in shown.values()], {"tokens/s": SERIES_COLOURS[0]}
+    marks = predicted if any(predicted) else None
+    return Bars(list(shown), {"tokens/s": rates}, colours, told=count, predicted=marks)
 
 
-def tradeoff(runs: Mapping[str, Summary]) -> Figure:
+def tradeoff(runs: Mapping[str, Summary]) -> Dots:
     """Tokens/s against validation loss, a dot a run: further right is faster, lower has learned more."""
-    points = sorted(tradeoff_points(runs), key=lambda point: point[2])
-    around = ("bottom center", "middle right", "top center", "middle left")  # names of dots that lie close together
-    dots = {
-        "type": "scatter",
-        "mode": "markers+text",
-        "name": "runs",
-        "x": [_short(rate) for _, rate, _ in points],
-        "y": [_short(loss) for _, _, loss in points],
-        "text": [label for label, _, _ in points],
-        "textposition": [around[i % len(around)] for i in range(len(points))],
-        "cliponaxis": False,
-        "marker": {"color": SERIES_COLOURS[0], "size": 11},
-        "hovertemplate": "%{text}: %{x:.4~s} tokens/s, loss %{y:.4f}<extra></extra>",
-    }
-    layout = {
-        "height": 420,
-        "xaxis": {"title": "tokens/s", "rangemode": "tozero"},
-        "yaxis": {"title": "validation loss"},
-    }
-    return {"data": [dots], "layout": layout}
+    return Dots(tradeoff_points(runs), SERIES_COLOURS[0], "tokens/s", "validation loss")
 
 
 def tradeoff_points(runs: Mapping[str, Summary]) -> list[tuple[str, float, float]]:
@@ -326,13 +178,17 @@ def thinned(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]
     """
     size = -(-len(points) // MAX_POINTS) or 1
     groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [group[0][0] for group in groups], [_short(sum(v for _, v in group) / len(group)) for group in groups]
+    return [group[0][0] for group in groups], [sum(v for _, v in group) / len(group) for group in groups]
 
 
-def _ms(value_s: float | None) -> float | None:
-    return None if value_s is None else _short(value_s * 1e3)
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
-def _short(value: float) -> float:
-    """Five significant digits: what a picture can show."""
-    return float(f"{value:.5g}")
+def _unit(value_s: float) -> tuple[str, float]:
+    """In which unit such durations are drawn, and how many of it a second has.
+
+    >>> _unit(0.3), _unit(36.0)
+    (('ms', 1000.0), ('s', 1.0))
+    """
+    return ("s", 1.0) if value_s >= 2 else ("ms", 1e3)

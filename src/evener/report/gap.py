@@ -108,7 +108,7 @@ class _Compared:
         return self.prediction.cluster.hosts[self.member(rank).host]
 
     def name(self, rank: int) -> str:
-        return f"rank {rank} ({self.member(rank).host})"
+        return self.option.roster.name_of(rank)
 
     def diffs_s(self, rank: int) -> dict[str, float]:
         """Measured less predicted of every part that is known on both sides."""

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from evener.core.units import seconds
-from evener.report.figures import Figure, legend
+from evener.report.chart import Figure, draw
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,10 @@ class Fact:
 
 
 def document(template: str, *, title: str, figures: Mapping[str, Figure], **facts: object) -> str:
-    """The whole file. The script draws each of `figures` into the place that the template's `plot` made for it."""
-    given = {"title": title, "figures": figures, "style": _file("page.css"), "script": _file("page.js")}
-    return _environment().get_template(template).render(**given, **facts, plotly=_plotly_js())
+    """The whole file, with each of `figures` drawn where the template has its name."""
+    drawn = {name: draw(figure) for name, figure in figures.items()}
+    given = {"title": title, "figures": drawn, "style": _file("page.css"), "script": _file("page.js")}
+    return _environment().get_template(template).render(**given, **facts)
 
 
 @functools.cache
@@ -43,19 +42,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": seconds, "legend": legend}
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.filters |= {"seconds": seconds}
     return environment
 
 
 def _file(name: str) -> str:
     return (importlib.resources.files("evener.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _plotly_js() -> str:
-    """The library as the plotly package bundles it; importing the package itself would take longer than the page."""
-    spec = importlib.util.find_spec("plotly")
-    assert spec is not None, "plotly is a dependency of evener"
-    assert spec.submodule_search_locations is not None
-    bundle = Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
-    return bundle.read_text(encoding="utf-8").replace("</script", "<\\/script")

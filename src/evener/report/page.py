@@ -14,12 +14,11 @@ import msgspec
 
 from evener.core.files import write_atomic
 from evener.core.plan import find_plan
-from evener.core.prediction import Option
 from evener.core.rundir import Manifest, RunDir
 from evener.core.step import StepRecord, aligned
 from evener.core.units import count, plural, seconds, size
-from evener.plan.search import what_if
 from evener.report import benchpage, compare, figures
+from evener.report.chart import Figure
 from evener.report.events import evaluations, first_failure, tell
 from evener.report.explain import explain_measured, limit
 from evener.report.gap import NO_PREDICTION, explain_prediction
@@ -27,7 +26,8 @@ from evener.report.markup import Fact, document
 from evener.report.predicted import cells, percent, rank_rows, step_rows
 from evener.report.ranks import last_done, straggles
 from evener.report.summary import Summary, records_of, summarize
-from evener.report.whatif import corrected_step_s, correction, what_if_table
+from evener.report.whatif import HEAD, asked_again, what_if_rows
+from evener.report.worth import worth
 
 SILENT_S = 60.0  # a running job that wrote nothing for so long (or for 20 steps) is not running any more
 SILENT_STEPS = 20
@@ -61,7 +61,7 @@ def run_page(rundir: RunDir, now: float) -> str:
     """The page of one run; `now` tells a run that is silent from one that is running."""
     summary, events = summarize(rundir), rundir.events()
     manifest = summary.manifest
-    records = records_of(rundir)
+    records, again = records_of(rundir), asked_again(summary)
     name, failure = rundir.path.resolve().name, first_failure(events)
     return document(
         "run.html",
@@ -69,6 +69,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         figures=_figures(summary, aligned(records), evaluations(events)),
         name=name,
         what=_what(summary),
+        worth=worth(summary, again),
         outcome=_outcome(summary, events, _last_word(manifest, records, events), now),
         limit=limit(summary) if summary.step_p50_s else "",
         away=_away(rundir),
@@ -80,8 +81,9 @@ def run_page(rundir: RunDir, now: float) -> str:
         story=explain_measured(summary),
         predicted=_beside(summary),
         no_prediction=NO_PREDICTION,
-        events=[tell(event, manifest.started) for event in events],
-        failure=tell(failure, manifest.started) if failure and manifest.verdict != "finished" else None,
+        what_if=Table(list(HEAD), what_if_rows(again)) if again else None,
+        events=[tell(event, manifest) for event in events],
+        failure=tell(failure, manifest) if failure and manifest.verdict != "finished" else None,
         parameters=_parameters(manifest),
         num_params=f"{manifest.num_params:,}",
         manifest=_manifest(manifest),
@@ -136,7 +138,7 @@ def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, n
         return Outcome(verdict, f"after {done}, {why}.", resume)
     if verdict == "failed":
         failure = first_failure(events)
-        why = f": {tell(failure, manifest.started).what}" if failure else ", and no rank could say why: see its logs"
+        why = f": {tell(failure, manifest).what}" if failure else ", and no rank could say why: see its logs"
         return Outcome(verdict, f"after {done}{why}.")
     if verdict != "running":
         return Outcome(verdict, f"after {done}.")
@@ -160,12 +162,21 @@ def _what(summary: Summary) -> list[str]:
     return [
         f"{manifest.spec.model.model} ({count(manifest.num_params)} parameters)",
         manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
-        f"{plural(manifest.world_size, 'process')} with {plural(summary.threads, 'thread')}",
+        _processes(manifest),
         *([manifest.roster.backend] if manifest.world_size > 1 else []),
         manifest.roster.dtypes + (", compiled" if manifest.compiled else ""),
-        ", ".join(f"{host.cpu}, {plural(host.cores, 'core')}" for host in manifest.hosts),
+        *dict.fromkeys(f"{host.cpu}, {plural(host.cores, 'core')}" for host in manifest.hosts),
         _moment(manifest.started),
     ]
+
+
+def _processes(manifest: Manifest) -> str:
+    """How many, where, and with how many threads."""
+    threads = sorted({rank.threads for rank in manifest.ranks})
+    each = " or ".join(map(str, threads)) + (" thread" if threads == [1] else " threads")
+    hosts = manifest.roster.hosts
+    on = f" on {', '.join(hosts)}" if len(hosts) > 1 else ""
+    return f"{plural(manifest.world_size, 'process')}{on} with {each}"
 
 
 def _shown(summary: Summary, events: list[dict[str, Any]]) -> list[Fact]:
@@ -219,15 +230,19 @@ def _memory(summary: Summary) -> Fact:
 
 def _figures(
     summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated: Sequence[tuple[int, float]]
-) -> dict[str, figures.Figure]:
+) -> dict[str, Figure]:
     """What the page draws, by the name of its place."""
-    drawn = {}
+    drawn: dict[str, Figure] = {}
     if evaluated or summary.last_loss is not None:
         drawn["loss"] = figures.loss(summary.losses, evaluated)
     if summary.step_p50_s is not None:
-        drawn["parts"] = figures.bars({f"rank {rank.rank}": rank.typical for rank in summary.ranks})
-        drawn["areas"] = figures.areas(steps)
-    if summary.sync_p50_s is not None:
+        drawn["schedule"] = figures.schedule(steps)
+        drawn["parts"] = figures.bars({summary.name_of(rank): rank.typical for rank in summary.ranks})
+        names = {rank: summary.manifest.roster.name_of(rank) for of_step in steps for rank in of_step}
+        drawn["areas"] = figures.areas(steps, names)
+        if gradients := figures.gradients(steps):
+            drawn["gradients"] = gradients
+    if summary.sync_p50_s:
         drawn["sync"] = figures.all_reduce(steps, summary)
     return drawn
 
@@ -235,7 +250,7 @@ def _figures(
 def _parts(summary: Summary) -> Table:
     """The parts of each rank's median step."""
     rows = [
-        [f"rank {rank.rank}", *(seconds(getattr(rank.typical, part)) for part in figures.PART_NAMES),
+        [summary.name_of(rank), *(seconds(getattr(rank.typical, part)) for part in figures.PART_NAMES),
          seconds(rank.typical.total_s)]
         for rank in summary.ranks
     ]  # fmt: skip
@@ -243,14 +258,6 @@ def _parts(summary: Summary) -> Table:
 
 
 # --- predicted beside measured ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """Other set-ups beside this one."""
-
-    options: Table
-    own_step: str | None  # of this run, as corrected by itself; None: it measured nothing
 
 
 @dataclass(frozen=True)
@@ -264,7 +271,6 @@ class Beside:
     last: str  # the rank that was done last
     of_last: list[list[str]]
     of_others: dict[str, list[list[str]]]  # by rank
-    what_if: WhatIf | None
 
 
 def _beside(summary: Summary) -> Beside | None:
@@ -274,10 +280,10 @@ def _beside(summary: Summary) -> Beside | None:
     told, *causes = explain_prediction(summary, prediction)
     assumed = prediction.cluster.assumed
     if option is None:
-        return Beside(told, causes, assumed, step=[], last="", of_last=[], of_others={}, what_if=None)
-    names = [f"rank {member.rank} ({member.host})" for member in option.roster.members]
+        return Beside(told, causes, assumed, step=[], last="", of_last=[], of_others={})
+    names = [option.roster.name_of(member.rank) for member in option.roster.members]
     tables = [[cells(row) for row in rank_rows(summary, option, rank)] for rank in range(len(names))]
-    last, others = last_done(summary).rank, what_if(prediction)
+    last = last_done(summary).rank
     return Beside(
         told,
         causes,
@@ -286,13 +292,7 @@ def _beside(summary: Summary) -> Beside | None:
         last=f"{names[last]}, for which the others wait" if straggles(summary) else names[last],
         of_last=tables[last],
         of_others={name: table for rank, (name, table) in enumerate(zip(names, tables, strict=True)) if rank != last},
-        what_if=_what_if(summary, option, others) if others else None,
     )
-
-
-def _what_if(summary: Summary, option: Option, others: Sequence[Option]) -> WhatIf:
-    by = correction(summary, option) if summary.step_p50_s is not None else None
-    return WhatIf(Table(*what_if_table(others, option, by)), seconds(corrected_step_s(option, by)) if by else None)
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------

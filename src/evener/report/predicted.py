@@ -95,11 +95,13 @@ def cells(row: Row) -> list[str]:
 def percent(relative: float | None) -> str:
     """A relative difference with its sign.
 
-    >>> percent(0.981), percent(-0.2), percent(0.001), percent(None)
-    ('+98%', '−20%', '0%', '–')
+    >>> percent(0.981), percent(-0.2), percent(0.001), percent(67.81), percent(None)
+    ('+98%', '−20%', '0%', '69 times', '–')
     """
     if relative is None:
         return "–"
+    if relative >= 9:
+        return f"{1 + relative:.0f} times"
     rounded = round(100 * relative)
     return f"{'+' if rounded > 0 else '−' if rounded < 0 else ''}{abs(rounded)}%"
 

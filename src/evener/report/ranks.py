@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.core.rundir import Contention
+from evener.core.typical import RankSummary
 from evener.core.units import count, plural, seconds
-from evener.report.summary import RankSummary, Summary
+from evener.report.summary import Summary
 
 CLEAR = 1.1  # a ratio of two timings nearer to 1 is taken for noise
 STRAGGLES = 0.05  # of the step: by how much the wait of two ranks must differ
@@ -92,31 +93,32 @@ def token_s(summary: Summary) -> float | None:
 
 def why_slow(summary: Summary, slow: RankSummary, fast: RankSummary) -> str:
     """Why one rank takes longer than another, with the figures that say so."""
+    beside = summary.name_of(fast)
     if slow.tokens and fast.tokens and slow.tokens > 1.05 * fast.tokens:
         return f"its share of the batch is larger, {count(slow.tokens)} tokens beside {count(fast.tokens)}"
     behind_s = (fast.typical.wait_s or 0.0) - (slow.typical.wait_s or 0.0)
     input_s = (slow.typical.data_s or 0.0) - (fast.typical.data_s or 0.0)
     if input_s > behind_s / 2:
         return (
-            f"it spends {seconds(slow.typical.data_s)} of a step waiting for input, rank {fast.rank} "
+            f"it spends {seconds(slow.typical.data_s)} of a step waiting for input, {beside} "
             f"{seconds(fast.typical.data_s)}"
         )
     compute = (
-        f"forward and backward of the same number of tokens take it {seconds(slow.typical.compute_s)}, rank "
-        f"{fast.rank} {seconds(fast.typical.compute_s)}"
+        f"forward and backward of the same number of tokens take it {seconds(slow.typical.compute_s)}, "
+        f"{beside} {seconds(fast.typical.compute_s)}"
     )
-    running, beside = cpus_at_work(summary, slow), cpus_at_work(summary, fast)
+    running, theirs = cpus_at_work(summary, slow), cpus_at_work(summary, fast)
     if not on_cpus(summary):
         return compute
-    if running is None or beside is None:
+    if running is None or theirs is None:
         return f"{compute}; whether it was really running was not measured"
     own, others = (summary.manifest.ranks[rank.rank].threads for rank in (slow, fast))
-    if beside / others > CLEAR * running / own:
-        theirs = f"{beside:.2f}" if own == others else f"{beside:.2f} for {others}"
+    if theirs / others > CLEAR * running / own:
+        had = f"{theirs:.2f}" if own == others else f"{theirs:.2f} for {others}"
         return (
             f"it was not always running: while it had work it had {running:.2f} cores for its {plural(own, 'thread')}, "
-            f"rank {fast.rank} had {theirs}, so something else used its core"
+            f"{beside} had {had}, so something else used its core"
         )
     if own != others:
-        return f"{compute}, on {running:.2f} cores; rank {fast.rank} has {beside:.2f}"
+        return f"{compute}, on {running:.2f} cores; {beside} has {theirs:.2f}"
     return f"{compute}, although it was running all the time (on {running:.2f} cores): its core or its memory is slower"

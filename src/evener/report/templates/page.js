@@ -1,59 +1,52 @@
 (() => {
   "use strict";
-  const figures = JSON.parse(document.getElementById("figures").textContent);
-  const root = document.documentElement;
-  const PAPER_WIDTH = 660;
 
-  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
-
-  // The page's colours and typeface, whatever the theme; what the figure itself says wins.
-  function dressed(layout) {
-    const narrow = root.clientWidth < 576;
-    const axis = { gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false, automargin: true,
-                   title: { font: { size: 12 } } };
-    const withTitle = (own) => ({ ...axis, ...own, title: { ...axis.title, text: own && own.title, standoff: 8 } });
-    return {
-      ...layout,
-      xaxis: withTitle(layout.xaxis),
-      yaxis: withTitle(layout.yaxis),
-      font: { family: getComputedStyle(document.body).fontFamily, size: narrow ? 11 : 12.5, color: colour("--soft") },
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: narrow ? 40 : 52, r: 8, t: 8, b: 40 },
-      annotations: (layout.annotations || []).map((note) => ({ ...note, bgcolor: colour("--panel"), borderpad: 2 })),
-      showlegend: false,
-      hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
-      dragmode: narrow ? false : "zoom",
-      width: root.classList.contains("on-paper") ? PAPER_WIDTH : undefined,
-    };
-  }
-
-  function draw() {
-    for (const [id, figure] of Object.entries(figures)) {
-      Plotly.react(id, figure.data, dressed(figure.layout), { displayModeBar: false, responsive: true });
-    }
-  }
-
-  for (const select of document.querySelectorAll("select[data-figure]")) {
+  // One layer of a picture at a time.
+  for (const select of document.querySelectorAll(".choose select")) {
     select.addEventListener("change", () => {
-      const figure = figures[select.dataset.figure];
-      for (const trace of figure.data) trace.visible = trace.meta === select.value;
-      draw();
+      for (const layer of select.closest(".layers").querySelectorAll("[data-layer]")) layer.hidden = layer.dataset.layer !== select.value;
     });
   }
 
-  let unfolded = [];
+  // The points of a line, in the values of the axes: its coordinates are ten-thousandths of the field's range.
+  function points(path, [x0, x1, y0, y1]) {
+    const found = [...path.getAttribute("d").matchAll(/[ML](\d+) (\d+)/g)];
+    return found.map(([, x, y]) => ({ at: x / 1e4, x: x0 + (x / 1e4) * (x1 - x0), y: y1 - (y / 1e4) * (y1 - y0) }));
+  }
+
+  const told = (value) => Number(value.toPrecision(4)).toString();
+
+  // What the lines say under the pointer.
+  for (const field of document.querySelectorAll(".field")) {
+    const range = field.dataset.range.split(" ").map(Number);
+    let lines = null, tip = null, rule = null;
+    field.addEventListener("pointermove", (event) => {
+      lines ??= [...field.querySelectorAll("path[data-name]")].map((path) => ({ name: path.dataset.name, points: points(path, range) }));
+      const box = field.getBoundingClientRect(), at = (event.clientX - box.left) / box.width;
+      const near = lines.filter((line) => line.points.length).map(({ name, points }) =>
+        ({ name, ...points.reduce((a, b) => (Math.abs(b.at - at) < Math.abs(a.at - at) ? b : a)) }));
+      if (!near.length) return;
+      const closest = near.reduce((a, b) => (Math.abs(b.at - at) < Math.abs(a.at - at) ? b : a));
+      // Of a stack, each line is the top of those below it, and the next in the document is the one below.
+      const own = (line, i) => line.y - ("stacked" in field.dataset && i + 1 < near.length ? near[i + 1].y : 0);
+      const rows = near.map((line, i) => `${line.name}  ${told(own(line, i))}`);
+      if (!tip) {
+        [tip, rule] = ["tip", "rule"].map((name) => Object.assign(document.createElement("div"), { className: name }));
+        field.append(rule, tip);
+      }
+      tip.textContent = [`${field.dataset.x} ${told(closest.x)}`, ...rows].join("\n");
+      rule.style.left = `${100 * closest.at}%`;
+      tip.style.left = closest.at < 0.5 ? `calc(${100 * closest.at}% + .5rem)` : "auto";
+      tip.style.right = closest.at < 0.5 ? "auto" : `calc(${100 * (1 - closest.at)}% + .5rem)`;
+    });
+    field.addEventListener("pointerleave", () => { tip?.remove(); rule?.remove(); tip = null; });
+  }
+
+  // On paper everything is unfolded.
+  let folded = [];
   addEventListener("beforeprint", () => {
-    root.classList.add("on-paper");
-    unfolded = [...document.querySelectorAll("details:not([open])")];
-    for (const details of unfolded) details.open = true;
-    draw();
+    folded = [...document.querySelectorAll("details:not([open])")];
+    for (const details of folded) details.open = true;
   });
-  addEventListener("afterprint", () => {
-    root.classList.remove("on-paper");
-    for (const details of unfolded) details.open = false;
-    draw();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  draw();
+  addEventListener("afterprint", () => { for (const details of folded) details.open = false; });
 })();

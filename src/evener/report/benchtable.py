@@ -1,16 +1,21 @@
-"""How do the runs of a bench compare, in one table? Figures down, runs across, so that it fits a terminal."""
+"""How do the runs of a bench compare, in one table? Figures down, runs across: it fits a terminal, and a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from evener.core.step import StepCost
 from evener.core.units import count, seconds
 from evener.report.predicted import against
+from evener.report.ranks import first_done
 from evener.report.summary import Summary
 
 
 def rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """A row a figure: its name, then its value in each run. The first run is what the others are compared with."""
+    """A row a figure: its name, then its value in each run. The first run is what the others are compared with.
+
+    The parts of a step are those of the rank that waits most: there they sum to it, and waiting shows.
+    """
     base = summaries[0].tokens_per_s
 
     def speedup(summary: Summary) -> float | None:
@@ -23,6 +28,9 @@ def rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
     def of_several(figure: Callable[[Summary], float | None]) -> Callable[[Summary], str]:
         return lambda summary: "–" if summary.manifest.world_size == 1 else seconds(figure(summary))
 
+    def cost(summary: Summary) -> StepCost:
+        return first_done(summary).typical
+
     figures: list[tuple[str, Callable[[Summary], str]]] = [
         ("processes", lambda summary: str(summary.manifest.world_size)),
         ("threads of each", lambda summary: str(summary.threads)),
@@ -32,10 +40,10 @@ def rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
         ("step", lambda summary: seconds(summary.step_p50_s)),
         ("predicted step", lambda summary: against(summary)[0]),
         ("  difference", lambda summary: against(summary)[1]),
-        ("  compute", lambda summary: seconds(summary.mean_part("compute_s"))),
-        ("  exposed communication", of_several(lambda summary: summary.mean_part("exposed_sync_s"))),
-        ("  wait for another rank", of_several(lambda summary: summary.mean_part("wait_s"))),
-        ("  optimizer", lambda summary: seconds(summary.mean_part("optimizer_s"))),
+        ("  compute", lambda summary: seconds(cost(summary).compute_s)),
+        ("  exposed communication", of_several(lambda summary: cost(summary).exposed_sync_s)),
+        ("  wait for another rank", of_several(lambda summary: cost(summary).wait_s)),
+        ("  optimizer", lambda summary: seconds(cost(summary).optimizer_s)),
         ("all-reduce p50", of_several(lambda summary: summary.sync_p50_s)),
         ("all-reduce p95", of_several(lambda summary: summary.sync_p95_s)),
     ]

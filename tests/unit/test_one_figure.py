@@ -1,0 +1,198 @@
+"""One figure has one source: whatever says it of a run, in whichever place, says the same.
+
+The records are real: tiny on tiny Shakespeare, two emulated hosts of a core each over 100 Mbit/s, shares 3:1 (2026-11).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from evener.cli.plan import plan
+from evener.cli.report import report
+from evener.core.files import write_atomic
+from evener.core.rundir import RunDir
+from evener.core.step import PARTS
+from evener.core.units import count, seconds, size
+from evener.report import benchpage, compare, figures
+from evener.report.benchtable import rows as bench_rows
+from evener.report.compare import Compared
+from evener.report.explain import PARTS as IN_WORDS
+from evener.report.page import write_page
+from evener.report.summary import summarize
+
+RECORDS = Path(__file__).parent / "records" / "two-hosts"
+
+
+class Text(HTMLParser):
+    """What a page says, and the rows of its tables."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.said, self.rows, self._skips, self._in_cell = "", [], False, False
+        self.feed(html)
+        self.said = " ".join(self.said.split())
+
+    def handle_starttag(self, tag, attrs):
+        self._skips = tag in ("style", "script")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag):
+        self._in_cell = self._in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if not self._skips:
+            self.said += data + " "
+            if self._in_cell:
+                self.rows[-1][-1] = (self.rows[-1][-1] + data).strip()
+
+    def row(self, *begins: str) -> list[str]:
+        """The cells of the only table's row that begins so."""
+        found = {tuple(row) for row in self.rows if tuple(row[: len(begins)]) == begins}
+        assert len(found) == 1, f"{begins}: {found}"
+        return list(found.pop())
+
+
+@pytest.fixture
+def told(tmp_path, capsys, monkeypatch):
+    """Of one run: its page, what the terminal says, its JSON, and the planner's answer to its records."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(RECORDS, "run")
+    report("run", as_json=False)
+    terminal = " ".join(capsys.readouterr().err.split())
+    report("run", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    asked = dict.fromkeys(("spec_file", "fleet", "hosts", "nodes", "rate", "link", "per_node", "node_link", "scale",
+                           "jitter", "slow", "mtbf_days", "draw"))  # fmt: skip
+    plan(**asked, strong=False, source_run="run", as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    page = Text(Path("run/report.html").read_text())
+    return page, terminal, found, {option["name"]: option for option in answer["options"]}, answer
+
+
+def only(pattern: str, *texts: str) -> set[str]:
+    """Whatever stands where the pattern has its group, in all the texts together."""
+    found = {figure for text in texts for figure in re.findall(pattern, text)}
+    assert found, f"nobody says {pattern}"
+    return found
+
+
+def test_the_run_is_as_fast_wherever_it_is_said(told):
+    page, terminal, found, options, answer = told
+    own = options["ddp, shares 12 : 4"]
+    assert answer["chosen"] == own["name"]
+    assert own["tokens_per_s"] == found["tokens_per_s"]
+    assert own["step_s"] == found["step_p50_s"]
+    rate, step = count(found["tokens_per_s"]), seconds(found["step_p50_s"])
+    assert only(r"a and b trained (\S+) tokens/s", page.said, terminal) == {rate}
+    assert only(r"takes (\S+ m?s) \(p50", page.said, terminal) == {step}
+    assert only(r"p95 (\S+ m?s)\)", page.said, terminal) == {seconds(found["step_p95_s"])}
+    assert page.row("this run: ddp, shares 12 : 4")[1:3] == [step, rate]
+    assert page.row("step")[2] == step
+    assert page.row("tokens/s")[2] == rate
+
+
+def test_each_part_of_the_step_is_the_same_wherever_it_is_said(told):
+    page, terminal, found, options, _ = told
+    for rank, name in enumerate("ab"):
+        cost = found["ranks"][rank]["cost"]
+        assert cost == options["ddp, shares 12 : 4"]["ranks"][rank]["cost"]
+        assert sum(cost.values()) == pytest.approx(found["step_p50_s"])
+        cells = [seconds(cost[part]) for part in figures.PART_NAMES]
+        assert page.row(name, cells[0])[1:] == [*cells, seconds(found["step_p50_s"])]
+        of_rank = rf"[Oo]n {name}, the (?:slowest|fastest): ([^:]*?)\."
+        for said in only(of_rank + r" ", page.said + " ", terminal + " "):
+            shown = dict(re.findall(r"(\S+ m?s) (\D+?) \(\d+%\)", said))
+            assert shown
+            for figure, words in shown.items():
+                part = next(part for part in PARTS if IN_WORDS[part] == words)
+                assert figure == seconds(cost[part])
+                share = only(rf"{re.escape(figure)} {words} \((\d+)%\)", said)
+                assert share == {f"{100 * cost[part] / found['step_p50_s']:.0f}"}
+    assert only(r"b waits (\d+)% of each step", page.said) == {
+        f"{100 * found['ranks'][1]['cost']['wait_s'] / found['step_p50_s']:.0f}"
+    }
+    waits = [seconds(rank["cost"]["wait_s"]) for rank in found["ranks"]]
+    assert only(r"waits least, (\S+ m?s)", page.said, terminal) == {waits[0]}
+    assert only(r"b waits (\S+ m?s) for it", page.said, terminal) == {waits[1]}
+    stood = seconds(found["ranks"][0]["cost"]["exposed_sync_s"])
+    assert only(r"stood still for (\S+ m?s)", page.said, terminal) == {stood}
+    assert {row[2] for row in page.rows if row[:1] == ["exposed communication"]} == {stood}
+
+
+def test_communication_is_the_same_wherever_it_is_said(told):
+    page, terminal, found, options, _ = told
+    in_flight, sent = seconds(found["all_reduce_p50_s"]), size(found["ranks"][0]["bytes"])
+    assert only(r"under way for (\S+ m?s)", page.said, terminal) == {in_flight}
+    assert only(r"in flight p50 (\S+ m?s)", page.said) == {in_flight}
+    assert {row[2] for row in page.rows if row[:1] == ["communication in flight"]} == {in_flight}
+    assert only(r"sends (\S+ kB) in them", page.said, terminal) == {sent}
+    assert {row[2] for row in page.rows if row[0] in ("bytes sent", "bytes that a rank sends")} == {sent}
+    assert options["ddp, shares 12 : 4"]["bytes_per_rank"] == found["ranks"][0]["bytes"]
+
+
+def test_the_loss_is_the_same_wherever_it_is_said(told):
+    page, _, found, _, _ = told
+    assert only(r" loss (\d\.\d{4}) after 60 steps validation", page.said) == {f"{found['loss']:.4f}"}
+    assert only(r"validation loss (\d\.\d{4}) after 60", page.said) == {f"{found['val_loss']:.4f}"}
+    assert only(r"step 60: validation loss (\d\.\d{4})", page.said) == {f"{found['val_loss']:.4f}"}
+
+
+def test_one_host_alone_is_what_the_planner_says(told):
+    page, terminal, found, options, answer = told
+    alone = options["a alone"]
+    rate = count(alone["tokens_per_s"])
+    assert only(r"a alone would have trained (\S+) tokens/s", page.said, terminal) == {rate}
+    assert page.row("a alone")[1:3] == [seconds(alone["step_s"]), rate]
+    times = alone["tokens_per_s"] / found["tokens_per_s"]
+    assert only(r"a alone is (\S+) times as fast", page.said, terminal) == {f"{times:.2f}"} == {page.row("a alone")[3]}
+    assert page.said.index("It was not worth it") < page.said.index("finished")
+    assert terminal.startswith("It was not worth it: a and b trained")
+    best = options[answer["recommended"]]
+    assert only(rf"{re.escape(best['name'])} would train (\S+) tokens/s", page.said, terminal) == {
+        count(best["tokens_per_s"])
+    }
+
+
+def test_every_other_way_is_what_the_planner_says(told):
+    page, _, _, options, _ = told
+    shown = [row for row in page.rows if row and row[0].removesuffix(", not built yet") in options]
+    assert len(shown) > 5
+    for row in shown:
+        option = options[row[0].removesuffix(", not built yet")]
+        assert row[1:3] == [seconds(option["step_s"]), count(option["tokens_per_s"])]
+    assert page.row("batch and accumulation × 4")[-1] == "another training run"  # as `plan` says of a larger batch
+
+
+def test_a_bench_is_the_same_on_its_page_and_in_its_table(tmp_path, write_run):
+    shutil.copytree(RECORDS, tmp_path / "two")
+    write_run(tmp_path / "one", [{}])
+    write_atomic(tmp_path / "bench.json", b'{"format": 1, "series": {"verbs": ["one", "two"]}}')
+    page = Text(write_page(RunDir(tmp_path)).read_text())
+    (runs,) = benchpage.summaries(tmp_path).values()
+    for name, *cells in bench_rows(runs)[1:]:
+        assert page.row(name.strip())[1:] == cells
+    for run in runs:
+        assert seconds(run.step_p50_s) in page.said.split("waits most.")[1]  # the sum of its bar
+
+
+def test_a_bench_of_a_fleet_is_the_same_on_its_page_in_its_table_and_on_the_page_of_its_run(tmp_path, write_run):
+    shutil.copytree(RECORDS, tmp_path / "two")
+    write_run(tmp_path / "one", [{}])
+    compare.write(tmp_path, Compared(kind="fleet", base="a", runs={"a": "one", "a + b": "two"}))
+    page, of_run = (Text(write_page(RunDir(path)).read_text()) for path in (tmp_path, tmp_path / "two"))
+    runs = {label: summarize(RunDir(tmp_path / name)) for label, name in (("a", "one"), ("a + b", "two"))}
+    for row in compare.rows("fleet", runs, runs["a"]):
+        assert page.row(row[0]) == list(row)
+    shown = dict(zip(compare.COLUMNS["fleet"], page.row("a + b")[1:], strict=True))
+    assert of_run.row("b", "56.1 ms")[2:4] == [shown["exposed"], shown["wait"]]
+    assert of_run.row("step")[2] == shown["step"]
