@@ -259,7 +259,7 @@ def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothi
     assert predict(auto, slow).chosen == "packed"  # what costs loss must be clearly faster
     slower = cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=8e6))
     assert predict(auto, slower).chosen == "int8"
-    assert "; its loss was 0.2% higher at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
+    assert "; its loss was 0.4% higher at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
     assert predict(auto, fast).chosen == "ddp"
     monkeypatch.setattr("evener.plan.cost.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
     assert predict(auto, slow).chosen == "powersgd:4"
