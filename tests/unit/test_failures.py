@@ -158,6 +158,21 @@ def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
     assert named(rundir, a=state(), b=full, c=state()) == expected
 
 
+def test_a_disk_that_was_full_hours_ago_is_not_the_reason(rundir: RunDir) -> None:
+    log(rundir, "b.1", PEER)
+    late = state(status=1, failures=died(1, 1, 97.0), full_at=60.0)
+    expected = "rank 2 on c exited with status 1"
+    assert named(rundir, a=state(), b=late, c=state(status=1, failures=died(2, 1, 98.0))) == expected
+
+
+def test_the_rest_of_a_failed_run_that_is_ended_was_not_stopped(rundir: RunDir) -> None:
+    """Whoever asks, and whenever: the hosts' own states tell."""
+    ended = state(ended=121.0, status=143, stopped=True)
+    assert named(rundir, a=ended, b=state(status=1), c=ended) == "the launcher on b exited with status 1"
+    stopped = state(ended=101.0, status=143, stopped=True)
+    assert named(rundir, a=stopped, b=state(status=1), c=stopped) is None
+
+
 def test_who_ended_its_ranks_for_want_of_an_answer_says_so(rundir: RunDir) -> None:
     why = "nothing was heard of it for 90 s"
     log(rundir, "a", f"evener: ending the ranks on a: {why}")

@@ -111,6 +111,6 @@ class TestTold:
         hosts = {"attic": Host(address="local"), "laptop": Host(address="lap")}
         file.write_text("".join(f'[hosts.{name}]\naddress = "{host.address}"\n' for name, host in hosts.items()))
         update_fleet(file, links=links(GAIN))
-        assert load_fleet(file) == Fleet(hosts=hosts, links=links(GAIN))
+        assert load_fleet(file) == Fleet(hosts=hosts, file=str(file), links=links(GAIN))
         update_fleet(file, links=links())
         assert load_fleet(file).links["attic"]["laptop"].gains == []

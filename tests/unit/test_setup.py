@@ -238,7 +238,8 @@ def test_a_python_that_is_no_venv_is_left_alone_and_one_is_made_of_it(tmp_path):
     found = remote.look(str(tmp_path), python=base)
     assert (found["python"], found["is_own"], found["now"]["is_venv"]) == (base, False, False)
     assert os.path.realpath(found["base"]["python"]) == os.path.realpath(base)
-    subprocess.run([base, "-m", "venv", tmp_path / "venv"], check=True)
+    for item in remote.make_venv(str(tmp_path), found["base"]["python"], named=base):
+        assert item.get("status", 0) == 0
     made = str(tmp_path / "venv/bin/python")
     found = remote.look(str(tmp_path), python=base)
     assert (found["python"], found["is_own"], found["now"]["is_venv"]) == (made, True, True)

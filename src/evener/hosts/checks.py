@@ -16,7 +16,7 @@ from evener.hosts.facts import Facts, Process
 from evener.hosts.linkchecks import check_links
 from evener.hosts.machinechecks import check_machines
 from evener.hosts.netchecks import check_network
-from evener.hosts.seen import Seen, each, finding_of, holder_of, is_address, listed
+from evener.hosts.seen import Seen, each, finding_of, holder_of, is_address, is_mistaken, listed
 
 PYTHON_NEEDED = (3, 11)
 
@@ -42,7 +42,7 @@ def names_to_resolve(fleet: Fleet, facts: Mapping[str, Facts]) -> list[str]:
 
 def _reachable(seen: Seen) -> Iterator[Finding]:
     for name, error in seen.errors.items():
-        if error.check == "ssh.hostkey" and holder_of(seen, name, seen.fleet.hosts[name].address) is not None:
+        if is_mistaken(seen, name) and holder_of(seen, name, seen.fleet.hosts[name].address) is not None:
             continue  # another machine has its address: that is told
         yield Finding(check=error.check, severity="error", host=name, evidence=str(error), fix=error.hint)
 

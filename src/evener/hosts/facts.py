@@ -169,7 +169,7 @@ class Facts(Devices, frozen=True, kw_only=True):
     port_holder: Process | None = None
     gloo: GlooChoice
     environment: dict[str, str] = {}
-    set_in: dict[str, tuple[str, int]] = {}  # (file, line) that sets a variable for every session
+    set_in: dict[str, str] = {}  # the file that sets a variable for every session
     stale: list[Process] = []
     attached: list[Process] = []
 

@@ -264,6 +264,5 @@ def _nccl_on_gloo(seen: Seen) -> Iterator[Finding]:
     hosts = [name for name, variables in found.items() if variables]
     if hosts:
         yield finding_of(hosts, "env.ineffective", "info",
-                  f"{each(hosts, lambda name: listed(found[name]))}: its ranks agree by Gloo, which reads none of it; "
-                  "evener sets GLOO_SOCKET_IFNAME for its runs",
-                  "; ".join(seen.unset(name, *found[name]) for name in hosts))  # fmt: skip
+                  f"{each(hosts, lambda name: listed(found[name]))}: its ranks agree by Gloo, which reads none of it",
+                  "nothing: of Gloo's own, GLOO_SOCKET_IFNAME, evener sets for its runs")  # fmt: skip

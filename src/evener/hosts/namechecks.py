@@ -131,8 +131,11 @@ def hosts_line(seen: Seen, host: str, target: str) -> str:
 
 
 def in_place_of(host: str, name: str, address: str, as_root: str) -> str:
-    """A line of /etc/hosts that replaces the one there: where both stand, the resolver would still find the other."""
-    gone = f"{as_root}sed -i.old '/[[:space:]]{name}$/d' /etc/hosts"
+    """A line of /etc/hosts in place of what is told there: where both stand, the resolver would still find the other.
+
+    The name goes from its line, which may have others.
+    """
+    gone = f"{as_root}sed -i.old -E 's/[[:space:]]+{name}([[:space:]]|$)/\\1/' /etc/hosts"
     return f"on {host}: {gone}; echo '{address} {name}' | {as_root}tee -a /etc/hosts"
 
 

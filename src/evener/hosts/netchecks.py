@@ -24,7 +24,7 @@ from evener.hosts.namechecks import (
     known_names,
 )
 from evener.hosts.pairs import Pair
-from evener.hosts.seen import Seen, holder_of, is_address, listed
+from evener.hosts.seen import Seen, holder_of, is_address, is_mistaken, listed
 from evener.hosts.ways import CLASS, NAMED, WORDS, Way
 
 MANY = 3  # peers, from which on they are told together
@@ -35,7 +35,7 @@ def check_network(seen: Seen) -> list[Finding]:
     cut_off = list(_cut_off(seen))
     separate = {(one.host, one.peer) for one in cut_off} | {(one.peer, one.host) for one in cut_off}
     interfaces, twice = list(_interfaces(seen)), list(_duplicates(seen))
-    separate |= {(one.host, None) for one in [*interfaces, *twice]}
+    separate |= {(one.host, None) for one in [*interfaces, *twice] if one.severity == "error"}
     found = [*interfaces, *twice, *cut_off, *_firewalls(seen, separate)]
     names = list(host_names(seen))
     found += [*names, *_gloo_alone(seen, {one.host for one in names}), *_rendezvous(seen, {one.host for one in twice})]
@@ -178,7 +178,7 @@ def _overlays(seen: Seen) -> Iterator[Finding]:
 def _duplicates(seen: Seen) -> Iterator[Finding]:
     """Machines of one network with one address: who is reached there is chance, and changes."""
     addresses = {name: way.address for name, way in seen.network.ways.items() if CLASS[way.kind] == 0}
-    addresses |= {name: seen.fleet.hosts[name].address for name in seen.errors}
+    addresses |= {name: seen.fleet.hosts[name].address for name in seen.errors if is_mistaken(seen, name)}
     known: set[str] = set()
     for name, address in addresses.items():
         other = holder_of(seen, name, address)
@@ -188,22 +188,24 @@ def _duplicates(seen: Seen) -> Iterator[Finding]:
         there = seen.facts[other].interface_of(address)
         assert there is not None
         prefix = next(one.prefix for one in there.addresses if one.address == address)
-        spare = "" if len(there.addresses) > 1 else ", and give it an address of its own"
+        way = seen.network.ways.get(other)
+        is_spare = way is not None and way.address != address  # it is reached otherwise, and stays so
         yield Finding(
             check="net.duplicate-address", severity="error", host=name, peer=other,
             evidence=f"{name} and {other} both have the address {address}: who is reached there is chance",
-            fix=f"on {other}: {seen.sudo(other)}ip address del {address}/{prefix} dev {there.name}{spare}",
+            fix=f"on {other}: {seen.sudo(other)}ip address del {address}/{prefix} dev {there.name}"
+            if is_spare else f"{name} or {other} needs an address of its own on {there.name}",
         )  # fmt: skip
     for pair in seen.network.pairs:
         way, target = seen.network.ways[pair.target], seen.facts.get(pair.target)
-        card = target.interface(way.interface) if target is not None else None
-        if card is None or card.mac is None or way.address in known or pair.answered_by in (None, card.mac):
+        own = {one.mac for one in target.interfaces if one.mac} if target is not None else set()
+        if not own or way.address in known or pair.answered_by in (None, *own):
             continue
         known.add(way.address)
         yield Finding(
-            check="net.duplicate-address", severity="error", host=pair.target,
-            evidence=f"{pair.source} meets another machine at its address {way.address}: the card {pair.answered_by} "
-            f"answers there, and its own is {card.mac}",
+            check="net.duplicate-address", severity="warning", host=pair.target,
+            evidence=f"where {pair.source} looks for {way.address}, the card {pair.answered_by} answers, which is none "
+            "of its own: another machine has its address, or a repeater stands between them",
             fix=f"on {pair.target}: another address for {way.interface}; on {pair.source}: ip neigh show {way.address} "
             "shows who answers",
         )  # fmt: skip

@@ -14,8 +14,10 @@ from evener.core.roster import Seat, devices_of, wished_device
 from evener.core.spec import MachineSpec
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Network
+from evener.hosts.shell import OTHER_KEY
 from evener.hosts.ways import CLASS, Way
 
+SSH_PORT = 22
 AS_THE_FLEET_SAYS = MachineSpec()  # of a run that asks nothing of its machines beside the fleet file
 
 
@@ -74,17 +76,24 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join([f"evener setup{self.fleet.flag}", *flags])
 
     def unset(self, name: str, *variables: str) -> str:
-        """What takes variables out of a host's environment for good."""
-        set_in = self.facts[name].set_in
-        lines: dict[str, list[int]] = {}
+        """What takes variables out of a host's environment for good: their lines become comments."""
+        files: dict[str, list[str]] = {}
         for variable in variables:
-            if variable not in set_in:
+            file = self.facts[name].set_in.get(variable)
+            if file is None:
                 return f"on {name}: unset {' '.join(variables)}, and wherever it is set"
-            file, line = set_in[variable]
-            lines.setdefault(file, []).append(line)
-        root = {file: self.sudo(name) if file.startswith("/etc") else "" for file in lines}
-        gone = {file: ";".join(f"{number}d" for number in sorted(numbers)) for file, numbers in lines.items()}
-        return f"on {name}: " + " && ".join(f"{root[file]}sed -i.old '{gone[file]}' {file}" for file in lines)
+            files.setdefault(file, []).append(variable)
+        commands = []
+        for file, those in files.items():
+            root = self.sudo(name) if file.startswith("/etc") else ""
+            commands.append(f"{root}sed -i.old -E 's/^[[:space:]]*(export +)?({'|'.join(those)})=/#&/' {file}")
+        return f"on {name}: {' && '.join(commands)}"
+
+
+def is_mistaken(seen: Seen, name: str) -> bool:
+    """Does ssh meet another machine's key at a host's address, on the usual port?"""
+    error, host = seen.errors[name], seen.fleet.hosts[name]
+    return error.check == "ssh.hostkey" and OTHER_KEY in str(error) and host.port in (None, SSH_PORT)
 
 
 def holder_of(seen: Seen, name: str, address: str) -> str | None:

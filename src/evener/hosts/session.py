@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import queue
+import re
 import subprocess
 import threading
 import time
@@ -29,6 +30,7 @@ from evener.hosts.shell import Shell, shell_of
 REMOTE = Path(__file__).parent / "remote"
 MAGIC = b"\nevener-session-1\n"
 HELLO_S = 12.0
+ANSWER_S = 3.0  # from a connection to an answer
 CALL_S = 30.0
 
 T = TypeVar("T")
@@ -254,10 +256,11 @@ Sessions = dict[str, Session]
 
 
 def open_session(name: str, host: Host, patience_s: float = HELLO_S) -> Session:
-    """A connection to one host; HostError tells why there is none: ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey,
-    ssh.shell, net.mtu, version.python.
+    """A connection to one host; one is more patient where its ConnectTimeout says so. HostError tells why there is
+    none: ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey, ssh.shell, net.mtu, version.python.
     """
-    return Session(name, shell_of(name, host), patience_s)
+    told = [re.match(r"(?i)connecttimeout[ =]+(\d+)$", option) for option in host.ssh_options]
+    return Session(name, shell_of(name, host), max([patience_s, *(int(one[1]) + ANSWER_S for one in told if one)]))
 
 
 @contextlib.contextmanager

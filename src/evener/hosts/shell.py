@@ -21,7 +21,9 @@ ALIVE_EVERY_S = 5  # a connection that is silent for three of these is dead
 # The line that tells why; with a jump host or a ProxyCommand, what follows it only says that there is no connection.
 NO_WAY = re.compile(r"connect to host|could not resolve hostname|open failed: connect failed", re.IGNORECASE)
 VERBOSE_S = 2.0  # by then it has told what a login needs
+SMALL_S = 1.0  # the same where all that it sends is small
 REFUSED = re.compile(r"permission denied \(|too many authentication failures|no supported auth", re.IGNORECASE)
+OTHER_KEY = "is another than ssh remembers"  # a machine's host key
 IS_IN = "Authenticated to"  # of ssh -v
 # With one algorithm of each kind instead of all, no message before the login is longer than 1200 bytes.
 SMALL = ("-o", "KexAlgorithms=curve25519-sha256", "-o", "Ciphers=aes128-ctr", "-o", "MACs=hmac-sha2-256")
@@ -125,22 +127,22 @@ class SSH:
             said = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it said nothing"
             return login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
         if REFUSED.search(stderr):
-            return ssh_refused(self.name, self._host, stderr, self._verbose())
+            return ssh_refused(self.name, self._host, stderr, self._verbose(VERBOSE_S))
         if status is None:
             with ThreadPoolExecutor() as both:
-                tried = [both.submit(self._verbose, *options) for options in ((), SMALL)]
+                tried = [both.submit(self._verbose, VERBOSE_S), both.submit(self._verbose, SMALL_S, *SMALL)]
             verbose, small = (one.result() for one in tried)
             if IS_IN in verbose:
                 return login_failure(self.name, "has not run a command yet", verbose)
-            if IS_IN in small and "Remote protocol version" in verbose:
+            if IS_IN in small and "SSH2_MSG_KEXINIT sent" in verbose and "SSH2_MSG_NEWKEYS" not in verbose:
                 return self._hole(verbose)
         return ssh_failure(self.name, self._host, stderr)
 
-    def _verbose(self, *options: str) -> str:
+    def _verbose(self, within_s: float, *options: str) -> str:
         """What ssh tells of another attempt, step by step; all of it in English."""
         try:
             done = subprocess.run(self.argv("-v", *options), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                                  timeout=VERBOSE_S, errors="replace", check=False)  # fmt: skip
+                                  timeout=within_s, errors="replace", check=False)  # fmt: skip
         except subprocess.TimeoutExpired as late:
             return (late.stderr or b"").decode(errors="replace")
         return done.stderr
@@ -171,7 +173,7 @@ def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
         changed = "HAS CHANGED" in stderr
         known = f"[{host.address}]:{host.port}" if host.port else host.address
         return HostError(
-            f"{name}: its host key {'is another than ssh remembers' if changed else 'is not known to ssh'}",
+            f"{name}: its host key {OTHER_KEY if changed else 'is not known to ssh'}",
             check="ssh.hostkey",
             host=name,
             hint=f"is it that machine, installed anew, and not another with its address? Then: ssh-keygen -R {known}; "

@@ -50,6 +50,7 @@ UNTYPED: dict[str, str] = {
     "cpu.throttled": "a lab only shows the figure",
     "power.sleep": "a plug, and systemd, which a lab goes without",
     "dtype.slow": "there is nothing to mend",
+    "env.ineffective-nccl": "there is nothing to mend: other programs may read it",
     "gpu.driver": "a driver, and a reboot",
     "rank.duplicate": "which of the two names is the right one, its owner knows",
 }

@@ -335,6 +335,7 @@ DRILLS = [
         says="b's environment has NCCL_DEBUG and NCCL_SOCKET_IFNAME, and the fleet runs on Gloo",
         why="A recipe for GPUs. It does no harm, and nothing else either.",
         fault=[set_env("b", "NCCL_DEBUG", "INFO"), set_env("b", "NCCL_SOCKET_IFNAME", "eth0")],
+        mend=[unset_env("b", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME")],
         raw=all_reduce(), look=QUICK, hosts=PLAIN, lacks=needs_no_gpu,
     ),
     Drill(

@@ -7,6 +7,7 @@ only lost its peers.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,7 @@ from evener.launch.scripts import hint_of, wants_gpu
 LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
 CUT_OFF = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
+ENDED_S = 10.0  # after which a failure is nothing that a stop brought about; the clocks of hosts are not one
 FULL_S = 5.0  # between a rank's end and the next look at the disk's room
 OOM_S = 10.0  # between a look at the kernel's counter and a rank's end
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
@@ -72,12 +74,20 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | None:
     """The first failure; None of a run that did not fail, or was stopped. `states` are the hosts' last."""
-    if any(state.get("stopped") for state in states.values()):
+    if _was_stopped(states):
         return None
     found = [*_ranks(rundir, plan, states), *_hosts(rundir, plan, states)]
     if not found or _has_finished(rundir, plan, states):
         return None
     return _said(rundir, plan, states) or min(found, key=lambda one: (not one.by_itself, one.time))
+
+
+def _was_stopped(states: Mapping[str, State]) -> bool:
+    """Did somebody stop it? Not where the rest of a run was ended long after a host had failed."""
+    stopped = [state.get("ended") or math.inf for state in states.values() if state.get("stopped")]
+    failed = [state.get("ended") or math.inf for state in states.values()
+              if not state.get("stopped") and state.get("status") not in (0, None)]  # fmt: skip
+    return bool(stopped) and min(failed, default=math.inf) + ENDED_S > min(stopped)
 
 
 def _has_finished(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> bool:
@@ -98,12 +108,8 @@ def _ranks(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Fail
             by_itself = not CONSEQUENCE.search("\n".join(last_lines(log, SEARCHED_LINES, since)))
             how = f"rank {one['rank']} on {host} {_ending(one['exitcode'], one.get('signal'))}"
             hint = ""
-            if is_full(state, one["time"]):
-                by_itself, how, hint = (
-                    True,
-                    f"disk.space: {how}: the disk of {host} is full",
-                    _make_room(plan.host(host)),
-                )
+            if is_full(state, one["time"]) and by_itself:
+                how, hint = f"disk.space: {how}: the disk of {host} is full", _make_room(plan.host(host))
             elif one.get("signal") == "SIGKILL" and abs((state.get("oom_at") or 0.0) - one["time"]) <= OOM_S:
                 how, hint = f"run.oom: {how}: {host} had no memory left", LESS_MEMORY
             found.append(
@@ -138,9 +144,9 @@ def _hosts(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Fail
 
 
 def is_full(state: State, at: float) -> bool:
-    """Was a host's disk full when something there ended?"""
+    """Was a host's disk full when something there ended? The supervisor looks every second."""
     full_at = state.get("full_at")
-    return full_at is not None and at >= full_at - FULL_S
+    return full_at is not None and abs(at - full_at) <= FULL_S
 
 
 def _make_room(host: HostPlan) -> str:

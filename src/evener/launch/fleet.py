@@ -43,7 +43,7 @@ from evener.launch.carry import Carrier
 from evener.launch.commands import Place, Project, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
 from evener.launch.mirror import GONE, HostMirror, Mirror, State, host_failed, merge_events, tell
-from evener.launch.news import News, ended_by_us, has_failed
+from evener.launch.news import News, has_failed
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
 
@@ -345,7 +345,6 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
             if not done:
                 mirror.wait(POLL_S)
         ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
-        ended |= {name: ended_by_us(ended[name]) for name in told_to_end if ended[name].get("stopped")}
     failure = conclude(rundir, plan, ended)
     try:
         carry.bring(rundir, plan, say)

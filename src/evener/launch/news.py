@@ -7,8 +7,8 @@ from typing import Any
 
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir
-from evener.launch.failures import TOLD_TO_END, first_failure
-from evener.launch.mirror import GONE, HostMirror, Mirror, State
+from evener.launch.failures import first_failure
+from evener.launch.mirror import GONE, HostMirror, Mirror
 from evener.launch.watch import Hang, Watch, sentence
 
 TOLD_S = 3.0  # after a host has failed: by then the others have mostly ended, and the run tells of it itself
@@ -45,10 +45,10 @@ class News:
         hang, was = self._watch.hang(), self._hang
         if hang == was or (hang and was and hang.kind == was.kind):
             return []
+        if hang is None and not self._watch.sees_all:
+            return []  # it ended, or was lost from sight
         self._hang = hang
         if hang is None:
-            if not self._watch.sees_all:
-                return []  # it ended, or was lost from sight
             return [{"event": "run.goes-on", "after_s": time.monotonic() - self._since}]
         if was is None:
             self._since = time.monotonic()
@@ -77,8 +77,3 @@ class News:
 def has_failed(host: HostMirror) -> bool:
     """Has the run ended there, and not well?"""
     return host.is_done and (host.state or GONE)["status"] != 0
-
-
-def ended_by_us(state: State) -> State:
-    """Of a host that was told to end because another had failed: nobody has stopped the run."""
-    return state | {"stopped": False, "status": TOLD_TO_END, "signal": None}

@@ -295,10 +295,10 @@ class _Setup:
                 f'or name it: [hosts.{self._name}] python = "…"',
             )
         self._step(f"making a venv with python {base['version']}")
-        self._run("venv", "make_venv", workdir=self._host.workdir, base=base["python"])
+        self._run("venv", "make_venv", workdir=self._host.workdir, base=base["python"], named=self._host.python)
         self._actions.append(f"venv made with python {base['version']}")
         made = self._look()
-        if made["now"] is None:
+        if made["now"] is None or not made["now"]["is_venv"]:
             raise self._error("setup.venv", f"the venv that {base['python']} made does not start", "")
         return made
 

@@ -45,6 +45,11 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
             )
     cluster = msgspec.structs.replace(prior, hosts=hosts, late_s=found.late_s)
     if roster.sync != DDP:
+        if not has_prior and len(roster.hosts) > 1:
+            raise UsageError(
+                f"how fast the links are, a run by {roster.sync} does not tell, and nobody measured it before",
+                hint="evener probe wire measures it, and evener plan --fleet uses that",
+            )
         return cluster
     return _with_measured_wires(job, roster, cluster, found, has_prior=has_prior)
 

@@ -126,8 +126,7 @@ def _python(home: str, python: str | None) -> str:
         return own if os.path.exists(own) else sys.executable
     path = os.path.expanduser(python)
     path = shutil.which(path) or os.path.abspath(path)
-    in_venv = os.path.exists(os.path.join(os.path.dirname(os.path.dirname(path)), "pyvenv.cfg"))
-    return own if not in_venv and os.path.exists(own) and os.path.realpath(own) == os.path.realpath(path) else path
+    return own if os.path.exists(own) and _read(os.path.join(home, "venv", "evener-made-of")) == path else path
 
 
 def _versions(python: str) -> Facts:
@@ -506,13 +505,14 @@ def _environment() -> Facts:
     return {"environment": shown, "set_in": {name: place for name in found for place in [_set_in(name)] if place}}
 
 
-def _set_in(name: str) -> tuple[str, int] | None:
-    """(file, line) that sets a variable for every session."""
+def _set_in(name: str) -> str | None:
+    """The file that sets a variable for every session: that with the value in force, else the first."""
+    found = {}
     for path in SETTINGS:
-        for number, line in enumerate((_read(os.path.expanduser(path)) or "").splitlines(), 1):
-            if re.match(rf"\s*(export\s+)?{name}\s*=", line):
-                return path, number
-    return None
+        for line in (_read(os.path.expanduser(path)) or "").splitlines():
+            if re.match(rf"\s*(export +)?{name}=", line):
+                found.setdefault(os.environ[name] in line, path)
+    return found.get(True, found.get(False))
 
 
 def _port(port: int) -> Facts:

@@ -20,6 +20,7 @@ import time
 import urllib.request
 
 OLDEST = (3, 11)
+MADE_OF = "evener-made-of"  # in a venv: the path of the interpreter in whose place it stands
 UNFINISHED = "evener-unfinished"
 ALIVE_EVERY_S = 5  # a pip that is silent is told to be alive so often
 PLACES = ("~/.local/bin", "/usr/local/bin", "/opt/homebrew/bin", "/usr/bin")
@@ -83,8 +84,7 @@ def look(workdir, python=None, here=None, preferred=()):
     home = _home(workdir)
     own = os.path.join(home, "venv", "bin", "python")
     target = _program(python) if python else own if here is None or os.path.exists(own) else here
-    in_venv = os.path.exists(os.path.join(os.path.dirname(os.path.dirname(target)), "pyvenv.cfg"))
-    if not in_venv and os.path.exists(own) and os.path.realpath(own) == os.path.realpath(target):
+    if os.path.exists(own) and _read(os.path.join(home, "venv", MADE_OF)) == target:
         target = own
     found = {
         "home": home,
@@ -141,8 +141,11 @@ def end(prefix=None):
         file.close()
 
 
-def make_venv(workdir, base):
-    """WORKDIR/venv of an interpreter, anew; a half-made one is removed first. Yields as `_run` does."""
+def make_venv(workdir, base, named=None):
+    """WORKDIR/venv of an interpreter, anew; a half-made one is removed first. Yields as `_run` does.
+
+    `named`: the interpreter that the fleet names, in whose place it stands from now on.
+    """
     folder = os.path.join(_home(workdir), "venv")
     shutil.rmtree(folder, ignore_errors=True)
     is_made = False
@@ -150,6 +153,9 @@ def make_venv(workdir, base):
         for item in _run([base, "-I", "-m", "venv", folder]):
             if item.get("status") == 0:
                 mark(folder, "packages")
+                if named is not None:
+                    with open(os.path.join(folder, MADE_OF), "w") as file:
+                        file.write(_program(named))
                 is_made = True
             yield item
     finally:
@@ -291,6 +297,14 @@ def _free_bytes(folder):
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free
+
+
+def _read(path):
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return None
 
 
 def _program(python):

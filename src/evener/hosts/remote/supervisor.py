@@ -290,11 +290,11 @@ class Supervisor:
     def _keep_room(self):
         """A megabyte on the disk that the run writes to, for what must be told once that is full."""
         with contextlib.suppress(OSError), open(os.path.join(self.folder, "room"), "wb") as file:
-            file.write(bytes(ROOM_BYTES))
+            file.write(os.urandom(ROOM_BYTES))  # which no file system packs
 
     def _look_around(self, last=False):
         """When did the kernel last kill a process for want of memory? Whether it was ours the time tells. When was the
-        disk full first?
+        disk last full?
         """
         if not last and time.monotonic() < self.next_look:
             return
@@ -302,12 +302,14 @@ class Supervisor:
         if counted > self.oom_kills:
             self.oom_at = time.time()
         self.oom_kills = counted
-        disk = os.statvfs(self.folder)
-        if self.full_at is None and disk.f_bavail * disk.f_frsize < ROOM_BYTES // 4:
-            self.full_at = time.time()
-        if last or self.full_at is not None:
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(self.folder, "room"))
+        room = os.path.join(self.folder, "room")
+        with contextlib.suppress(OSError):  # a disk that does not answer is not full
+            disk = os.statvfs(self.folder)
+            free = (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize
+            if disk.f_blocks and free + (ROOM_BYTES if os.path.exists(room) else 0) < 2 * ROOM_BYTES:
+                self.full_at = time.time()
+            if last or self.full_at is not None:
+                os.remove(room)
 
     def _ask(self, signum, frame):
         self.asked += 1
@@ -415,6 +417,8 @@ def start_guard(run, run_id):
         folder = os.path.join(run, "host")
         open(os.path.join(folder, "lock"), "w").close()  # the pid in it may soon be somebody else's
         left = end_all(run_id)
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(folder, "room"))
         with contextlib.suppress(OSError):
             take_over(run)
         state = {"started": None, "failures": [], "stopped": False}
