@@ -130,6 +130,23 @@ def test_of_ranks_that_nobody_sees_nothing_is_said():
     assert not watch.sees_all
 
 
+def test_a_machine_out_of_reach_for_which_the_others_wait():
+    """Nothing that they sent need be lost. A rank that computes waits for nobody."""
+    for other, expected in (
+        (WAITS, "a waits, and b cannot be reached: it is off, or a link is down"),
+        (COMPUTES, None),
+    ):
+        watch = Watch(2)
+        for second in range(30):
+            watch.see("a", second, {0: look(other, second)})
+            watch.see("b", second, {1: look(WAITS, second)})
+        watch.lose("b")
+        hang = watch.hang()
+        assert (hang and sentence(hang)) == expected
+        watch.see("b", 31, {1: look(WAITS, 31)})
+        assert watch.hang() is None
+
+
 def test_a_machine_that_acknowledges_nothing_is_told_of():
     """Whatever the ranks look like; not for a moment's loss, and not of machines that have no part in the run."""
     watch = Watch(2, {"10.0.0.1": "a", "10.0.0.2": "b"})

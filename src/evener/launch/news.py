@@ -41,7 +41,7 @@ class News:
             while host.seen:
                 self._watch.see(name, *host.seen.pop(0))
             if host.error is not None:
-                self._watch.see(name, 0.0, {})  # nobody sees it
+                self._watch.lose(name)
         hang, was = self._watch.hang(), self._hang
         if hang == was or (hang and was and hang.kind == was.kind):
             return []

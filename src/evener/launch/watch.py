@@ -2,6 +2,7 @@
 
 a process that is stopped, or that waits in the kernel for a disk      that is it, whatever the others do
 a machine that does not acknowledge what another sends                 it is what lies between them
+a machine out of reach, and no rank elsewhere uses its processor       it, or the way to it
 no rank uses its processor, and some do not wait for others            one of these is it
 all wait for the others                                                a slow link, and nothing is wrong
 some rank computes                                                     a long step: nothing is wrong
@@ -97,11 +98,13 @@ class Watch:
         self._world_size, self._hosts = world_size, dict(hosts or {})
         self._seen: dict[tuple[str, int | None], _Seen] = {}
         self._cut: dict[tuple[str, str], tuple[float, float]] = {}  # (who, from whom): since when, until when
+        self._lost: set[str] = set()  # hosts that cannot be reached
 
     def see(self, host: str, at_s: float, looks: Mapping[int | None, Look], stuck: Iterable[str] = ()) -> None:
         """A look at a host, at a time of its own clock: its ranks and (None) what started them; and the addresses that
         do not acknowledge what it sends.
         """
+        self._lost.discard(host)
         cut = {(host, self._hosts[address]) for address in stuck if address in self._hosts}
         for pair in [pair for pair in self._cut if pair[0] == host and pair not in cut]:
             del self._cut[pair]
@@ -114,6 +117,11 @@ class Watch:
                 self._seen[host, rank] = _Seen(look, at_s, at_s, at_s, at_s, (at_s, look.cpu_s))
             else:
                 known.add(look, at_s)
+
+    def lose(self, host: str) -> None:
+        """It cannot be reached: nothing is known of what its ranks do."""
+        self.see(host, 0.0, {})
+        self._lost.add(host)
 
     @property
     def sees_all(self) -> bool:
@@ -140,9 +148,14 @@ class Watch:
                     host=host, rank=None, how="cut-off", what=what, peer=peer,
                     fix="evener doctor looks at the way between them; when it is back, the run goes on",
                 )  # fmt: skip
+        ranks = {key: seen for key, seen in self._seen.items() if key[1] is not None}
+        if self._lost and ranks and min(seen.does_nothing_for_s for seen in ranks.values()) >= STILL_S:
+            (host, _), peer = min(ranks), min(self._lost)
+            what = f"waits, and {peer} cannot be reached: it is off, or a link is down"
+            fix = f"is {peer} on, and its cable in? When it is back within a minute and a half, the run goes on"
+            return Hang(host=host, rank=None, how="cut-off", what=what, peer=peer, fix=fix)
         if not self.sees_all:
             return None
-        ranks = {key: seen for key, seen in self._seen.items() if key[1] is not None}
         waiting = [key for key, seen in ranks.items() if seen.look.waits]
         alone = [key for key, seen in ranks.items() if seen.look.where and not seen.look.waits]
         if waiting and alone and min(seen.does_nothing_for_s for seen in ranks.values()) >= STILL_S:
