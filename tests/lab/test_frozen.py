@@ -127,9 +127,11 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) 
             a.exec(["sh", "-c", "dd if=/dev/zero of=$HOME/.evener/fill bs=1M"], check=False)
             assert watcher.wait() == 1
             told = watcher.told()
-        assert "No space left on device" in told or "disk.space: " in told
-        assert "error: " in told
-        assert "Traceback" not in told
+        ended = told[told.rindex("error: ") :]
+        assert ended.startswith("error: disk.space: "), told
+        assert "the disk of a is full" in ended
+        assert "on a: du -xh" in ended
+        assert "Traceback" not in ended
     finally:
         a.exec(["sh", "-ec", "umount -l ~/.evener"])
 

@@ -158,6 +158,15 @@ def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
     assert named(rundir, a=state(), b=full, c=state()) == expected
 
 
+def test_whose_disk_is_full_its_own_host_says(rundir: RunDir) -> None:
+    """All ranks raise what one of them could not write, and that one cannot write it down."""
+    say(rundir, 1, "CheckpointError", "/a/checkpoints/step-5: No space left on device (os error 28)", 99.0)
+    failure = first_failure(rundir, PLAN, {"a": state(status=1, full_at=99.0), "b": state(status=1), "c": state()})
+    assert failure is not None
+    assert failure.how.startswith("disk.space: the disk of a is full: /a/checkpoints/step-5: No space left")
+    assert failure.hint.startswith("on a: du -xh /a ")
+
+
 def test_a_disk_that_was_full_hours_ago_is_not_the_reason(rundir: RunDir) -> None:
     log(rundir, "b.1", PEER)
     late = state(status=1, failures=died(1, 1, 97.0), full_at=60.0)

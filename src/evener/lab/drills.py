@@ -47,6 +47,7 @@ UNTYPED: dict[str, str] = {
     "limit.memlock": "PAM reads limits.d, and a lab's sshd goes without PAM",
     "mem.space": "which program may be ended, its owner knows",
     "disk.space": "what may be removed, its owner knows",
+    "shm.size": "in a container, as a lab may be in, it is a flag of docker run",
     "cpu.throttled": "a lab only shows the figure",
     "power.sleep": "a plug, and systemd, which a lab goes without",
     "dtype.slow": "there is nothing to mend",

@@ -261,7 +261,7 @@ DRILLS = [
         name="shm.size", check="shm.size", host="b",
         says="b has 64 MB of shared memory, as in a container of Docker's",
         why="Workers of a DataLoader hand their batches over in shared memory. A full one is a bus error.",
-        fault=[on("b", "mount -o remount,size=64M /dev/shm")],
+        fault=[on("b", "mount -o remount,size=64M /dev/shm")], mend=[on("b", "mount -o remount,size=1G /dev/shm")],
         raw=Raw(commands={"b": "python loader.py"}, files={"loader.py": LOADER}), look=QUICK, hosts=PLAIN,
     ),
     Drill(

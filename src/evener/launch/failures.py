@@ -27,6 +27,7 @@ LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
 CUT_OFF = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
 ENDED_S = 10.0  # after which a failure is nothing that a stop brought about; the clocks of hosts are not one
+NO_ROOM = "No space left on device"
 FULL_S = 5.0  # between a rank's end and the next look at the disk's room
 OOM_S = 10.0  # between a look at the kernel's counter and a rank's end
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
@@ -196,7 +197,10 @@ def _told(rundir: RunDir, plan: Plan, states: Mapping[str, State], rank: int, at
     """What a rank itself says of its failure. What was asked for in vain is told as if this program had found it."""
     host = plan.host_of(rank).name
     log, is_refusal = rundir.log_path(host, rank), kind.exit_status == UsageError.exit_status
-    if is_refusal and plan.is_here:
+    full = [name for name, state in states.items() if state.get("full_at") is not None]
+    if full and NO_ROOM in error:  # the ranks agree on it: whoever could write it down need not be the one
+        how, hint = f"disk.space: the disk of {full[0]} is full: {error}", f"{_make_room(plan.host(full[0]))}; {hint}"
+    elif is_refusal and plan.is_here:
         how = error
     else:
         how, hint = f"rank {rank} on {host}: {error}", hint or f"all that it printed: {log}"

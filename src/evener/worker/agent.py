@@ -286,7 +286,8 @@ def _take_part(rendezvous: Rendezvous, args: Namespace) -> tuple[int, str | None
             for rank, one in sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         ]
         if "EVENER_FAILURES" in os.environ:
-            Path(os.environ["EVENER_FAILURES"]).write_text(json.dumps(failures))
+            with contextlib.suppress(OSError):  # a full disk: the exit status tells that it failed
+                Path(os.environ["EVENER_FAILURES"]).write_text(json.dumps(failures))
         return 1, f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
     return 0, None
 
