@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) 
             a.exec(["sh", "-c", "dd if=/dev/zero of=$HOME/.evener/fill bs=1M"], check=False)
             assert watcher.wait() == 1
             told = watcher.told()
-        ended = told[told.rindex("error: ") :]
+        ended = told[told.rindex("\nerror: ") + 1 :]
         assert ended.startswith("error: disk.space: "), told
         assert "the disk of a is full" in ended
         assert "on a: du -xh" in ended
