@@ -178,6 +178,8 @@ def test_the_rest_of_a_failed_run_that_is_ended_was_not_stopped(rundir: RunDir) 
     """Whoever asks, and whenever: the hosts' own states tell."""
     ended = state(ended=121.0, status=143, stopped=True)
     assert named(rundir, a=ended, b=state(status=1), c=ended) == "the launcher on b exited with status 1"
+    stopping = {**ended, "ended": None}
+    assert named(rundir, a=stopping, b=stopping, c=stopping) is None
     stopped = state(ended=101.0, status=143, stopped=True)
     assert named(rundir, a=stopped, b=state(status=1), c=stopped) is None
 

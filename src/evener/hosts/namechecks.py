@@ -79,6 +79,7 @@ def _knows_any(seen: Seen) -> bool:
 
 
 def families(seen: Seen) -> Iterator[Finding]:
+    """Do all hosts meet by addresses of one family, IPv4 or IPv6, and do names stand for one of them?"""
     ways = {name: ":" in way.address for name, way in seen.network.ways.items()}
     if len(set(ways.values())) > 1:
         six = [name for name, is_six in ways.items() if is_six]
@@ -125,6 +126,7 @@ def checked_names(seen: Seen) -> list[str]:
 
 
 def hosts_line(seen: Seen, host: str, target: str) -> str:
+    """What lets a host know another's name."""
     way = seen.network.ways.get(target)
     hostname = seen.facts[target].hostname
     return f"on {host}: echo '{way.address if way else '…'} {hostname}' | {seen.sudo(host)}tee -a /etc/hosts"
@@ -140,5 +142,6 @@ def in_place_of(host: str, name: str, address: str, as_root: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
+    """Does it lead no further than the host itself, or its link?"""
     number = ipaddress.ip_address(address.partition("%")[0])
     return number.is_loopback or number.is_link_local

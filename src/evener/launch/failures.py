@@ -88,7 +88,7 @@ def _was_stopped(states: Mapping[str, State]) -> bool:
     stopped = [state.get("ended") or math.inf for state in states.values() if state.get("stopped")]
     failed = [state.get("ended") or math.inf for state in states.values()
               if not state.get("stopped") and state.get("status") not in (0, None)]  # fmt: skip
-    return bool(stopped) and min(failed, default=math.inf) + ENDED_S > min(stopped)
+    return bool(stopped) and not (failed and min(failed) + ENDED_S <= min(stopped))
 
 
 def _has_finished(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> bool:
