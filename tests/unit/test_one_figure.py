@@ -5,9 +5,11 @@ The records are real: tiny on tiny Shakespeare, two emulated hosts of a core eac
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -196,3 +198,13 @@ def test_a_bench_of_a_fleet_is_the_same_on_its_page_in_its_table_and_on_the_page
     shown = dict(zip(compare.COLUMNS["fleet"], page.row("a + b")[1:], strict=True))
     assert of_run.row("b", "56.1 ms")[2:4] == [shown["exposed"], shown["wait"]]
     assert of_run.row("step")[2] == shown["step"]
+
+
+def test_the_one_source_is_right_by_each_hosts_own_clock(tmp_path: Path) -> None:
+    """Were it wrong, it would be so everywhere: the moments at which steps ended, which it does not read, say it too."""
+    shutil.copytree(RECORDS, tmp_path / "run")
+    summary = summarize(RunDir(tmp_path / "run"))
+    for rank in range(2):
+        ended = [record.ended for record in RunDir(tmp_path / "run").records(rank)]
+        gap_s = statistics.median(later - earlier for earlier, later in itertools.pairwise(ended[3:]))
+        assert summary.step_p50_s == pytest.approx(gap_s, rel=0.06)  # what lies between steps is saving and evaluating
