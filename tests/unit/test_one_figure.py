@@ -201,7 +201,7 @@ def test_a_bench_of_a_fleet_is_the_same_on_its_page_in_its_table_and_on_the_page
 
 
 def test_the_one_source_is_right_by_each_hosts_own_clock(tmp_path: Path) -> None:
-    """Were it wrong, it would be so everywhere: the moments at which steps ended, which it does not read, say it too."""
+    """Were it wrong, it would be so everywhere: the moments at which steps ended, which it does not read, say it."""
     shutil.copytree(RECORDS, tmp_path / "run")
     summary = summarize(RunDir(tmp_path / "run"))
     for rank in range(2):
