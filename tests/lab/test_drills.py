@@ -31,6 +31,22 @@ RUN_NAMED_WITHIN_S = 40.0  # a run loads torch on both hosts first
 HANG_NAMED_WITHIN_S = 15.0  # of the fault
 MENDED_RUN = "data.mismatch"  # the other runs that are mended are the same healthy run again
 
+RETURN = "([[ $- == *i* ]] || return)"
+# Of findings of one id that must tell several causes apart: of what was seen, and of the fix.
+WORDS = {
+    "ssh.key": ("others may read its key id_mine (mode 0644)", "chmod 600 id_mine"),
+    "ssh.key-passphrase": ("its key id_mine has a passphrase, and no agent that has it", "ssh-add id_mine"),
+    "ssh.key-missing": ("/.ssh/id_of_the_old_laptop is not there", "[hosts.b] identity_file"),
+    "ssh.key-server": ("its server takes no keys, only: password", "on b: PubkeyAuthentication yes"),
+    "ssh.shell-exits": ("ended (exit status 3) before it ran a command: it said nothing", RETURN),
+    "ssh.shell-reads": ("the login shell there read what was meant for the program", RETURN),
+    "ssh.shell-sleeps": ("the login shell there has not run a command yet", RETURN),
+    "ssh.shell-nologin": ("account is currently not available", "on b: sudo usermod --shell /bin/bash"),
+    "ssh.shell-forced": ("ended (exit status 0) before it ran a command: the menu", "must force no command on you"),
+    "ssh.shell-remote": ("has a RemoteCommand for it", '"RemoteCommand=none"]'),
+    "disk.space-run": ("rank 1 on b exited with status 1: the disk of b is full", "on b: du -xh "),
+}
+
 # Every id that stands in the list of what goes wrong.
 LISTED = """
 net.loopback-hostname net.wrong-interface net.overlay net.family-mismatch net.unresolvable net.rendezvous-loopback
@@ -42,6 +58,7 @@ cpu.oversubscribed cpu.throttled power.sleep dtype.slow gpu.missing gpu.driver g
 env.interface-syntax tty.attached run.hang run.collective-mismatch run.peer-exit run.nonfinite run.diverged
 run.straggler
 ssh.shell ssh.key net.duplicate-address host.same-name env.shadowed run.oom run.cut-off
+supervisor.lost checkpoint.damaged
 """
 
 
@@ -72,7 +89,10 @@ def test_it_is_named_and_mended(name: str) -> None:
     with Play(drill) as play:
         play.break_it()
         seen = play.look()
-        assert drill.named_in(seen.findings), (seen.findings, seen.lines)
+        named = drill.named_in(seen.findings)
+        assert named, (seen.findings, seen.lines)
+        for text, expected in zip((named.evidence, named.fix), WORDS.get(name, ("", "")), strict=True):
+            assert expected in text
         assert drill.others_in(seen.findings) == []
         if is_run:  # and nobody else is blamed
             assert len(seen.findings) == 1

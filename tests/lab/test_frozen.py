@@ -145,5 +145,6 @@ def test_a_run_whose_keepers_were_killed_goes_on_and_ends_well(fleet: Fleet, cor
                     os.kill(pid, signum)
         assert watcher.wait() == 0, watcher.told()
     run = fleet.rundir("runs/kept")
+    assert {event["host"] for event in run.events() if event["event"] == "supervisor.lost"} == {"a", "b"}
     assert run.manifest().verdict == "finished"
     assert run.checkpoint_steps() == [60]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -37,16 +36,6 @@ def b(lab: Lab) -> Iterator[Host]:
     (host.home / ".bashrc").unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def faced(host: Host, path: str | Path, content: str) -> Iterator[None]:
-    """Another file there, for a while."""
-    host.face(str(path), content)
-    try:
-        yield
-    finally:
-        host.face(str(path), None)
-
-
 @pytest.fixture
 def doctor(lab: Lab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Its finding about b, which comes within seconds; `changes` are of b's entry in the fleet file."""
@@ -70,10 +59,7 @@ def doctor(lab: Lab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("bashrc", "told"),
     [
-        ("exit 3", "the login shell there ended (exit status 3) before it ran a command: it said nothing"),
         ("echo hello; exit 0", "the login shell there ended (exit status 0) before it ran a command: hello"),
-        ("read line", "the login shell there read what was meant for the program"),
-        ("sleep 600", "the login shell there has not run a command yet"),
         ("exec sh", "the login shell there ended (exit status"),
     ],
 )
@@ -94,52 +80,15 @@ def test_a_login_shell_that_only_talks_is_none_of_our_business(b: Host, doctor: 
         doctor()
 
 
-def test_an_account_without_a_shell(b: Host, doctor: Any) -> None:
-    entries = Path("/etc/passwd").read_text().splitlines()
-    entries[0] = ":".join([*entries[0].split(":")[:5], str(b.home), "/usr/sbin/nologin"])
-    with faced(b, "/etc/passwd", "\n".join(entries) + "\n"):
-        found = doctor()
-    assert found["check"] == "ssh.shell"
-    assert "This account is currently not available" in found["evidence"]
-
-
-def test_a_server_that_forces_a_command(lab: Lab, b: Host, doctor: Any) -> None:
-    key = (lab.path / "id_ed25519.pub").read_text()
-    with faced(b, lab.path / "id_ed25519.pub", f'command="echo the menu" {key}'):
-        found = doctor()
-    assert found["check"] == "ssh.shell"
-    assert "ended (exit status 0) before it ran a command: the menu" in found["evidence"]
-
-
-def keygen(path: Path, passphrase: str = "") -> Path:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(path)], check=True)
-    return path
-
-
 def test_why_a_key_opens_no_door(lab: Lab, b: Host, doctor: Any, tmp_path: Path) -> None:
     """Each with the command that mends it, and none with one that cannot."""
-    unknown, fleet_file = keygen(tmp_path / "unknown"), lab.state.fleet_file or ""
+    unknown, fleet_file = tmp_path / "unknown", lab.state.fleet_file or ""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(unknown)], check=True)
     found = doctor(identity_file=str(unknown))
     assert found["check"] == "ssh.auth"
     assert f"it does not accept {unknown}" in found["evidence"]
     assert found["fix"] == f"ssh-copy-id -i {unknown} {load_fleet(fleet_file).hosts['b'].user}@{b.address}"
 
-    found = doctor(identity_file=str(tmp_path / "missing"))
-    assert f"identity_file {tmp_path}/missing is not there" in found["evidence"]
-    assert "identity_file" in found["fix"]
-
     (tmp_path / "text").write_text("no key\n")
     (tmp_path / "text").chmod(0o600)
     assert "is no private key" in doctor(identity_file=str(tmp_path / "text"))["evidence"]
-
-    with faced(b, lab.path / "id_ed25519.pub", Path(f"{unknown}.pub").read_text()):
-        unknown.chmod(0o644)
-        found = doctor(identity_file=str(unknown))
-    assert f"others may read its key {unknown} (mode 0644)" in found["evidence"]
-    assert found["fix"] == f"chmod 600 {unknown}"
-
-    secret = keygen(tmp_path / "secret", passphrase="horses")
-    with faced(b, lab.path / "id_ed25519.pub", Path(f"{secret}.pub").read_text()):
-        found = doctor(identity_file=str(secret))
-    assert f"its key {secret} has a passphrase, and no agent that has it" in found["evidence"]
-    assert found["fix"] == f"ssh-add {secret}"

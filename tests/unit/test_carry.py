@@ -66,7 +66,7 @@ def restored(home: RunDir, there: RunDir, step: int) -> None:
     plan = plan_of(home, there)
     with connect(Fleet(hosts={"a": plan.hosts[0].host})) as (sessions, errors):
         assert not errors
-        carry.restore(home, plan, sessions, step)
+        carry.restore(home, plan, sessions, step, print)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_nothing_is_taken_from_a_run_that_is_running(home, there):
     assert there.checkpoint_steps() == [400]
 
 
-def test_a_damaged_checkpoint_on_the_host_is_replaced_by_the_one_at_home(home, there):
+def test_a_damaged_checkpoint_on_the_host_is_replaced_by_the_one_at_home(home, there, capsys):
     """Its state.json is the same, and so is what the rank kept beside it."""
     save(there, 300, b"second")
     keep(there, 0, 200, 300, 301)
@@ -131,6 +131,11 @@ def test_a_damaged_checkpoint_on_the_host_is_replaced_by_the_one_at_home(home, t
     restored(home, there, 300)
     assert read_checkpoint(there.checkpoint_path(300)) == read_checkpoint(home.checkpoint_path(300))
     assert kept(there) == [("rank-0", "000200"), ("rank-0", "000300")]
+    told = capsys.readouterr().out.strip()
+    assert told.endswith("its checkpoint of step 300 was damaged; the one at home took its place")
+    assert [(event["event"], event["error"]) for event in home.events()] == [("checkpoint.damaged", told)]
+    restored(home, there, 300)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.fixture

@@ -63,6 +63,6 @@ def begin(plan: Plan, trees: list[Tree], prepared: Prepared, sessions: Sessions,
     mine = {host.name: sessions[host.name] for host in plan.hosts}
     launcher.deliver(trees, plan, mine, fleets.say)
     if resolved.resume is not None:
-        carry.restore(rundir, plan, mine, resolved.resume.step)
+        carry.restore(rundir, plan, mine, resolved.resume.step, fleets.say)
     launcher.start(rundir, plan, mine)
     launcher.note_findings(rundir, plan, prepared)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from evener.report.summary import Summary
 
 PLAIN_EVERY_S = 5.0
-TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "host.failed")
+TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "host.failed", "supervisor.lost")
 
 
 @contextlib.contextmanager

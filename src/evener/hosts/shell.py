@@ -5,6 +5,7 @@ Everything else travels on its stdin, so nothing is ever quoted for a shell. See
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -27,6 +28,7 @@ OTHER_KEY = "is another than ssh remembers"  # a machine's host key
 IS_IN = "Authenticated to"  # of ssh -v
 # With one algorithm of each kind instead of all, no message before the login is longer than 1200 bytes.
 SMALL = ("-o", "KexAlgorithms=curve25519-sha256", "-o", "Ciphers=aes128-ctr", "-o", "MACs=hmac-sha2-256")
+NO_SHELL = re.compile(r"account is (?:currently )?not available", re.IGNORECASE)  # nologin(8)
 LOGGED_IN = "evener-logged-in"  # what a shell says that runs a command at all
 READS = "read what was meant for the program"
 TOO_OLD = "evener needs another python than "
@@ -118,14 +120,19 @@ class SSH:
                 return login_failure(self.name, f"has started {self._python}, which has not answered yet", stderr)
             return _no_python(self.name, self._python, status, stderr)
         if "remote command" in stderr:  # "Cannot execute command-line and remote command."
+            options = [one for one in self._host.ssh_options if not one.lower().startswith("remotecommand")]
+            options.append("RemoteCommand=none")
             return HostError(
                 f"{self.name}: ssh's own configuration has a RemoteCommand for it, and runs no other",
-                check="ssh.shell", host=self.name, hint=f'[hosts.{self.name}] ssh_options = ["RemoteCommand=none"]',
+                check="ssh.shell", host=self.name, hint=f"[hosts.{self.name}] ssh_options = {json.dumps(options)}",
                 output=stderr,
             )  # fmt: skip
         if status not in (255, None):
             said = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it said nothing"
-            return login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
+            why = login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
+            if NO_SHELL.search(said):
+                why.hint = f"on {self.name}: sudo usermod --shell /bin/bash {self._host.user or 'USER'}"
+            return why
         if REFUSED.search(stderr):
             return ssh_refused(self.name, self._host, stderr, self._verbose(VERBOSE_S))
         if status is None:

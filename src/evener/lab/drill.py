@@ -26,6 +26,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import tomlkit
 
 from evener.core.decoding import from_tree
 from evener.core.errors import EvenerError
@@ -147,15 +150,13 @@ class Stage:
 
     def set_in_fleet(self, host: str, key: str, value: object) -> None:
         """A line of [hosts.HOST], new or in place of the old one; None takes it away."""
-        lines, inside = [], False
-        for line in self.fleet.read_text().splitlines():
-            if line.startswith("["):
-                inside = line == f"[hosts.{host}]"
-            if not (inside and re.match(rf"{key}\s*=", line)):
-                lines.append(line)
-            if line == f"[hosts.{host}]" and value is not None:
-                lines.append(f"{key} = {json.dumps(value)}")
-        self.fleet.write_text("\n".join(lines) + "\n")
+        document = tomlkit.parse(self.fleet.read_text())
+        table: Any = document["hosts"]
+        if value is None:
+            table[host].pop(key, None)
+        else:
+            table[host][key] = value
+        self.fleet.write_text(tomlkit.dumps(document))
 
     def start(self, *args: str) -> subprocess.Popen[bytes]:
         """The command line, in our folder, while something else is done."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from evener.core.errors import UsageError, did_you_mean
-from evener.lab import drills_hosts, drills_network, drills_runs
+from evener.lab import drills_hosts, drills_logins, drills_network, drills_runs
 from evener.lab.drill import Drill
 
 DRILLS: dict[str, Drill] = {
-    drill.name: drill for drill in (*drills_network.DRILLS, *drills_hosts.DRILLS, *drills_runs.DRILLS)
+    drill.name: drill
+    for drill in (*drills_network.DRILLS, *drills_logins.DRILLS, *drills_hosts.DRILLS, *drills_runs.DRILLS)
 }
 
 NOT_HERE: dict[str, str] = {
@@ -35,7 +36,14 @@ UNTYPED: dict[str, str] = {
     "ssh.unreachable": "a cable",
     "ssh.unreachable-frozen": "whoever stands before the machine",
     "ssh.auth": "ssh-copy-id asks for a password",
+    "ssh.key-passphrase": "ssh-add asks for the passphrase",
+    "ssh.key-missing": "which key is meant, its owner knows",
+    "ssh.key-server": "a file and a service that a lab has otherwise",
     "ssh.shell": "what ~/.bashrc is for, its owner knows",
+    "ssh.shell-exits": "what ~/.bashrc is for, its owner knows",
+    "ssh.shell-reads": "what ~/.bashrc is for, its owner knows",
+    "ssh.shell-sleeps": "what ~/.bashrc is for, its owner knows",
+    "ssh.shell-forced": "what the forced command is for, its owner knows",
     "ssh.hostkey": "never without looking: an attack looks like that, too",
     "version.python": "which interpreter is meant, its owner knows",
     "version.python-old": "which interpreter is meant, its owner knows",

@@ -36,7 +36,6 @@ ONE_TORCH = (
     "nothing yet: all start, and later a collective or a pickle fails far from the cause (a lab has one torch to show)"
 )
 MEMLOCK = 2**30  # what RDMA needs
-KEY_TYPE = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f")
 
 
 def needs_root() -> str | None:
@@ -65,33 +64,6 @@ def needs_no_gpu() -> str | None:
     return "this machine has an NVIDIA driver" if shutil.which("nvidia-smi") else None
 
 
-def _no_key(stage: Stage) -> None:
-    stage.host("b").face(f"{stage.lab.path}/id_ed25519.pub", "")
-
-
-def _own_key(stage: Stage) -> None:
-    shutil.copy(stage.lab.path / "id_ed25519", stage.folder / "key")
-    (stage.folder / "key").chmod(0o644)
-
-
-def _key_again(stage: Stage) -> None:
-    stage.host("b").face(f"{stage.lab.path}/id_ed25519.pub", None)
-
-
-def _new_host_key(stage: Stage) -> None:
-    key = stage.lab.path / "hosts" / "b" / "host_key"
-    key.unlink()
-    stage.host("b").exec([*KEY_TYPE, str(key)])
-    stage.host("b").exec(["sh", "-c", "kill -HUP $(pgrep -o sshd)"])
-
-
-def _know_host_key(stage: Stage) -> None:
-    known, b = stage.lab.path / "known_hosts", stage.host("b")
-    lines = [line for line in known.read_text().splitlines() if not line.startswith(f"{b.address} ")]
-    new = (stage.lab.path / "hosts" / "b" / "host_key.pub").read_text().rpartition(" ")[0]
-    known.write_text("\n".join([*lines, f"{b.address} {new}"]) + "\n")
-
-
 def _no_driver(stage: Stage) -> None:
     script = shlex.quote(f'#!/bin/sh\necho "{DRIVER}"\nexit 9\n')
     tool = "/usr/local/sbin/nvidia-smi"
@@ -116,36 +88,6 @@ def _launch(stage: Stage) -> None:
 
 
 DRILLS = [
-    Drill(
-        name="ssh.auth", check="ssh.auth", host="b",
-        says="b does not have your key",
-        why="Also status 255. A launcher that asks for a password would hang where nobody can type one.",
-        fault=[lab_step("on b: the key is taken out of authorized_keys", _no_key)],
-        mend=[lab_step("on b: the key stands in authorized_keys again, as after ssh-copy-id", _key_again)],
-        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
-    ),
-    Drill(
-        name="ssh.key", check="ssh.key", host="b",
-        says="others on this machine may read your key, as after a copy from a USB stick",
-        why="The host says permission denied, and means it. ssh said before, in a warning, that it left the key out.",
-        fault=[lab_step("chmod 644 key, which opens b", _own_key), fleet_line("b", "identity_file", "key")],
-        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
-    ),
-    Drill(
-        name="ssh.shell", check="ssh.shell", host="b",
-        says="b's ~/.bashrc starts another shell: exec sh",
-        why="ssh logs in, and the shell reads this file before the command that it was given: it never comes to it.",
-        fault=[on("b", "echo 'exec sh' > ~/.bashrc")], mend=[on("b", "rm ~/.bashrc")],
-        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
-    ),
-    Drill(
-        name="ssh.hostkey", check="ssh.hostkey", host="b",
-        says="b was installed anew, and has another host key",
-        why="Status 255 once more. This one is never mended for you: it is what an attack looks like, too.",
-        fault=[lab_step("on b: rm host_key; ssh-keygen -t ed25519 -f host_key; kill -HUP sshd", _new_host_key)],
-        mend=[lab_step("ssh-keygen -R 10.77.0.2, and its new key is known", _know_host_key)],
-        raw=Raw(commands={"b": "hostname"}, typed="$ ssh {host} {command}"), look=QUICK, hosts=PLAIN,
-    ),
     Drill(
         name="version.python", check="version.python", host="b",
         says="the fleet file names an interpreter that b does not have",

@@ -14,11 +14,11 @@ import evener
 from evener.core.errors import EvenerError
 from evener.core.finding import Finding
 from evener.core.rundir import RunDir
-from evener.lab.drill import POLL_S, Drill, Heard, Raw, Seen, Stage, Step, lab_step
+from evener.lab.drill import POLL_S, Drill, Heard, Raw, Seen, Stage, Step, lab_step, on
 from evener.lab.drills_hosts import needs_root
 from evener.lab.drills_network import HALF_AN_HOUR, PLAIN, TEN_MINUTES, torchrun
 from evener.lab.faults import write
-from evener.lab.scripts import ALL_REDUCE, CUT, DIE, EAT, STOP, TRAIN, UNPLUG
+from evener.lab.scripts import ALL_REDUCE, CUT, DIE, EAT, FILL, STOP, TRAIN, UNKEPT, UNPLUG
 from evener.lab.spec import HostSpec
 
 WITHIN_S = 60.0
@@ -56,7 +56,7 @@ def launch(stage: Stage) -> Seen:
     hints = [line.removeprefix("hint:").strip() for line in done.stderr.splitlines() if line.startswith("hint:")]
     findings = [
         Finding(
-            check=named[1] if (named := re.match(r"(run\.[a-z-]+): ", event["error"])) else "run.peer-exit",
+            check=named[1] if (named := re.match(r"([a-z]+\.[a-z-]+): ", event["error"])) else "run.peer-exit",
             severity="error", host=event["host"], evidence=event["error"], fix=hints[-1] if hints else "",
         )
         for event in RunDir(stage.folder / "run").events() if event["event"] == "failure"
@@ -78,13 +78,29 @@ def follow(stage: Stage) -> Seen:
     while process.poll() is None and not events and time.monotonic() - began < WITHIN_S:
         time.sleep(POLL_S)
         known = RunDir(stage.folder / "run").events() if (stage.folder / "run/events.jsonl").exists() else []
-        events = [event for event in known if event["event"] in ("run.hang", "run.cut-off")]
+        events = [event for event in known if event["event"] in ("run.hang", "run.cut-off", "supervisor.lost")]
     began_at = [float((host.home / "fault").read_text()) for host in stage.lab.hosts if (host.home / "fault").exists()]
     took_s = events[0]["time"] - began_at[0] if events and began_at else time.monotonic() - began
     stage.evener("stop", "run", "--now")
-    findings = [Finding(check=event["event"], severity="error", host=event["host"], peer=event["peer"],
+    findings = [Finding(check=event["event"], severity="error", host=event["host"], peer=event.get("peer"),
                         evidence=event["error"], fix=event["hint"]) for event in events]  # fmt: skip
     return Seen(command="evener launch --fleet fleet.toml --out run -- train.py", findings=findings, took_s=took_s)
+
+
+def resume(stage: Stage) -> Seen:
+    """`evener train --resume`, and what it tells of the checkpoint from which it goes on."""
+    run, began = RunDir(stage.folder / "run"), time.time()
+    steps = run.checkpoint_steps()[-1] + 2
+    done = stage.evener("train", "--resume", "run", "--fleet", "fleet.toml", "--steps", str(steps))
+    took_s = time.time() - began
+    findings = [
+        Finding(check=event["event"], severity="error", host=event["host"], evidence=event["error"], fix="")
+        for event in run.events() if event["event"] == "checkpoint.damaged" and event["time"] >= began
+    ]  # fmt: skip
+    if run.checkpoint_steps()[-1] != steps:
+        raise EvenerError("the run did not go on", output=done.stderr)
+    return Seen(command=f"evener train --resume run --steps {steps}", findings=findings, took_s=took_s,
+                lines=(done.stdout + done.stderr).splitlines())  # fmt: skip
 
 
 def _train(text: str, program: str) -> Step:
@@ -166,6 +182,23 @@ def by_hand(**different: float) -> Raw:
     return Raw(commands={host: put[host] + command for host, command in commands.items()}, files={"train.py": TRAIN})
 
 
+def trained(stage: Stage) -> None:
+    """A run of two steps on both hosts, saved."""
+    corpus("a").do(stage)
+    flags = FLAGS.replace("--data data", "--data corpus-0").split()
+    done = stage.evener("train", "--fleet", "fleet.toml", "--out", "run", *flags)
+    if done.returncode:
+        raise EvenerError("the run did not come to its end", output=done.stderr)
+
+
+def flip(stage: Stage) -> None:
+    """One bit of what a keeps of it."""
+    [path] = stage.host("a").home.glob(".evener/runs/*/checkpoints/*/weights.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 CORPORA = (corpus("a"), corpus("b"))
 
 DRILLS = [
@@ -227,6 +260,31 @@ DRILLS = [
         fault=[_train("rank 1 takes 4 GB at step 20", EAT)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": EAT}), look=launch,
         hosts={"a": HostSpec(), "b": HostSpec(memory="1500MB")}, lacks=needs_root,
+    ),
+    Drill(
+        name="disk.space-run", check="disk.space", host="b",
+        says="rank 1 writes 600 MB on b, which has 400",
+        why="An error of the program that writes, far from what has filled the disk. Checkpoints come next.",
+        fault=[on("b", "mkdir -p ~/.evener && mount -t tmpfs -o size=400M tmpfs ~/.evener"),
+               _train("rank 1 writes 600 MB at step 20", FILL)],
+        mend=[on("b", "umount -l ~/.evener"), _train("without that", ALL_REDUCE)],
+        silence="the same traceback, if whoever wrote it had room for it", look=launch, hosts=PLAIN,
+    ),
+    Drill(
+        name="supervisor.lost", check="supervisor.lost", host="b",
+        says="evener's supervisor on b is killed, and its guard at the same moment",
+        why="Whoever watches over a run may go like any program. A run that learns must not go with it.",
+        fault=[_train("at step 20 b loses both", UNKEPT)], mend=[_train("without that", ALL_REDUCE)],
+        silence="a run that torchrun started ends with the session in which it was started", look=follow, hosts=PLAIN,
+    ),
+    Drill(
+        name="checkpoint.damaged", check="checkpoint.damaged", host="a",
+        says="one bit of a's checkpoint is another one",
+        why="A weak disk, a cable, a copy cut off. Weights are numbers: whatever is read is trained on.",
+        fault=[lab_step("$ evener train --fleet fleet.toml --out run …", trained),
+               lab_step("on a: the last bit of weights.safetensors is flipped", flip)],
+        mend=[lab_step("nothing is left to do: the run has gone on", lambda stage: None)],
+        silence="nothing: torch.load checks its archive's table, not a tensor's bits", look=resume, hosts=PLAIN,
     ),
     Drill(
         name="run.hang", check="run.hang", host="b",

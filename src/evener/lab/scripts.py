@@ -86,6 +86,8 @@ for step in range(100_000):
 """
 STOP = FAULT.format(what="os.kill(os.getpid(), signal.SIGSTOP)")
 EAT = FAULT.format(what="many = [torch.ones(50_000_000) for _ in range(20)]  # 4 GB")
+FILL = FAULT.format(what="open('numbers', 'wb').write(bytes(600_000_000))")
+UNKEPT = FAULT.format(what="os.system('pkill -STOP -f supervisor[.]py; pkill -KILL -f supervisor[.]py')")
 UNPLUG = FAULT.format(what="os.system('ip link set dev eth0 down')")
 CUT = FAULT.format(
     what="os.system(\"nft add table inet cut; nft add chain inet cut input '{ type filter hook input priority 0; }'; "

@@ -28,7 +28,7 @@ from evener.core.rundir import RunDir, describe_checkpoint, read_checkpoint
 from evener.core.runwriter import REMOVED, RunWriter
 from evener.core.units import size
 from evener.hosts.session import RemoteError, Session, Sessions, for_each, open_session
-from evener.launch.mirror import host_failed
+from evener.launch.mirror import host_failed, tell
 from evener.launch.ship import WORK_S, fetch, send_to
 from evener.launch.tree import pack
 
@@ -198,7 +198,7 @@ def alone(rundir: RunDir, say: Callable[[str], None] | None) -> Iterator[None]:
         yield
 
 
-def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
+def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, say: Callable[[str], None]) -> None:
     """Put on every host of a run that is resumed what it has of it here: a host goes on from nothing of its own.
 
     Its own files may be those of an earlier start, after which the run went on elsewhere, to checkpoints of the same
@@ -208,7 +208,7 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
     parts = ["state.json", *read_checkpoint(checkpoint).files]
     wanted = digest_of(checkpoint / "state.json")
 
-    def put(name: str) -> None:
+    def put(name: str) -> bool:
         host, session = plan.host(name), sessions[name]
         run = host.folder(rundir)
         ranks = range(host.first_rank, host.first_rank + host.num_ranks)
@@ -216,18 +216,23 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int) -> None:
         paths += [path for rank in ranks for path in (rundir.steps_path(rank), rundir.log_path(name, rank))]
         files = {path.relative_to(rundir.path).as_posix(): path for path in paths if path.exists()}
         try:
-            is_there = session.call(
+            found = session.call(
                 "runs", "go_back", run=run, checkpoint=checkpoint.name, wanted=wanted, timeout_s=WORK_S
             )
             ours = {path: [file.size, file.digest] for path, file in pack(files).files.items()}
             lacking = session.call("runs", "lacking", run=run, files=ours, timeout_s=WORK_S)
             files = {path: files[path] for path in lacking}
-            if not is_there:
+            if found != "whole":
                 files |= {f"checkpoints/{checkpoint.name}/{part}": checkpoint / part for part in parts}
             if files:
                 arrived = send_to(session, host.host.workdir, pack(files))
                 session.call("runs", "adopt", run=run, tree=arrived.path, timeout_s=WORK_S)
         except RemoteError as error:
             raise host_failed(error) from None
+        return bool(found == "damaged")
 
-    for_each([host.name for host in plan.hosts], put)
+    for name, was_damaged in for_each([host.name for host in plan.hosts], put).items():
+        if was_damaged:
+            error = f"{name}: its checkpoint of step {step} was damaged; the one at home took its place"
+            say(error)
+            tell(rundir, plan, "checkpoint.damaged", host=name, step=step, error=error)

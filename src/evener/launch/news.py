@@ -26,10 +26,11 @@ class News:
         self._hang: Hang | None = None
         self._failed_at: float | None = None
         self._has_told = False
+        self._unwatched = set[str]()
 
     def of(self, mirror: Mirror) -> list[Event]:
         """What is new since the last time."""
-        return [*self._of_hangs(mirror), *self._of_failures(mirror)]
+        return [*self._of_hangs(mirror), *self._of_failures(mirror), *self._of_supervisors(mirror)]
 
     def waits_in_vain(self) -> bool:
         """Has a host failed, and the others do not come to an end?"""
@@ -72,6 +73,16 @@ class News:
         error = ": ".join([failure.how, *last])
         hint = failure.hint or "the other hosts are ended"
         return [{"event": "host.failed", "host": failure.host, "rank": failure.rank, "error": error, "hint": hint}]
+
+    def _of_supervisors(self, mirror: Mirror) -> list[Event]:
+        """When a host's supervisor was killed, and what it started goes on without it."""
+        lost = [name for name, host in mirror.hosts.items() if not host.is_done and host.state is not None
+                and host.state["supervisor"] is None and name not in self._unwatched]  # fmt: skip
+        self._unwatched.update(lost)
+        error = "the run's supervisor there was killed; what it started goes on without it"
+        hint = "the run's end will be told all the same, but what its ranks on {} print from now on stays there"
+        return [{"event": "supervisor.lost", "host": name, "error": f"{name}: {error}", "hint": hint.format(name)}
+                for name in lost]  # fmt: skip
 
 
 def has_failed(host: HostMirror) -> bool:

@@ -95,7 +95,7 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             return str(event.get("what"))
         case "sync.fidelity":
             return f"step {step}: {event.get('why')}"
-        case "run.hang" | "run.cut-off" | "host.failed":
+        case "run.hang" | "run.cut-off" | "host.failed" | "supervisor.lost" | "checkpoint.damaged":
             return str(event.get("error"))
         case "run.goes-on":
             return f"it goes on, {seconds(event.get('after_s'))} after that was told"

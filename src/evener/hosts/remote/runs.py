@@ -72,14 +72,16 @@ def start(run, spec, supervisor, files=None):
 def status(run):
     """RUN/host/state.json, with what only a look can tell: "ended" also of a run whose host went down under it.
 
-    A run whose supervisor and guard were killed goes on as long as its program does.
+    A run whose supervisor and guard were killed goes on as long as its program does; its "supervisor" is None.
     """
     folder = os.path.join(_absolute(run), "host")
     state = _read_state(folder)
     if state is not None and state["state"] == "running" and not _is_alive(folder):
         state = _read_state(folder)  # it may have ended meanwhile
-        if state is not None and state["state"] == "running" and not _has_program(folder, state):
-            state.update(state="ended", status=None, lost="the host went down, or its supervisor was killed")
+        if state is not None and state["state"] == "running":
+            state["supervisor"] = None
+            if not _has_program(folder, state):
+                state.update(state="ended", status=None, lost="the host went down, or its supervisor was killed")
     return state
 
 
@@ -201,9 +203,9 @@ def checkpoints(run):
 def go_back(run, checkpoint, wanted):
     """Before a run is resumed from the checkpoint of this name: is it here, with a state.json of this blake2b?
 
-    state.json holds the digests of all other files. One of another content goes, and with it what ranks kept of that
-    step for themselves; so does all that is of later steps. An earlier start left it, and the run went on elsewhere.
-    One that is damaged is not here, but what ranks kept beside it is of that step.
+    "whole", "damaged" or "none". state.json holds the digests of all other files. One of another content goes, and with
+    it what ranks kept of that step for themselves; so does all that is of later steps. An earlier start left it, and
+    the run went on elsewhere. Of one that is damaged, what ranks kept beside it is of that step.
     """
     run = _absolute(run)
     _check_over(os.path.join(run, "host"))
@@ -227,7 +229,7 @@ def go_back(run, checkpoint, wanted):
             found = re.fullmatch("step-([0-9]+)[.]safetensors", name)
             if found and int(found.group(1)) >= first:
                 os.remove(os.path.join(root, name))
-    return is_here
+    return "whole" if is_here else "damaged" if is_same else "none"
 
 
 def lacking(run, files):
