@@ -1,17 +1,18 @@
 """How near is a prediction? Emulated hosts, each lab probed afresh, then trained on; predicted beside measured.
 
-    python bench/prediction.py [--out FILE.json] [--only TEXT] [--steps N] [--syncs ddp,int8,…]
+    python bench/prediction.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
 with the kernel's counters of each host's interface, read at the same place of two steps, or of two rounds where
 replicas agree every so many steps. The hosts are probed again at the end: where a rate changed by more than 15 %
 meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. Needs Linux, root and an idle
-machine: some minutes for each lab and way.
+machine: a minute or two for each of them. Rows go into bench/prediction.jsonl, and what is there is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import subprocess
@@ -31,6 +32,9 @@ from evener.lab.spec import HostSpec, LabSpec
 from evener.report.summary import summarize
 
 CPUS = {2: 0.9, 3: 0.6}  # of a host, so that all together leave the machine some air
+RESULTS = Path(__file__).with_name("prediction.jsonl")
+SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8:streamed")
+ACCUMULATIONS = (1, 4)
 BATCH = 24  # sequences: 12 or 8 a rank
 WARMUP = 3
 STEADY = 0.15  # rates of a host that differ by more were not measured on the same machine
@@ -48,7 +52,8 @@ def grid() -> list[tuple[str, int, bool]]:
     return [(rate, hosts, equal) for rate in ("1Gbit", "100Mbit") for hosts in (2, 3) for equal in (True, False)]
 
 
-def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int, syncs: list[str]) -> list[dict[str, Any]]:
+def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int,
+            cells: list[tuple[int, str]]) -> list[dict[str, Any]]:  # fmt: skip
     cpus = CPUS[num_hosts]
     hosts = {name: HostSpec(rate=rate, cpus=cpus if equal or name != "bc"[num_hosts - 2] else cpus / 2)
              for name in "abc"[:num_hosts]}  # fmt: skip
@@ -59,7 +64,7 @@ def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int, sy
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3")
         before = _probed(folder, fleet)
         rows = [one_run(lab, folder, fleet, rate, num_hosts, equal, accumulation, steps, sync)
-                for accumulation in (1, 4) for sync in syncs]  # fmt: skip
+                for accumulation, sync in cells]  # fmt: skip
         after = _probed(folder, fleet)
         drift = max((after[name] / before[name] - 1 for name in before), key=abs)
         return [row | {"drift": drift} for row in rows]
@@ -129,35 +134,51 @@ def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4,diloco:10")
+    parser.add_argument("--only", default="", help="labs whose title holds this")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--syncs", default=",".join(SYNCS))
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="evener-grid-") as name:
         folder = Path(name)
         evener(folder, "data", "verbs", "--out", str(folder / "corpus"))
-        for rate, hosts, equal in grid():
+        for number, (rate, hosts, equal) in enumerate(grid()):
             title = f"{rate} {hosts} hosts {'equal' if equal else '1 : 0.5'}"
-            if args.only not in title:
-                continue
             for attempt in range(2):
-                found = one_lab(
-                    folder / f"{len(rows)}-{attempt}", rate, hosts, equal, args.steps, args.syncs.split(",")
-                )
+                known = {cell(row) for row in results() if row["counts"]}
+                left = [(accumulation, sync) for accumulation in ACCUMULATIONS for sync in args.syncs.split(",")
+                        if (rate, hosts, equal, accumulation, sync) not in known]  # fmt: skip
+                if args.only not in title or not left:
+                    break
+                found = one_lab(folder / f"{number}-{attempt}", rate, hosts, equal, args.steps, left)
                 is_steady = abs(found[0]["drift"]) <= STEADY
-                rows += [row | {"counts": is_steady or attempt == 1} for row in found]
                 for row in found:
                     print(f"{title:26} {told(row)}{'' if is_steady else '  not steady'}", flush=True)
-                if args.out:
-                    args.out.write_text(json.dumps(rows, indent=1))
-                if is_steady:
-                    break
-    counted = [row for row in rows if row["counts"]]
-    off = [abs(row["off"]) for row in counted]
-    print(f"step: median {statistics.median(off):.1%} off, worst {max(off):.1%} of {len(off)}; "
-          f"bytes: worst {max(row['bytes_off'] for row in counted):.2%} off")  # fmt: skip
+                with RESULTS.open("a") as file:
+                    for row in found:
+                        beside = {"counts": is_steady or attempt == 1, "date": f"{datetime.date.today()}"}
+                        file.write(json.dumps(row | beside, sort_keys=True) + "\n")
+    summarize_all(args.syncs.split(","))
+
+
+def results() -> list[dict[str, Any]]:
+    """All rows that were ever measured here."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def cell(row: dict[str, Any]) -> tuple[str, int, bool, int, str]:
+    """What a row is of."""
+    return row["rate"], row["hosts"], row["equal"], row["accumulation"], row["sync"]
+
+
+def summarize_all(syncs: list[str]) -> None:
+    """A line for each way, and one for all."""
+    rows = [row for row in {cell(row): row for row in results() if row["counts"]}.values() if row["sync"] in syncs]
+    for sync in [*syncs, "all"]:
+        mine = [row for row in rows if sync in (row["sync"], "all")]
+        if mine:
+            off = [abs(row["off"]) for row in mine]
+            print(f"{sync:24} step: median {statistics.median(off):6.1%} off, worst {max(off):6.1%} of {len(off):3}; "
+                  f"bytes: worst {max(row['bytes_off'] for row in mine):.2%} off")  # fmt: skip
 
 
 def told(row: dict[str, Any]) -> str:
