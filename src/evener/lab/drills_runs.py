@@ -18,7 +18,7 @@ from evener.lab.drill import POLL_S, Drill, Heard, Raw, Seen, Stage, Step, lab_s
 from evener.lab.drills_hosts import needs_root
 from evener.lab.drills_network import HALF_AN_HOUR, PLAIN, TEN_MINUTES, torchrun
 from evener.lab.faults import write
-from evener.lab.scripts import ALL_REDUCE, CUT, DIE, EAT, FILL, STOP, TRAIN, UNKEPT, UNPLUG
+from evener.lab.scripts import ALL_REDUCE, CUT, DIE, EAT, FILL, STOP, STOP_BOTH, TRAIN, UNKEPT, UNPLUG
 from evener.lab.spec import HostSpec
 
 WITHIN_S = 60.0
@@ -292,6 +292,15 @@ DRILLS = [
         why="It holds its connections, and nobody's fails: all wait, and no collective will ever tell for whom.",
         fault=[_train("rank 1 stops itself at step 20", STOP)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": STOP}, waits=HALF_AN_HOUR),
+        look=follow, hosts=PLAIN,
+    ),
+    Drill(
+        name="run.hang-launcher", check="run.hang", host="b",
+        says="rank 1 on b and the launcher that started it are stopped, as when a whole session is",
+        why="Launchers ask each other, too. The healthy one gives up after two minutes, and says that it lost a store.",
+        fault=[_train("rank 1 stops its parent and itself at step 20", STOP_BOTH)],
+        mend=[_train("without that", ALL_REDUCE)],
+        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": STOP_BOTH}, waits="torchrun would wait for minutes"),
         look=follow, hosts=PLAIN,
     ),
     Drill(

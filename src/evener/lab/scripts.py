@@ -85,6 +85,7 @@ for step in range(100_000):
     time.sleep(0.05)
 """
 STOP = FAULT.format(what="os.kill(os.getpid(), signal.SIGSTOP)")
+STOP_BOTH = FAULT.format(what="[os.kill(pid, signal.SIGSTOP) for pid in (os.getppid(), os.getpid())]")
 EAT = FAULT.format(what="many = [torch.ones(50_000_000) for _ in range(20)]  # 4 GB")
 FILL = FAULT.format(what="open('numbers', 'wb').write(bytes(600_000_000))")
 UNKEPT = FAULT.format(what="os.system('pkill -STOP -f supervisor[.]py; pkill -KILL -f supervisor[.]py')")
