@@ -300,7 +300,8 @@ DRILLS = [
         why="Launchers ask each other, too. The healthy one gives up after two minutes, and says that it lost a store.",
         fault=[_train("rank 1 stops its parent and itself at step 20", STOP_BOTH)],
         mend=[_train("without that", ALL_REDUCE)],
-        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": STOP_BOTH}, waits="torchrun would wait for minutes"),
+        raw=Raw(commands=torchrun(script="train.py"), files={"train.py": STOP_BOTH},
+                waits="torchrun would wait for minutes"),
         look=follow, hosts=PLAIN,
     ),
     Drill(
