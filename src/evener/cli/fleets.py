@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from evener.core.errors import HostError
+    from evener.core.finding import Finding
     from evener.core.fleet import Fleet
     from evener.core.plan import Plan
     from evener.core.prediction import Prediction
@@ -96,9 +99,19 @@ def rundir_of(resolved: Resolved) -> RunDir:
 
 def tell_warnings(prepared: Prepared) -> None:
     """What the preflight found that does not stand in the way."""
-    for finding in prepared.findings:
+    from evener.cli.terminal import console
+
+    tell_findings(console(stderr=True), prepared.findings)
+
+
+def tell_findings(screen: Console, findings: Sequence[Finding]) -> None:
+    """What, where, the evidence; and the next step in one line, so that it can be pasted."""
+    from evener.cli import terminal
+
+    for finding in findings:
         where = " → ".join(name for name in (finding.host, finding.peer) if name)
-        say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
+        terminal.say(screen, f"{finding.severity}: {finding.check}{'  ' + where if where else ''}: {finding.evidence}")
+        screen.print(f"hint:  {finding.fix}", soft_wrap=True)
 
 
 def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_asked: bool = False) -> Prediction | None:
