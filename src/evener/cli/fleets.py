@@ -53,13 +53,12 @@ def chosen_again(given: str | None, names: str | None, before: Plan | None) -> F
 
     from evener.core.errors import EvenerError
     from evener.core.fleet import DEFAULT_FLEET, load_fleet
-    from evener.launch.fleet import fleet_of
 
     if given is not None:
         return chosen(given, names)
     if before is None or before.is_here:
         return _only(None, names)
-    fleet = fleet_of(before)
+    fleet = before.fleet
     with contextlib.suppress(EvenerError):
         known = load_fleet(DEFAULT_FLEET)
         if fleet.hosts.items() <= known.hosts.items():
