@@ -449,6 +449,7 @@ def test_a_failed_start_ends_the_others(fleet: Fleet) -> None:
         runs.with_name("kept").rename(runs)
     assert done.returncode == 1
     assert "the run did not start on b" in done.stderr
+    assert f"hint:  evener doctor --fleet {fleet.fleet} looks closer" in done.stderr
     assert not (fleet.folder / "runs/bad").exists()
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.core.errors import RunError
+from evener.core.errors import HostError, RunError
 from evener.core.files import follow_lines, write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan, write_plan
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
+from evener.hosts.session import RemoteError
 from evener.launch.mirror import BehindError, HostMirror, Mirror, tell
 
 DEADLINE_S = 120.0
@@ -35,9 +36,9 @@ def there(tmp_path: Path) -> Path:
 @pytest.fixture
 def make(tmp_path: Path, there: Path) -> Callable[..., HostMirror]:
     def make(node_rank: int = 0) -> HostMirror:
-        plan = part(there, node_rank)
-        write_plan(RunDir(tmp_path / "here"), Plan(kind="train", spec=None, hosts=[plan]))
-        return HostMirror(RunDir(tmp_path / "here"), plan)
+        plan = Plan(kind="train", spec=None, hosts=[part(there, node_rank)], fleet_file="lab.toml")
+        write_plan(RunDir(tmp_path / "here"), plan)
+        return HostMirror(RunDir(tmp_path / "here"), plan, "b")
 
     return make
 
@@ -149,6 +150,18 @@ def test_a_host_that_the_run_has_left_changes_nothing_any_more(
     mirror.follow(lambda: None)
     assert isinstance(mirror.broken, RunError)
     assert {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()} == before
+
+
+def test_what_fails_on_a_host_is_told_with_the_fleet_file_that_was_typed(
+    make: Callable[..., HostMirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise RemoteError("b", "No space left on device", "OSError", "")
+
+    monkeypatch.setattr(HostMirror, "_copy", fail)
+    with pytest.raises(HostError, match="b: No space left on device") as told:
+        make().catch_up()
+    assert told.value.hint == "evener doctor --fleet lab.toml looks closer"
 
 
 def test_the_only_host_of_a_run_here_has_nothing_to_copy(there: Path) -> None:

@@ -15,7 +15,7 @@ from evener.plan.question import changed, of_run
 from evener.report import figures
 from evener.report.explain import explain_run, largest_loss_gap, scaling_story
 from evener.report.page import run_page
-from evener.report.summary import records_of, summarize
+from evener.report.summary import as_result, records_of, summarize
 
 STEPS = 40
 
@@ -130,6 +130,32 @@ def test_rates_are_of_the_ranks_that_there_are_now(tmp_path, write_run, before, 
     assert summary.tokens_per_step == 1024
     assert (summary.num_steps, list(summary.losses)) == (STEPS, list(range(STEPS)))
     assert f"after {STEPS} steps" in run_page(rundir, now=0.0)
+
+
+@pytest.mark.parametrize("since", [0, 25])
+def test_figures_are_those_since_the_settings_changed(tmp_path, write_run, since):
+    rundir = write_run(tmp_path / "run", [{}, {}], steps=STEPS, sync_s=0.01)
+    for rank in range(2):
+        lossy = Fidelity(error=0.1, cosine=0.9)
+        records = [
+            record if record.step >= 25 else msgspec.structs.replace(
+                record, tokens=64, wall_s=9.0, sync_s=5.0, bytes=10**9, fidelity=lossy, cost=StepCost(compute_s=9.0)
+            )
+            for record in rundir.records(rank)
+        ]  # fmt: skip
+        write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), since=since))
+    summary = summarize(rundir)
+    step_s = 0.105 if since else 9.0
+    assert (summary.step_p50_s, summary.num_steps, len(summary.losses)) == (pytest.approx(step_s), STEPS, STEPS)
+    assert (summary.fidelity is None) == bool(since)
+    assert summary.tokens_per_s == pytest.approx((1024 if since else 128) / step_s)
+    assert summary.sync_p50_s == (0.01 if since else 5.0)
+    assert (summary.ranks[0].bytes == 480_000) == bool(since)
+    assert as_result(summary)["since_step"] == since
+    text = " ".join([*explain_run(summary), run_page(rundir, now=0.0)])
+    assert text.count("These figures are since step 26, where its ranks or settings changed.") == 2 * bool(since)
+    assert text.count("; since step 26") == bool(since)
 
 
 def test_of_a_step_that_was_taken_twice_the_later_record_counts(run):

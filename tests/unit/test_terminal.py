@@ -11,14 +11,22 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from evener.cli import doctor, fleet_benches, lab
+from evener.cli import doctor, fleet_benches, lab, probe_figures
+from evener.cli.fleets import tell_findings
 from evener.cli.terminal import say, table
+from evener.core.device_rates import DeviceRates
+from evener.core.finding import Finding
+from evener.core.fleet import Link, Rates
 from evener.core.rundir import RunDir
 from evener.hosts.doctor import Survey
+from evener.hosts.wire import Wire
 from evener.lab.lab import Lab
+from evener.plan.compute import Roofline
+from evener.report.collectives import judge_all
 from evener.report.summary import summarize
 
 from . import test_checks as checks
+from . import test_probe_figures as probed
 from .conftest import write_run
 from .pseudo import COLOUR, ESCAPE, argv, environment, in_pipe, in_terminal
 from .test_plan_verb import FLEET, ONE, WORDS
@@ -193,6 +201,64 @@ def test_a_bench_tells_speed_and_loss_in_any_terminal(tmp_path, kind, columns):
     assert max(map(len, text.splitlines())) <= columns
     assert re.search(rf"^{re.escape(label)}\s+9.8k  1.00  105 ms", text, re.M)
     assert kind == "fleet" or re.search(r"  1.2500     same$", text, re.M)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_probe_tells_how_fast_a_wire_is_in_any_terminal(columns):
+    link = Link(goodput_Bps=117e6, duplex_Bps=112.5e6, parallel_Bps=1.175e8, rtt_s=2e-4, rtt_p95_s=4e-4)
+    wires = [
+        Wire(source=source, target=target, link=link, goodput_p05_Bps=1e8, mean_Bps=1.1e8, num_pings=30,
+             congestion="cubic", iperf3_Bps=1.16e8)
+        for source, target in (("attic", "laptop"), ("laptop", "attic"))
+    ]  # fmt: skip
+    text = written(columns, lambda where: probe_figures.wires(where, wires))
+    assert max(map(len, text.splitlines())) <= columns
+    assert re.search(r"^attic → laptop  936 Mbit/s .* 900 Mbit/s   200 µs", text, re.M)
+    assert ("not shown" in text) == (columns < 120)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_probe_tells_how_fast_a_collective_is_in_any_terminal(columns):
+    world = probed.world()
+    judged = judge_all([probed.row("all_reduce", 1 << 28, 2.3)], world, 117.5e6)[0]
+
+    def show(where):
+        titles = probe_figures.collectives_columns(where)
+        where.print(*probe_figures.collectives_title(titles), sep="\n", soft_wrap=True)
+        where.print(probe_figures.collectives_row(judged, titles), soft_wrap=True)
+
+    head, units, row = written(columns, show).splitlines()
+    assert max(map(len, (head, units, row))) == len(row) <= columns
+    assert re.match(r" +268435456 .* 2300000.0   0.117   0.117      0    0.993( |$)", row)
+    told = dict(zip(head[1:].replace("of wire", "of-wire").split(), row.split(), strict=True))
+    assert {"size", "time", "busbw", "#wrong", "of-wire"} <= told.keys()
+    assert ("rest" in told, "latency" in told) == (columns >= 80, columns >= 120)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_probe_tells_what_a_device_can_do_in_any_terminal(columns):
+    rates = Rates(name="AMD EPYC 9654 96-Core Processor", matmul_flops={"fp32": 2.8e10, "bf16": 1.4e11}, copy_Bps=1e10,
+                  triad_Bps=1e10, sum_Bps={"fp32": 4e10}, sync_Bps=2e9, loopback_Bps=1e9, memory_bytes=10**11,
+                  coding_Bps=dict.fromkeys(("bf16", "int8", "int4", "packed", "powersgd:4", "powersgd:32"), 1e9),
+                  models={"char": probed.CHAR})  # fmt: skip
+    found = DeviceRates(host="attic", device="cpu", threads=4, model="char", num_params=10**7, rates=rates,
+                        sustained=probed.SUSTAINED, findings=[])  # fmt: skip
+    roof = Roofline(arithmetic_s=0.1, memory_s=0.01)
+    text = written(columns, lambda where: probe_figures.device(where, found, roof))
+    assert max(map(len, text.splitlines())) <= columns
+    assert re.search("^attic cpu        AMD EPYC 9654 96-Core", text, re.M)
+    assert "two ranks here send 1.00 GB/s each" in " ".join(text.split())
+    assert "What remains is overhead" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_next_step_of_a_finding_can_be_pasted(columns):
+    fix = "on attic: sudo sysctl -w net.ipv4.tcp_congestion_control=bbr; or for good: " + "echo it " * 9
+    one = Finding(check="link.idle", severity="warning", host="attic", peer="laptop", evidence="slow, " * 20, fix=fix)
+    *lines, hint = written(columns, lambda where: tell_findings(where, [one])).splitlines()
+    assert lines[0].startswith("warning: link.idle  attic → laptop: slow, slow")
+    assert max(map(len, lines)) <= columns
+    assert hint == f"hint:  {fix}"
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -17,6 +17,7 @@ from evener.launch.lines import lines_here
 from evener.plan.collectives import bus_factor
 
 from ..conftest import TIMEOUT_S, wait_until
+from ..unit.pseudo import ESCAPE, in_terminal
 
 SIZES = (1000, 65536, 1 << 20)  # the first is no multiple of anything
 
@@ -100,6 +101,15 @@ def test_the_verb_prints_the_table_that_nccl_tests_users_know():
     assert [row[0] for row in rows[:2]] == ["1024", "4096"]
     assert rows[0][2:5] == ["float", "none", "0"]
     assert "# Out of bounds values : 0 OK" in done.stdout
+
+
+def test_the_table_fits_a_narrow_terminal():
+    told = in_terminal("probe", "collectives", "--fleet", "local", "--op", "broadcast", "--max-size", "4KiB",
+                       "--seconds", "5", columns=60)  # fmt: skip
+    lines = ESCAPE.sub("", told).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert [line.split()[0] for line in lines if line.startswith(" ")][:2] == ["1024", "4096"]
+    assert any(line.startswith("not shown in 60 columns: count, root") for line in lines)
 
 
 def test_a_host_is_measured_and_told_apart(tmp_path):

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import time
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
+from evener.report.summary import summarize
 
 from ..conftest import TIMEOUT_S, wait_until
 
@@ -58,6 +60,33 @@ def test_resumed_on_another_number_of_ranks_stays_within_rounding(tmp_path, trai
     assert train(tmp_path / "parts", *flags, "--resume", ranks=3).manifest().world_size == 3
     parts = [r.loss for r in whole.__class__(tmp_path / "parts").records(0)]
     assert parts == pytest.approx([r.loss for r in whole.records(0)], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "since"),
+    [
+        ((), ("--lr", "0.001", "--eval-every", "0"), 0),
+        (("--batch", "8"), (), 8),
+        ((), ("--micro-batch", "2"), 8),
+        ((), ("--dtype", "bf16"), 8),
+        ((), ("--shares", "3:1"), 8),
+        ((), ("--threads", "2"), 8),
+    ],
+)
+def test_figures_are_those_since_the_settings_changed(tmp_path, train, before, now, since):
+    """Stopped after 8 steps, and resumed twice: with other flags, and with these again."""
+    train(tmp_path / "run", *before, "--steps", "8", ranks=2)
+    for steps in ("20", "28"):
+        run = train(tmp_path / "run", *now, "--steps", steps, "--resume", ranks=2)
+        assert run.manifest().since == since
+    both = [[record for record in run.records(rank) if record.step >= since + 3] for rank in range(2)]
+    assert both[0][-1].step == 27
+    found, step_s = summarize(run), statistics.median(record.wall_s for record in both[0])
+    assert (found.num_steps, found.step_p50_s) == (28, step_s)
+    assert found.tokens_per_step == sum(of_rank[-1].tokens for of_rank in both)
+    assert found.tokens_per_s == found.tokens_per_step / step_s
+    assert [rank.tokens for rank in found.ranks] == [of_rank[-1].tokens for of_rank in both]
+    assert found.sync_p50_s == statistics.median(min(a.sync_s, b.sync_s) for a, b in zip(*both, strict=True))
 
 
 def test_kill_9_at_any_moment_leaves_the_last_good_checkpoint(tmp_path, start, train):

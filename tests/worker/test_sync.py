@@ -13,6 +13,7 @@ from torch import nn
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
+from evener.report.summary import summarize
 from evener.worker.clock import HostClock
 from evener.worker.sync.alone import Alone
 from evener.worker.sync.buckets import Buckets
@@ -230,6 +231,8 @@ def test_a_run_changes_its_way_to_agree_between_two_steps(tmp_path, corpus, run_
     sent = [record.bytes for record in runs["change"].records(0)]
     assert [len(set(sent[low + 1 : low + 10])) for low in (0, 10, 20, 30, 40)] == [1] * 5
     assert sent[35] < sent[25] < sent[5] == sent[45]
+    assert runs["change"].manifest().since == 40
+    assert summarize(runs["change"]).ranks[0].bytes == sent[45]
 
 
 HANDED_ON = """

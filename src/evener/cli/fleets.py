@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from evener.core.errors import HostError
+    from evener.core.finding import Finding
     from evener.core.fleet import Fleet
     from evener.core.plan import Plan
     from evener.core.prediction import Prediction
@@ -50,13 +53,12 @@ def chosen_again(given: str | None, names: str | None, before: Plan | None) -> F
 
     from evener.core.errors import EvenerError
     from evener.core.fleet import DEFAULT_FLEET, load_fleet
-    from evener.launch.fleet import fleet_of
 
     if given is not None:
         return chosen(given, names)
     if before is None or before.is_here:
         return _only(None, names)
-    fleet = fleet_of(before)
+    fleet = before.fleet
     with contextlib.suppress(EvenerError):
         known = load_fleet(DEFAULT_FLEET)
         if fleet.hosts.items() <= known.hosts.items():
@@ -96,9 +98,19 @@ def rundir_of(resolved: Resolved) -> RunDir:
 
 def tell_warnings(prepared: Prepared) -> None:
     """What the preflight found that does not stand in the way."""
-    for finding in prepared.findings:
+    from evener.cli.terminal import console
+
+    tell_findings(console(stderr=True), prepared.findings)
+
+
+def tell_findings(screen: Console, findings: Sequence[Finding]) -> None:
+    """What, where, the evidence; and the next step in one line, so that it can be pasted."""
+    from evener.cli import terminal
+
+    for finding in findings:
         where = " → ".join(name for name in (finding.host, finding.peer) if name)
-        say(f"warning: {finding.check}  {where}: {finding.evidence}\nhint:  {finding.fix}")
+        terminal.say(screen, f"{finding.severity}: {finding.check}{'  ' + where if where else ''}: {finding.evidence}")
+        screen.print(f"hint:  {finding.fix}", soft_wrap=True)
 
 
 def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_asked: bool = False) -> Prediction | None:

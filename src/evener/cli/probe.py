@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from evener.cli.fleets import connected, fleet_path, say, with_ranks
+from evener.cli.fleets import connected, fleet_path, tell_findings, with_ranks
 from evener.cli.help import App
+from evener.cli.terminal import console, tell_spared
+from evener.cli.terminal import say as say_on
 
 if TYPE_CHECKING:
     from evener.core.collective import CollectiveSpec, Row, Told
@@ -30,6 +32,11 @@ FleetFile = Annotated[
     typer.Option("--fleet", help="hosts; local: this machine alone [fleet.toml if here]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+def say(text: str) -> None:
+    """What is being done, on stderr."""
+    say_on(console(stderr=True), text)
 
 
 @app.command(epilog="evener probe wire --fleet fleet.toml")
@@ -89,10 +96,9 @@ def wire(
                           "findings": msgspec.to_builtins(findings)}))  # fmt: skip
     else:
         if found.wires:
-            print(probe_figures.wires(found.wires))
+            probe_figures.wires(console(), found.wires)
             say(f"written to [links] of {path}")
-        if findings:
-            print(probe_figures.findings(findings))
+        tell_findings(console(), findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 
@@ -136,6 +142,8 @@ def collectives(
     rows: list[Row] = []
     stopped: list[Stopped] = []
     world: World | None = None
+    screen = console()
+    columns = probe_figures.collectives_columns(screen)
     say(f"the wire first, then collectives for at most {duration(spec.seconds)}")
     with _told_of_collectives(spec, path, ranks) as (wire_Bps, news):
         for item in news:
@@ -148,13 +156,15 @@ def collectives(
             else:
                 assert world is not None
                 if not as_json and all(row.collective != item.collective for row in rows):
-                    print(probe_figures.collectives_title(item.collective, world, item.in_place), flush=True)
+                    place = "in-place" if item.in_place else "out-of-place"
+                    head = f"# {item.collective}, {place}: {world.ranks} ranks, {world.backend}, {world.device}"
+                    screen.print(head, *probe_figures.collectives_title(columns), sep="\n", soft_wrap=True)
                 rows.append(item)
                 if as_json:
                     say(f"{item.collective} {report.size_name(item.size_bytes)}: {duration(item.time_s)}")
                 else:
                     beside = report.judge(item, world, wire_Bps, report.least_of(rows, item.collective))
-                    print(probe_figures.collectives_row(beside), flush=True)
+                    screen.print(probe_figures.collectives_row(beside, columns), soft_wrap=True)
     assert world is not None
     judged = report.judge_all(rows, world, wire_Bps)
     findings = report.findings(judged, world)
@@ -171,11 +181,12 @@ def collectives(
         }))  # fmt: skip
     else:
         wrong = sum(row.num_wrong for row in rows)
-        print(f"# Out of bounds values : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
-        print(f"# Avg bus bandwidth    : {sum(row.busbw_Bps for row in rows) / len(rows) / 1e9:g}\n")
-        print(probe_figures.paragraph(explanation))
-        if findings:
-            print(probe_figures.findings(findings))
+        tell_spared(screen, [title for title in probe_figures.SPARE if title not in columns])
+        screen.print(f"# Out of bounds values : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
+        screen.print(f"# Avg bus bandwidth    : {sum(row.busbw_Bps for row in rows) / len(rows) / 1e9:g}\n")
+        for sentence in explanation:
+            say_on(screen, sentence)
+        tell_findings(screen, findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 
@@ -236,15 +247,15 @@ def host(
             bound = {"roofline": msgspec.to_builtins(roof), "bound_by": roof.bound_by(item.sustained.large.pass_p50_s)}
             results.append(msgspec.to_builtins(item) | bound)
             if not as_json:
-                print(probe_figures.device(item, roof), flush=True)
+                probe_figures.device(console(), item, roof)
     findings = [finding for item in found for finding in item.findings]
     if path is not None:
         update_fleet(path, rates=rates)
         say(f"written to [rates] of {path}")
     if as_json:
         print(json.dumps({"fleet": path, "devices": results, "findings": msgspec.to_builtins(findings)}))
-    elif findings:
-        print(probe_figures.findings(findings))
+    else:
+        tell_findings(console(), findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 

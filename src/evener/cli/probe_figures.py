@@ -1,62 +1,39 @@
-"""How do the figures of `evener probe` look? Plain text, in the columns that users of nccl-tests and iperf3 know."""
+"""How do the figures of `evener probe` look? In the columns that users of nccl-tests and iperf3 know."""
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
 
+from evener.cli.terminal import fitting, say, table, width_of
 from evener.core.units import count, link_rate, plural, seconds, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from evener.core.collective import World
+    from rich.console import Console
+
     from evener.core.device_rates import DeviceRates
-    from evener.core.finding import Finding
     from evener.core.fleet import ModelRate, Rates
     from evener.hosts.wire import Wire
     from evener.plan.compute import Roofline
     from evener.report.collectives import Judged
 
-WIDTH = 100
 DISTURBED = 0.6  # of its threads' processors: less, and somebody else had them
+# nccl-tests' columns, and ours at their right: title, unit, characters of a line. The last four sum to the time.
+COLUMNS = [
+    ("size", "(B)", 12), ("count", "(elements)", 14), ("type", "", 10), ("redop", "", 8), ("root", "", 8),
+    ("time", "(us)", 11), ("algbw", "(GB/s)", 8), ("busbw", "(GB/s)", 8), ("#wrong", "", 7), ("of wire", "", 9),
+    ("wire", "(us)", 11), ("latency", "(us)", 11), ("reduce", "(us)", 11), ("rest", "(us)", 11),
+]  # fmt: skip
+SPARE = ("count", "root", "redop", "type", "reduce", "latency", "rest", "wire")
 
 
-def paragraph(sentences: Sequence[str]) -> str:
-    """Sentences as one paragraph."""
-    return "\n".join(textwrap.fill(one, WIDTH, break_on_hyphens=False, subsequent_indent="  ") for one in sentences)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns; the first is aligned left, the others right.
-
-    >>> print(table([["host", "rate"], ["attic", "1.2"]]))
-    host   rate
-    attic   1.2
-    """
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    )  # fmt: skip
-
-
-def findings(found: Sequence[Finding]) -> str:
-    """One paragraph each: what, where, the evidence, and the next step."""
-    lines = []
-    for finding in found:
-        where = " → ".join(name for name in (finding.host, finding.peer) if name)
-        lines.append(f"{finding.severity}: {finding.check}{'  ' + where if where else ''}: {finding.evidence}")
-        lines.append(f"hint:  {finding.fix}")
-    return "\n".join(lines)
-
-
-def wires(measured: Sequence[Wire]) -> str:
+def wires(screen: Console, measured: Sequence[Wire]) -> None:
     """A row for each direction."""
     with_iperf3 = any(wire.iperf3_Bps is not None for wire in measured)
-    title = ["from → to", "one stream", "p5", "4 streams", "both ways", "rtt p50", "p95", "sent again"]
-    rows = [[*title, *(["iperf3"] if with_iperf3 else [])]]
+    titles = ["from → to", "one stream", "p5", "4 streams", "both ways", "rtt p50", "p95", "sent again"]
+    titles += ["iperf3"] if with_iperf3 else []
+    rows = []
     for wire in measured:
         link = wire.link
         row = [
@@ -70,71 +47,68 @@ def wires(measured: Sequence[Wire]) -> str:
             "not measured" if link.retransmits is None else str(link.retransmits),
         ]
         rows.append([*row, *([link_rate(wire.iperf3_Bps)] if with_iperf3 else [])])
-    return table(rows)
+    spare = [title for title in ("p5", "p95", "iperf3", "sent again", "4 streams") if title in titles]
+    table(screen, titles, rows, spare=spare)
 
 
-def collectives_title(collective: str, world: World, in_place: bool) -> str:
-    """nccl-tests' head, with our columns at its right."""
-    place = "in-place" if in_place else "out-of-place"
-    return (
-        f"# {collective}, {place}: {world.ranks} ranks, {world.backend}, {world.device}\n"
-        "#       size         count      type   redop    root       time   algbw   busbw #wrong  of wire"
-        "       wire    latency     reduce       rest\n"
-        "#        (B)    (elements)                             (us)  (GB/s)  (GB/s)                "
-        "     (us)       (us)       (us)       (us)"
-    )
+def collectives_columns(screen: Console) -> list[str]:
+    """Titles of the columns that fit there."""
+    titles = [title for title, _, _ in COLUMNS]
+    return [titles[i] for i in fitting(titles, [wide for _, _, wide in COLUMNS], SPARE, width_of(screen))]
 
 
-def collectives_row(judged: Judged) -> str:
-    """One line; the last four columns sum to the time."""
+def collectives_title(columns: Sequence[str]) -> list[str]:
+    """The two lines of nccl-tests' head."""
+    shown = [column for column in COLUMNS if column[0] in columns]
+    lines = ("".join(f"{column[i]:>{column[2]}}" for column in shown) for i in (0, 1))
+    return [f"#{line[1:]}".rstrip() for line in lines]
+
+
+def collectives_row(judged: Judged, columns: Sequence[str]) -> str:
+    """One line."""
     from evener.core.collective import NCCL_NAMES
 
     row, split = judged.row, judged.split
-    terms = (split.wire_s, split.latency_s, split.reduction_s, split.rest_s)
-    parts = "".join(f" {value * 1e6:10.1f}" for value in terms)
-    return (
-        f"{row.size_bytes:12d}  {row.count:12d}  {NCCL_NAMES[row.dtype]:>8}  {row.redop:>6}  {row.root:6d} "
-        f"{row.time_s * 1e6:10.1f} {row.algbw_Bps / 1e9:7.3f} {row.busbw_Bps / 1e9:7.3f} {row.num_wrong:6d}"
-        f"  {judged.share_of_wire:7.3f}{parts}"
-    )
+    terms = (row.time_s, split.wire_s, split.latency_s, split.reduction_s, split.rest_s)
+    time, *parts = (f"{value * 1e6:.1f}" for value in terms)
+    rates = (f"{value / 1e9:.3f}" for value in (row.algbw_Bps, row.busbw_Bps))
+    cells = [row.size_bytes, row.count, NCCL_NAMES[row.dtype], row.redop, row.root, time, *rates, row.num_wrong,
+             f"{judged.share_of_wire:.3f}", *parts]  # fmt: skip
+    beside = zip(COLUMNS, cells, strict=True)
+    return "".join(f"{cell:>{wide}}" for (title, _, wide), cell in beside if title in columns)
 
 
-def device(found: DeviceRates, roof: Roofline) -> str:
+def device(screen: Console, found: DeviceRates, roof: Roofline) -> None:
     """The figures of one device, and what bounds it."""
     rates, sustained = found.rates, found.sustained
     large, model = sustained.large, rates.models[found.model]
-    matmul = ", ".join(f"{dtype} {flops / 1e9:.1f} GFLOP/s" for dtype, flops in rates.matmul_flops.items())
-    sums = ", ".join(f"{dtype} {value / 1e9:.1f} GB/s" for dtype, value in rates.sum_Bps.items())
     memory = f"{size(rates.memory_bytes)}, " if rates.memory_bytes else ""
     copy, triad = ((value or 0.0) / 1e9 for value in (rates.copy_Bps, rates.triad_Bps))
     sequence = large.tokens // large.micro_batch
     threads = f", {plural(found.threads, 'thread')}" if found.device == "cpu" else ""
-    lines = [
-        f"{found.host} {found.device}: {rates.name}{threads}",
-        f"  matrix products  {matmul}",
-        f"  memory           {memory}copy {copy:.1f} GB/s, triad {triad:.1f} GB/s",
-        f"  sum, one thread  {sums}",
-        f"  all-reduce       {all_reduce(rates)}",
-        f"  gradients coded  {', '.join(f'{name} {rate / 1e9:.1f} GB/s' for name, rate in rates.coding_Bps.items())}",
-        f"  {found.model:15}  {count(sustained.tokens_per_s)} tokens/s forward and backward in {sustained.dtype}, "
-        f"{large.micro_batch} × {sequence} tokens a pass, {large.passes} passes, "
-        f"p50 {seconds(large.pass_p50_s)}, p95 {seconds(large.pass_p95_s)}",
-        f"  {'':15}  first third {count(sustained.first_third_tokens_per_s)} tokens/s on "
-        f"{sustained.first_third_cpus:.1f} processors, last third {count(sustained.last_third_tokens_per_s)} on "
-        f"{sustained.last_third_cpus:.1f}",
-        *(
-            f"  {'':15}  {one.micro_batch} × {sequence} tokens a pass, {one.passes} passes: "
-            f"p50 {seconds(one.pass_p50_s)}, p95 {seconds(one.pass_p95_s)}"
-            for one in sustained.smaller
-        ),
-        f"  {'a pass takes':15}  {pass_time(model)}",
-        f"  {'an update takes':15}  {seconds(sustained.update_p50_s)}, p95 {seconds(sustained.update_p95_s)}: clipping "
-        f"and AdamW, {count(found.num_params)} parameters, {sustained.updates} updates",
-        textwrap.fill(bound(found, roof), WIDTH, initial_indent="  ", subsequent_indent="  "),
-    ]
+    rows = [
+        ("matrix products", ", ".join(f"{dtype} {flops / 1e9:.1f} GFLOP/s"
+                                      for dtype, flops in rates.matmul_flops.items())),
+        ("memory", f"{memory}copy {copy:.1f} GB/s, triad {triad:.1f} GB/s"),
+        ("sum, one thread", ", ".join(f"{dtype} {value / 1e9:.1f} GB/s" for dtype, value in rates.sum_Bps.items())),
+        ("all-reduce", all_reduce(rates)),
+        ("gradients coded", ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.coding_Bps.items())),
+        (found.model, f"{count(sustained.tokens_per_s)} tokens/s forward and backward in {sustained.dtype}, "
+                      f"{large.micro_batch} × {sequence} tokens a pass, {large.passes} passes, "
+                      f"p50 {seconds(large.pass_p50_s)}, p95 {seconds(large.pass_p95_s)}"),
+        ("", f"first third {count(sustained.first_third_tokens_per_s)} tokens/s on "
+             f"{sustained.first_third_cpus:.1f} processors, last third "
+             f"{count(sustained.last_third_tokens_per_s)} on {sustained.last_third_cpus:.1f}"),
+        *(("", f"{one.micro_batch} × {sequence} tokens a pass, {one.passes} passes: p50 {seconds(one.pass_p50_s)}, "
+               f"p95 {seconds(one.pass_p95_s)}") for one in sustained.smaller),
+        ("a pass takes", pass_time(model)),
+        ("an update takes", f"{seconds(sustained.update_p50_s)}, p95 {seconds(sustained.update_p95_s)}: clipping and "
+                            f"AdamW, {count(found.num_params)} parameters, {sustained.updates} updates"),
+    ]  # fmt: skip
+    table(screen, (f"{found.host} {found.device}", f"{rates.name}{threads}"), rows, text=True)
+    say(screen, bound(found, roof))
     if found.device == "cpu" and sustained.last_third_cpus < DISTURBED * found.threads:
-        lines.append("  Other programs had much of the processor meanwhile: by itself it is faster.")
-    return "\n".join(lines)
+        say(screen, "Other programs had much of the processor meanwhile: by itself it is faster.")
 
 
 def all_reduce(rates: Rates) -> str:

@@ -87,20 +87,13 @@ def table(
     width, grid = width_of(where), [titles, *rows]
     limit = width or UNLIMITED
     widths = [max(map(cell_len, column)) for column in zip(*grid, strict=True)]
-    shown = list(range(len(titles) - text))
-
-    def total() -> int:
-        return sum(widths[i] for i in shown) + GAP * (len(shown) - 1)
-
-    gone: list[str] = []
-    for title in spare:
-        if total() > limit:
-            shown.remove(titles.index(title))
-            gone.append(title)
-    room = limit - total() - GAP
+    with_gaps = [widths[0], *(GAP + one for one in widths[1:])]
+    shown = fitting(titles[: len(titles) - text], with_gaps, spare, width)
+    total = sum(with_gaps[i] for i in shown)
+    room = limit - total - GAP
     is_beside = text and room >= min(LEAST_TEXT, widths[-1])
-    has_two_lines = total() > limit
-    across = total() - has_two_lines * (widths[0] + GAP - BELOW)
+    has_two_lines = total > limit
+    across = total - has_two_lines * (widths[0] + GAP - BELOW)
     for number, row in enumerate(grid):
         line = Text(style="bold" if number == 0 or number - 1 == bold else "")
         for i in shown:
@@ -119,5 +112,23 @@ def table(
         if number == 0:
             rule = across + is_beside * (GAP + min(room, widths[-1]))
             where.print("─" * min(rule, width or RULE), style="dim")
-    if gone:
-        say(where, f"not shown in {width} columns: {', '.join(gone)}", style="dim")
+    tell_spared(where, [title for title in spare if titles.index(title) not in shown])
+
+
+def fitting(titles: Sequence[str], widths: Sequence[int], spare: Sequence[str], width: int | None) -> list[int]:
+    """Numbers of the columns that stay where each takes so much of a line: the spare ones go, as many as it needs.
+
+    >>> fitting(["size", "count", "time"], [8, 9, 8], ["count", "time"], 20)
+    [0, 2]
+    """
+    shown = list(range(len(titles)))
+    for title in spare:
+        if sum(widths[i] for i in shown) > (width or UNLIMITED):
+            shown.remove(titles.index(title))
+    return shown
+
+
+def tell_spared(where: Console, titles: Sequence[str]) -> None:
+    """Name the columns that were left out."""
+    if titles:
+        say(where, f"not shown in {width_of(where)} columns: {', '.join(titles)}", style="dim")

@@ -15,7 +15,7 @@ import msgspec
 from evener.core.decoding import from_json
 from evener.core.errors import UsageError
 from evener.core.files import write_atomic
-from evener.core.fleet import Host
+from evener.core.fleet import Fleet, Host
 from evener.core.prediction import Prediction
 from evener.core.roster import Roster
 from evener.core.rundir import BEFORE, FORMAT, RunDir
@@ -88,12 +88,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec | None  # as it was asked for; None of a script of the user's own
     project: str | None = None  # the folder here that a script came from
     hosts: list[HostPlan] = []
+    fleet_file: str | None = None  # that names them, as it was typed; None: it runs on this machine alone
     prediction: Prediction | None = None  # None: of a script of the user's own, or too little is known
 
     @property
     def is_here(self) -> bool:
         """Does it run on this machine alone, in the run directory itself?"""
         return len(self.hosts) == 1 and self.hosts[0].is_here
+
+    @property
+    def fleet(self) -> Fleet:
+        """The hosts that take part."""
+        return Fleet(hosts={host.name: host.host for host in self.hosts}, file=self.fleet_file)
 
     @property
     def world_size(self) -> int:

@@ -87,6 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     params_by_group: dict[str, int]
     num_params: int
     roster: Roster  # with which its newest start began, or the newest way to agree; changes are in the events
+    since: int = 0  # the first step with these ranks and settings: those before say nothing of its speed now
     compiled: bool
     sampler: str  # one of SAMPLERS; "own" of a program with data of its own
     hosts: list[Machine]
@@ -98,6 +99,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         """Number of ranks."""
         return self.roster.world_size
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """All that a resume may change and the time of a step depends on."""
+        roster, spec, train = self.roster, self.spec, self.spec.train
+        ranks = [(member.host, member.device, member.dtype) for member in roster.members]
+        return (ranks, [rank.threads for rank in self.ranks], roster.sync, roster.backend, roster.bucket_bytes,
+                self.compiled, spec.model.recompute, spec.machine.shares, train.batch, train.micro_batch,
+                train.clip > 0)  # fmt: skip
 
 
 class RunDir:

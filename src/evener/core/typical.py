@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from evener.core.roster import Roster
+from evener.core.rundir import Manifest
 from evener.core.step import PARTS, StepCost, StepRecord
 from evener.core.units import median, percentile
 
@@ -35,7 +35,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Typical(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the steps of a roster's ranks after the warm-up; None = not measured.
+    """Medians over the steps that a run took as it is now, after the warm-up; None = not measured.
 
     Where replicas agree every so many steps, a step is the mean of such a round.
     """
@@ -53,11 +53,11 @@ class Typical(msgspec.Struct, frozen=True, kw_only=True):
         return min((rank.typical.wait_s or 0.0 for rank in self.ranks), default=0.0) if len(self.ranks) > 1 else 0.0
 
 
-def typical(steps: Sequence[dict[int, StepRecord]], roster: Roster) -> Typical:
-    """Of steps as `aligned` gives them; those of an earlier start with other ranks do not count."""
-    ranks = list(range(roster.world_size))
-    ours = [of_step for of_step in steps if list(of_step) == ranks]
-    warm = in_rounds(ours[min(WARMUP_STEPS, len(ours) // 4) :], roster.sync.every)
+def typical(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> Typical:
+    """Of steps as `aligned` gives them; those with other ranks or settings do not count."""
+    ranks = list(range(manifest.world_size))
+    ours = [of_step for of_step in steps if list(of_step) == ranks and of_step[0].step >= manifest.since]
+    warm = in_rounds(ours[min(WARMUP_STEPS, len(ours) // 4) :], manifest.roster.sync.every)
     walls = [of_step[0].wall_s for of_step in warm]
     syncs = [least for of_step in warm if (least := least_sync_s(of_step)) is not None]
     step_p50_s, sync_p50_s = median(walls), median(syncs)

@@ -108,7 +108,7 @@ def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
             try:
                 kept = from_tree(session.call("runs", "checkpoints", run=first.run), list[Kept])
             except RemoteError as error:
-                raise host_failed(error) from None
+                raise host_failed(error, plan.fleet) from None
             left = [one for one in _wanted([one for one in kept if one.step not in passed_over])
                     if one.step not in came and not _is_whole(rundir, one.step)]  # fmt: skip
             if not left:
@@ -228,7 +228,7 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, say: Call
                 arrived = send_to(session, host.host.workdir, pack(files))
                 session.call("runs", "adopt", run=run, tree=arrived.path, timeout_s=WORK_S)
         except RemoteError as error:
-            raise host_failed(error) from None
+            raise host_failed(error, plan.fleet) from None
         return bool(found == "damaged")
 
     for name, was_damaged in for_each([host.name for host in plan.hosts], put).items():

@@ -62,6 +62,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     places: list[Place]
     port: int
     findings: list[Finding]  # warnings that do not stand in the way
+    fleet_file: str | None = None  # that names them; None: this machine alone
 
     @property
     def is_here(self) -> bool:
@@ -92,7 +93,7 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
     )
     if free != wanted:
         if port is not None or free is None:
-            raise RunError(f"{first}: port {wanted} is taken", hint="evener doctor names who holds it")
+            raise RunError(f"{first}: port {wanted} is taken", hint=f"evener doctor{fleet.flag} names who holds it")
         found = _examined(fleet, sessions, errors, free, machine)  # is this one open to the others, too?
     run_id = run_id or secrets.token_hex(6)
     places = [
@@ -112,7 +113,7 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
         for host in fleet.hosts
     ]
     warnings = [finding for finding in found.findings if finding.severity == "warning"]
-    return Prepared(id=run_id, places=places, port=free, findings=warnings)
+    return Prepared(id=run_id, places=places, port=free, findings=warnings, fleet_file=fleet.file)
 
 
 def _examined(
@@ -145,7 +146,7 @@ def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, res
             trees.append(pack({weights.name: weights}))
             init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
     plan = train_plan(prepared.id, prepared.places, prepared.port, spec, roster, data, init_from, resume=resume)
-    return plan, trees
+    return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
 
 
 def plan_script(
@@ -157,7 +158,8 @@ def plan_script(
     """
     trees = [] if prepared.is_here else [describe(folder, include)]
     project = Project(str(folder), trees[0].digest, project_name(folder)) if trees else None
-    return script_plan(prepared.id, prepared.places, prepared.port, program, environment, project), trees
+    plan = script_plan(prepared.id, prepared.places, prepared.port, program, environment, project)
+    return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
 
 
 def project_name(folder: Path) -> str:
@@ -167,16 +169,10 @@ def project_name(folder: Path) -> str:
     return f"{readable}-{hashlib.blake2b(where, digest_size=4).hexdigest()}"
 
 
-def fleet_of(plan: Plan) -> Fleet:
-    """The hosts that take part."""
-    return Fleet(hosts={host.name: host.host for host in plan.hosts})
-
-
 def deliver(trees: list[Tree], plan: Plan, sessions: Sessions, say: Progress) -> None:
     """Send what the hosts lack, and bring a project's folder there up to date."""
-    fleet = fleet_of(plan)
     for tree in trees:
-        for name, arrived in send(sessions, fleet, tree).items():
+        for name, arrived in send(sessions, plan.fleet, tree).items():
             if arrived.sent_bytes:
                 say(f"{size(arrived.sent_bytes)} sent to {name}")
 
@@ -186,7 +182,7 @@ def deliver(trees: list[Tree], plan: Plan, sessions: Sessions, say: Progress) ->
             if host.code is not None:
                 return list(sessions[name].call("project", "sync", tree=host.code, folder=host.cwd, timeout_s=WORK_S))
         except RemoteError as error:
-            raise host_failed(error) from None
+            raise host_failed(error, plan.fleet) from None
         return []
 
     for name, pids in for_each([host.name for host in plan.hosts], sync).items():
@@ -267,7 +263,7 @@ def start(
     if failed:
         undo([name for name in names if name not in failed])
         name, error = next(iter(failed.items()))
-        raise RunError(f"the run did not start on {name}: {error}", hint="evener doctor looks closer")
+        raise RunError(f"the run did not start on {name}: {error}", hint=f"evener doctor{plan.fleet.flag} looks closer")
     tell(rundir, plan, "launched", hosts=names, world_size=plan.world_size)
     return hold
 
@@ -404,7 +400,7 @@ def catch_up(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
 
     def copy(name: str) -> HostError | None:
         try:
-            HostMirror(rundir, plan.host(name)).catch_up()
+            HostMirror(rundir, plan, name).catch_up()
         except HostError as error:
             return error
         return None
@@ -421,7 +417,7 @@ def _ask(plan: Plan, question: Callable[[Session, HostPlan], State]) -> dict[str
             with contextlib.closing(open_session(name, host.host)) as session:
                 return question(session, host)
         except RemoteError as error:
-            return host_failed(error)
+            return host_failed(error, plan.fleet)
         except HostError as error:
             return error
 

@@ -129,4 +129,4 @@ def _plan(prepared: Prepared, module: str, args: Mapping[str, str]) -> Plan:
         if host.is_here and plan.world_size == 1:
             host = alone(host, program)
         hosts.append(msgspec.structs.replace(host, argv=[*host.argv, args[host.name]]))
-    return msgspec.structs.replace(plan, kind="probe", hosts=hosts)
+    return msgspec.structs.replace(plan, kind="probe", hosts=hosts, fleet_file=prepared.fleet_file)

@@ -29,6 +29,7 @@ from evener.core.corpus import TOKENIZER_FILES
 from evener.core.decoding import from_json, from_tree
 from evener.core.errors import HostError, RunError
 from evener.core.files import write_atomic
+from evener.core.fleet import Fleet
 from evener.core.plan import HostPlan, Plan, read_plan
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
@@ -59,10 +60,10 @@ class Copy(msgspec.Struct, frozen=True):
 class HostMirror:
     """The copy of one host's part of a run."""
 
-    def __init__(self, rundir: RunDir, plan: HostPlan) -> None:
-        self.name = plan.name
-        self._rundir, self._plan = rundir, plan
-        self._folder = plan.state_path(rundir).parent
+    def __init__(self, rundir: RunDir, plan: Plan, name: str) -> None:
+        self.name, self._fleet = name, plan.fleet
+        self._rundir, self._plan = rundir, plan.host(name)
+        self._folder = self._plan.state_path(rundir).parent
         self.state: State | None = None  # as the host told it last
         # New ones: the host's time, what its processes did, and which machines do not answer it.
         self.seen: list[tuple[float, dict[int | None, Look], list[str]]] = []
@@ -82,7 +83,7 @@ class HostMirror:
                 self.is_done = True
             except (HostError, RemoteError) as error:
                 failures = 0 if self.error is None else failures + 1
-                self.error = error if isinstance(error, HostError) else host_failed(error)
+                self.error = error if isinstance(error, HostError) else host_failed(error, self._fleet)
                 self.lost_since = self.lost_since or time.monotonic()
                 on_change()
                 self._stop.wait(RETRY_S[min(failures, len(RETRY_S) - 1)])
@@ -105,7 +106,7 @@ class HostMirror:
                 if attempt == 2:
                     return  # somebody else is copying, and quicker
             except RemoteError as error:
-                raise host_failed(error) from None
+                raise host_failed(error, self._fleet) from None
 
     def stop(self) -> None:
         """Follow no more."""
@@ -216,7 +217,7 @@ class Mirror:
 
     def __init__(self, rundir: RunDir, plan: Plan) -> None:
         self.rundir, self.plan = rundir, plan
-        self.hosts = {host.name: HostMirror(rundir, host) for host in plan.hosts}
+        self.hosts = {host.name: HostMirror(rundir, plan, host.name) for host in plan.hosts}
         self._changed = threading.Event()
         self._threads = [
             threading.Thread(target=host.follow, args=(self._tell,), daemon=True) for host in self.hosts.values()
@@ -254,11 +255,11 @@ def _part(rundir: RunDir, host: str) -> HostPlan | None:
     return next((one for one in read_plan(rundir).hosts if one.name == host), None)
 
 
-def host_failed(error: RemoteError) -> HostError:
+def host_failed(error: RemoteError, fleet: Fleet) -> HostError:
     """A function on a host raised: its disk is full, a file there is damaged."""
     return HostError(
-        f"{error.host}: {error.message}", check="host.failed", host=error.host, hint="evener doctor looks closer",
-        output=error.traceback,
+        f"{error.host}: {error.message}", check="host.failed", host=error.host,
+        hint=f"evener doctor{fleet.flag} looks closer", output=error.traceback,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def written(plan: Plan, states: Mapping[str, State]) -> dict[str, Written]:
     """By host, of those that can be reached and have some; `states` are their last."""
 
     def ask(name: str) -> Written | None:
-        with contextlib.suppress(HostError), _asking(plan.host(name)) as session:
+        with contextlib.suppress(HostError), _asking(plan, name) as session:
             return _written(session, plan.host(name), states[name])
         return None
 
@@ -63,7 +63,7 @@ def bring_written(rundir: RunDir, plan: Plan, states: Mapping[str, State],
 
     def bring(name: str) -> tuple[list[Path], list[EvenerError]]:
         try:
-            with _asking(plan.host(name)) as session:
+            with _asking(plan, name) as session:
                 found = _written(session, plan.host(name), states[name])
                 return _bring(session, rundir.path / "files" / name, found, say) if found.files else ([], [])
         except EvenerError as error:
@@ -83,12 +83,12 @@ def _scripts(plan: Plan, states: Mapping[str, State]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _asking(host: HostPlan) -> Any:
+def _asking(plan: Plan, name: str) -> Any:
     try:
-        with contextlib.closing(open_session(host.name, host.host)) as session:
+        with contextlib.closing(open_session(name, plan.host(name).host)) as session:
             yield session
     except RemoteError as error:
-        raise host_failed(error) from None
+        raise host_failed(error, plan.fleet) from None
 
 
 def _written(session: Session, host: HostPlan, state: State) -> Written:

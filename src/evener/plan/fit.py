@@ -26,7 +26,7 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     by one factor. What they don't tell (memory, communication's processor time, γ) stays. UsageError where a host's
     speed is not known at all.
     """
-    roster, found = manifest.roster, typical(aligned(dict(enumerate(records))), manifest.roster)
+    roster, found = manifest.roster, typical(aligned(dict(enumerate(records))), manifest)
     if not found.step_p50_s:
         raise UsageError("no step was recorded by all ranks", hint="evener report shows what was")
     if prior is None or not _describes(prior, roster):
@@ -56,7 +56,7 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
 
 def as_it_was(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], cluster: Cluster) -> Option | None:
     """A run as the option that it was, with what was measured in place of what `cluster` says; None without a step."""
-    found = typical(aligned(dict(enumerate(records))), manifest.roster)
+    found = typical(aligned(dict(enumerate(records))), manifest)
     if not found.step_p50_s:
         return None
     roster = _as_divided(manifest.roster, found, job.shape.block_size)

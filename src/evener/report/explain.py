@@ -114,6 +114,8 @@ def _pace(summary: Summary) -> str:
         f"A step trains on {summary.tokens_per_step:,} tokens and takes {seconds(summary.step_p50_s)} (p50; p95 "
         f"{seconds(summary.step_p95_s)}): {count(summary.tokens_per_s)} tokens/s."
     )
+    if since := summary.manifest.since:
+        text += f" These figures are since step {since + 1}, where its ranks or settings changed."
     if num == 1:
         return text
     sync = summary.manifest.roster.sync

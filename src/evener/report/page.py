@@ -201,6 +201,8 @@ def _shown(summary: Summary, events: list[dict[str, Any]]) -> list[Fact]:
 
 def _step_remark(summary: Summary) -> str:
     remark, option = f"p50; p95 {seconds(summary.step_p95_s)}", summary.predicted
+    if since := summary.manifest.since:
+        remark += f"; since step {since + 1}"
     if option is None or not summary.step_p50_s:
         return remark
     return f"{remark}; predicted {seconds(option.step_s)}, {percent(summary.step_p50_s / option.step_s - 1)}"

@@ -16,7 +16,7 @@ from evener.core.units import median
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. Rates are medians over steps of the manifest's ranks after the warm-up; None = not measured.
+    """A run. Rates are medians over the steps since `manifest.since`, after the warm-up; None = not measured.
 
     Where replicas agree every so many steps, a step is the mean of such a round.
     """
@@ -74,7 +74,7 @@ def summarize(rundir: RunDir) -> Summary:
     """Read a run directory."""
     manifest = rundir.manifest()
     steps = aligned(records_of(rundir))
-    found = typical(steps, manifest.roster)
+    found = typical(steps, manifest)
     return Summary(
         run_dir=str(rundir),
         manifest=manifest,
@@ -89,7 +89,7 @@ def summarize(rundir: RunDir) -> Summary:
         losses={of_step[0].step: of_step[0].loss for of_step in steps},
         prediction=read_prediction(rundir),
         noise_tokens=noise_scale([of_step[0] for of_step in steps]),
-        fidelity=_fidelity([of_step[0] for of_step in steps]),
+        fidelity=_fidelity([of_step[0] for of_step in steps if of_step[0].step >= manifest.since]),
         findings=_findings(rundir.events()),
     )
 
@@ -122,6 +122,7 @@ def as_result(summary: Summary) -> dict[str, Any]:
         "run_dir": summary.run_dir,
         "verdict": summary.manifest.verdict,
         "steps": summary.num_steps,
+        "since_step": summary.manifest.since,
         "tokens_per_s": summary.tokens_per_s,
         "step_p50_s": summary.step_p50_s,
         "step_p95_s": summary.step_p95_s,

@@ -58,9 +58,10 @@ class Journal:
         versions = {
             "evener": __version__, "torch": str(torch.__version__), "python": platform.python_version()
         }  # fmt: skip
+        before = self._dir.manifest() if resumes else None
         self._manifest = Manifest(
             verdict="running",
-            started=self._dir.manifest().started if resumes else time.time(),
+            started=before.started if before else time.time(),
             argv=sys.argv,
             versions=versions,
             spec=msgspec.structs.replace(spec, out=str(self._dir)),
@@ -75,6 +76,9 @@ class Journal:
             hosts=list({host.host: host for host in hosts}.values()),
             ranks=ranks,
         )
+        if before is not None:
+            since = min(before.since, first) if before.settings == self._manifest.settings else first
+            self._manifest = msgspec.structs.replace(self._manifest, since=since)
         self._watch = Watch(roster.sync, roster.world_size)
         if group.local_rank == 0:
             tell_launcher(self._dir)
@@ -119,7 +123,7 @@ class Journal:
             return
         if roster.sync != was.sync:
             assert self._manifest is not None
-            self._manifest = msgspec.structs.replace(self._manifest, roster=roster)
+            self._manifest = msgspec.structs.replace(self._manifest, roster=roster, since=roster.from_step)
             self._watch = Watch(roster.sync, roster.world_size)
             self._dir.write_manifest(self._manifest)
             self._dir.add_event("rechosen", step=roster.from_step, epoch=roster.epoch, sync=str(roster.sync),
