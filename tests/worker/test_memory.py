@@ -164,6 +164,7 @@ RUNS = [
     (f"{CHAR} --dtype fp32 --batch 2 --micro-batch 2 --recompute", 256, 1),
     (f"{D4} --dtype bf16 --batch 4 --micro-batch 2", 4096, 2),
     (f"{NARROW} --dtype fp32 --batch 2 --micro-batch 2", 16384, 1),
+    ("--model d8 --block-size 512 --dtype bf16 --batch 2 --micro-batch 2", 32768, 1),  # tables, logits of 64 MB
 ]
 
 

@@ -34,13 +34,11 @@ STRIP_ROWS = 128  # of attention with dropout on a CPU, as in evener.worker.mode
 
 BF16_BYTES = 12_000_000  # more, once a product ran in bf16 on a CPU: oneDNN's kernels (*measured*, as above)
 
-# glibc maps blocks of 32 MiB and more one by one and gives them back. Smaller ones come from a heap as soon as some
-# were freed, and what a step allocates does not fit the holes that other sizes left. *Measured* (glibc 2.36, 2026-11):
-# with MALLOC_MMAP_THRESHOLD_=131072, which has smaller blocks mapped too, the peaks of 16 runs were the sum of the
-# other causes within 1 %. Without it the small blocks that a step allocates and frees took 0.13 to 1.8 of their size
-# more in 25 runs of char, gpt2, d4 and d8, median 0.56; of char no more after 25 steps than after 8. A *fit*, then: no
-# theory says how much.
-MAPPED_BYTES = 32 << 20
+# All blocks come from one heap, which keeps what is freed (core.machine.keep_freed_memory), and what a step allocates
+# does not fit the holes that other sizes left. *Measured* (glibc 2.36, 2026-11): with MALLOC_MMAP_THRESHOLD_=131072,
+# which has blocks mapped one by one and given back, the peaks of 16 runs were the sum of the other causes within 1 %.
+# In the heap what a step allocates and frees took 0.29 to 0.83 of its size more in 14 runs of char, gpt2, d4 and d8,
+# median 0.55. A *fit*, then: no theory says how much.
 HOLES = 0.55
 
 
@@ -85,7 +83,7 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     moments = micro_batch.moments(recompute, gradients_held)
     worst = max(moments, key=_Moment.total)
     gradients, activations = sum(worst.gradients), sum(worst.activations)
-    recycled = max(_on_heap(moment.activations) for moment in moments) + _on_heap(_gradients(shape))
+    recycled = max(sum(moment.activations) for moment in moments) + sum(_gradients(shape))
     heap = int(HOLES * recycled) if device == "cpu" else 0
     extra = of_bucket = saving = 0  # saving: what a checkpoint of the rank's own state is made of, beside what it is of
     optimizer = 2 * weights
@@ -225,10 +223,6 @@ class _MicroBatch:
 def _coding_bytes(size: int, bits: int) -> int:
     """What coding so many bytes of fp32 keeps: their sums, and payloads that go and come."""
     return int(size * (1 + 2 * element_bytes(bits, BLOCKS.get(bits, 1)) / FP32))
-
-
-def _on_heap(sizes: list[int]) -> int:
-    return sum(size for size in sizes if size < MAPPED_BYTES)
 
 
 def _flat(lists: list[list[int]]) -> list[int]:

@@ -21,7 +21,7 @@ from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold, D
 from evener.core.errors import EvenerError, UsageError
 from evener.core.finding import Finding
 from evener.core.fleet import Rates
-from evener.core.machine import this_machine
+from evener.core.machine import keep_freed_memory, this_machine
 from evener.core.roster import Dtype
 from evener.core.shape import PRESETS
 from evener.core.units import metric
@@ -42,6 +42,7 @@ SUSTAINED_S = 10.0  # shorter runs do not heat anything up
 
 def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
     """All figures of one device; takes 5 to 10 seconds more than `spec.seconds`."""
+    keep_freed_memory()
     name = "cpu" if device.type == "cpu" else str(device)
     tell(Doing(text=f"{name}: matrix products"))
     matmul_flops: dict[str, float] = {dtype: matmul_rate(TORCH_DTYPES[dtype], device) for dtype in _dtypes(device)}

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from evener.core.errors import UsageError
-from evener.core.machine import this_machine
+from evener.core.machine import keep_freed_memory, this_machine
 from evener.core.plan import launched_into
 from evener.core.resolve import Resolved, new_run_path, starting_point
 from evener.core.roster import Member, Roster
@@ -78,6 +78,7 @@ class Run:
     """One rank of a run, as a training program sees it."""
 
     def __init__(self, spec: RunSpec, resolved: Resolved | None, resume: bool) -> None:
+        keep_freed_memory()
         self.spec, self._resolved = spec, resolved
         self.group = Group(spec.machine.device)
         self.rank, self.world_size, self.device = self.group.rank, self.group.world_size, self.group.device

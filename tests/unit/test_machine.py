@@ -1,0 +1,36 @@
+"""What a process does with the memory that it frees, by the kernel's own count of pages."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = 80 << 20  # more than glibc ever keeps
+FREED = f"""
+import ctypes, resource
+from evener.core.machine import keep_freed_memory
+malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = malloc({BLOCK})
+    ctypes.memset(block, 1, {BLOCK})
+    free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults(), faults())
+keep_freed_memory()
+print(faults(), faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc gives large blocks back")
+def test_freed_memory_is_used_again() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    before, first, after = *map(int, done.stdout.splitlines()[0].split()), int(done.stdout.split()[3])
+    assert min(before, first) > 100  # pages of 4 KiB, or large ones
+    assert after < min(before, first) / 10
