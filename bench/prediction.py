@@ -3,10 +3,11 @@
     python bench/prediction.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
-with the kernel's counters of each host's interface, read at the same place of two steps, or of two rounds where
-replicas agree every so many steps. The hosts are probed again at the end: where a rate changed by more than 15 %
-meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. Needs Linux, root and an idle
-machine: a minute or two for each of them. Rows go into bench/prediction.jsonl, and what is there is not measured again.
+with the kernel's counters of each host's interface, without headers, read at the same place of two steps, or of two
+rounds where replicas agree every so many steps. The hosts are probed again at the end: where a rate changed by more
+than 15 % meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. Needs Linux, root and
+an idle machine: a minute or two for each of them. Rows go into bench/prediction.jsonl, and what is there is not
+measured again.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, 
         while not rank0.exists() or rank0.read_bytes().count(b"\n") <= step:
             assert time.monotonic() < deadline, f"step {step} does not come"
             time.sleep(0.01)
-        seen.append({name: lab.host(name).interface_counters().tx_bytes for name in names})
+        seen.append({name: lab.host(name).interface_counters().payload for name in names})
     return {name: (seen[1][name] - seen[0][name]) / (steps[1] - steps[0]) for name in names}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 
 import pytest
+
+from evener.core.machine import CHOSEN
 
 BLOCK = 80 << 20  # more than glibc ever keeps
 FREED = f"""
@@ -26,6 +29,16 @@ print(faults(), faults())
 keep_freed_memory()
 print(faults(), faults())
 """
+
+
+@pytest.mark.parametrize(
+    ("variable", "is_chosen"),
+    [("MALLOC_TRIM_THRESHOLD_=131072", True), ("MALLOC_MMAP_MAX_=65536", True), ("MALLOC_ARENA_MAX=2", False),
+     ("GLIBC_TUNABLES=glibc.malloc.check=1:glibc.malloc.mmap_max=65536", True),
+     ("GLIBC_TUNABLES=glibc.malloc.check=1", False)],
+)  # fmt: skip
+def test_who_has_chosen_otherwise_is_left_alone(variable: str, is_chosen: bool) -> None:
+    assert bool(re.match(CHOSEN, variable)) == is_chosen
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc gives large blocks back")

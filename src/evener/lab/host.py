@@ -21,6 +21,7 @@ from evener.lab.spec import HostSpec
 from evener.lab.state import HostState, LabFolder
 from evener.lab.switch import Switch
 
+HEADERS = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with time stamps
 TIMED_OUT = 124  # what timeout(1) exits with
 
 
@@ -29,6 +30,14 @@ class Counters(NamedTuple):
 
     tx_bytes: int
     rx_bytes: int
+    tx_packets: int
+
+    @property
+    def payload(self) -> int:
+        """Bytes that were sent without headers of Ethernet, IPv4 and TCP; what answers alone, as TCP's ACKs do, has
+        none.
+        """
+        return self.tx_bytes - HEADERS * self.tx_packets
 
 
 class Host:
@@ -187,7 +196,7 @@ class Host:
             title, _, numbers = line.partition(":")
             if title.strip() == name:
                 fields = numbers.split()
-                return Counters(tx_bytes=int(fields[8]), rx_bytes=int(fields[0]))
+                return Counters(tx_bytes=int(fields[8]), rx_bytes=int(fields[0]), tx_packets=int(fields[9]))
         raise UsageError(f"host {self.name} has no interface {name}")
 
     def _changed(self, **values: Any) -> HostSpec:
