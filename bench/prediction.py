@@ -26,7 +26,7 @@ from typing import Any
 from evener.core.fleet import load_fleet
 from evener.core.plan import read_plan, read_prediction
 from evener.core.roster import parse_sync
-from evener.core.rundir import RunDir
+from evener.core.rundir import RunDir, code_hash
 from evener.core.step import PARTS
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
@@ -157,6 +157,7 @@ def main() -> None:
                 with RESULTS.open("a") as file:
                     for row in found:
                         beside = {"counts": is_steady or attempt == 1, "date": f"{datetime.date.today()}"}
+                        beside |= {"steps": args.steps, "code": code_hash()}
                         file.write(json.dumps(row | beside, sort_keys=True) + "\n")
     summarize_all(args.syncs.split(","))
 
@@ -174,6 +175,8 @@ def cell(row: dict[str, Any]) -> tuple[str, int, bool, int, str]:
 def summarize_all(syncs: list[str]) -> None:
     """A line for each way, and one for all."""
     rows = [row for row in {cell(row): row for row in results() if row["counts"]}.values() if row["sync"] in syncs]
+    dates, unsteady = sorted({row["date"] for row in rows}), sum(abs(row["drift"]) > STEADY for row in rows)
+    print(f"measured {' … '.join(dict.fromkeys((dates[0], dates[-1])))}; on a machine that was not steady: {unsteady}")
     for sync in [*syncs, "all"]:
         mine = [row for row in rows if sync in (row["sync"], "all")]
         if mine:

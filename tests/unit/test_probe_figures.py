@@ -148,8 +148,8 @@ def test_a_slow_stack_and_a_wrong_result_are_findings():
 
 
 def test_the_columns_are_those_of_nccl_tests():
-    one = row("all_reduce", 1 << 20, 9.2e-3)
-    judged = judge_all([one], world(), 117.5e6)[0]
+    one, wrong = row("all_reduce", 1 << 20, 9.2e-3), row("all_reduce", 1 << 30, 9.2, num_wrong=1 << 28)
+    judged, all_wrong = judge_all([one, wrong], world(), 117.5e6)
     columns = [title for title, _, _ in COLUMNS]
     titles = collectives_title(columns)[0].removeprefix("#").split()
     assert titles[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
@@ -157,7 +157,8 @@ def test_the_columns_are_those_of_nccl_tests():
     assert cells[:9] == ["1048576", "262144", "float", "sum", "-1", "9200.0", "0.114", "0.114", "0"]
     parts = [float(cell) for cell in cells[10:]]
     assert sum(parts) == pytest.approx(9200.0, abs=0.3)
-    lines = [*collectives_title(columns), collectives_row(judged, columns)]
+    assert collectives_row(all_wrong, columns).split()[8] == str(1 << 28)
+    lines = [*collectives_title(columns), *(collectives_row(item, columns) for item in (judged, all_wrong))]
     assert len({len(line) for line in lines}) == 1
 
 

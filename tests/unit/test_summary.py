@@ -13,7 +13,7 @@ from evener.core.step import Fidelity, Noise, StepCost, aligned
 from evener.core.units import median
 from evener.plan.question import changed, of_run
 from evener.report import figures
-from evener.report.explain import explain_run, largest_loss_gap, scaling_story
+from evener.report.explain import explain_run, largest_loss_gap, limit, scaling_story
 from evener.report.page import run_page
 from evener.report.summary import as_result, records_of, summarize
 
@@ -156,6 +156,15 @@ def test_figures_are_those_since_the_settings_changed(tmp_path, write_run, since
     text = " ".join([*explain_run(summary), run_page(rundir, now=0.0)])
     assert text.count("These figures are since step 26, where its ranks or settings changed.") == 2 * bool(since)
     assert text.count("; since step 26") == bool(since)
+
+
+def test_where_nothing_followed_a_change_of_settings_it_says_so(tmp_path, write_run):
+    rundir = write_run(tmp_path / "run", [{}, {}], steps=STEPS)
+    rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), since=STEPS))
+    summary, window = summarize(rundir), f"since step {STEPS + 1}, where its ranks or settings changed"
+    assert (summary.step_p50_s, summary.num_steps) == (None, STEPS)
+    assert limit(summary) == f"No step was recorded {window}."
+    assert f"No step was recorded {window}, so there is nothing to explain." in run_page(rundir, now=0.0)
 
 
 def test_of_a_step_that_was_taken_twice_the_later_record_counts(run):

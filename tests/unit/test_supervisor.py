@@ -210,11 +210,14 @@ def test_a_killed_supervisor_leaves_no_process(tree: Started) -> None:
 
 def test_supervisor_and_guard_killed_at_once(tree: Started) -> None:
     """The run goes on, and nobody is left who could end it: its processes are found by their mark."""
+    assert "unwatched" not in tree.session.call("runs", "status", run=str(tree.run))
     tree.kill()
-    assert tree.session.call("runs", "status", run=str(tree.run))["state"] == "running"
+    state = tree.session.call("runs", "status", run=str(tree.run))
+    assert (state["state"], state["unwatched"]) == ("running", True)
     last = tree.stop()
     assert (last["state"], last["left"]) == ("ended", [])
     assert "supervisor was killed" in last["lost"]
+    assert "unwatched" not in last
 
 
 def test_ranks_are_asked_first_and_may_save(session: Session, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def keep_freed_memory() -> None:
         return
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)  # large blocks lie in the heap, too
+        mallopt(M_MMAP_MAX, 0)  # large blocks lie in the heap, too: the main thread's
         mallopt(M_TRIM_THRESHOLD, -1)  # and the heap's free end stays: never trimmed  [mallopt(3)]
 
 

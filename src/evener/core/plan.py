@@ -88,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec | None  # as it was asked for; None of a script of the user's own
     project: str | None = None  # the folder here that a script came from
     hosts: list[HostPlan] = []
-    fleet_file: str | None = None  # that names them, as it was typed; None: it runs on this machine alone
+    fleet_file: str | None = None  # that names them, an absolute path; None: it runs on this machine alone
     prediction: Prediction | None = None  # None: of a script of the user's own, or too little is known
 
     @property
@@ -99,7 +99,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fleet(self) -> Fleet:
         """The hosts that take part."""
-        return Fleet(hosts={host.name: host.host for host in self.hosts}, file=self.fleet_file)
+        file = self.fleet_file
+        if file is not None and Path(file).is_relative_to(Path.cwd()):
+            file = str(Path(file).relative_to(Path.cwd()))
+        return Fleet(hosts={host.name: host.host for host in self.hosts}, file=file)
 
     @property
     def world_size(self) -> int:

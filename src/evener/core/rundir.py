@@ -101,13 +101,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.roster.world_size
 
     @property
+    def window(self) -> str:
+        """Of which steps its figures are, as the end of a sentence; "" of all."""
+        return f" since step {self.since + 1}, where its ranks or settings changed" if self.since else ""
+
+    @property
     def settings(self) -> tuple[object, ...]:
-        """All that a resume may change and the time of a step depends on."""
+        """What a resume may change and the time of a step depends on; of the links nothing is known here."""
         roster, spec, train = self.roster, self.spec, self.spec.train
         ranks = [(member.host, member.device, member.dtype) for member in roster.members]
         return (ranks, [rank.threads for rank in self.ranks], roster.sync, roster.backend, roster.bucket_bytes,
                 self.compiled, spec.model.recompute, spec.machine.shares, train.batch, train.micro_batch,
-                train.clip > 0)  # fmt: skip
+                train.clip > 0, self.versions, self.code_hash,
+                [(host.host, host.cores) for host in self.hosts])  # fmt: skip
 
 
 class RunDir:

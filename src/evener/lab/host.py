@@ -34,8 +34,8 @@ class Counters(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Bytes that were sent without headers of Ethernet, IPv4 and TCP; what answers alone, as TCP's ACKs do, has
-        none.
+        """Bytes that were sent without headers of Ethernet, IPv4 and TCP. What only answers, as TCP's ACKs do, has
+        next to none.
         """
         return self.tx_bytes - HEADERS * self.tx_packets
 

@@ -208,7 +208,9 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, say: Call
     parts = ["state.json", *read_checkpoint(checkpoint).files]
     wanted = digest_of(checkpoint / "state.json")
 
-    def put(name: str) -> bool:
+    damaged = list[str]()
+
+    def put(name: str) -> None:
         host, session = plan.host(name), sessions[name]
         run = host.folder(rundir)
         ranks = range(host.first_rank, host.first_rank + host.num_ranks)
@@ -219,6 +221,8 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, say: Call
             found = session.call(
                 "runs", "go_back", run=run, checkpoint=checkpoint.name, wanted=wanted, timeout_s=WORK_S
             )
+            if found == "damaged":
+                damaged.append(name)
             ours = {path: [file.size, file.digest] for path, file in pack(files).files.items()}
             lacking = session.call("runs", "lacking", run=run, files=ours, timeout_s=WORK_S)
             files = {path: files[path] for path in lacking}
@@ -229,10 +233,11 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, say: Call
                 session.call("runs", "adopt", run=run, tree=arrived.path, timeout_s=WORK_S)
         except RemoteError as error:
             raise host_failed(error, plan.fleet) from None
-        return bool(found == "damaged")
 
-    for name, was_damaged in for_each([host.name for host in plan.hosts], put).items():
-        if was_damaged:
-            error = f"{name}: its checkpoint of step {step} was damaged; the one at home took its place"
+    try:
+        for_each([host.name for host in plan.hosts], put)
+    finally:
+        for name in damaged:
+            error = f"{name}: its checkpoint of step {step} was damaged; the one at home takes its place"
             say(error)
             tell(rundir, plan, "checkpoint.damaged", host=name, step=step, error=error)

@@ -113,7 +113,8 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
         for host in fleet.hosts
     ]
     warnings = [finding for finding in found.findings if finding.severity == "warning"]
-    return Prepared(id=run_id, places=places, port=free, findings=warnings, fleet_file=fleet.file)
+    file = str(Path(fleet.file).absolute()) if fleet.file else None
+    return Prepared(id=run_id, places=places, port=free, findings=warnings, fleet_file=file)
 
 
 def _examined(

@@ -58,7 +58,8 @@ class News:
 
     def _of_failures(self, mirror: Mirror) -> list[Event]:
         """When a host has failed, while others go on and nobody else tells why."""
-        if not any(has_failed(host) for host in mirror.hosts.values()):
+        failed = [name for name, host in mirror.hosts.items() if has_failed(host)]
+        if all(name in self._unwatched for name in failed):  # none, or nobody there could see how it ended
             return []
         self._failed_at = self._failed_at or time.monotonic()
         if self._has_told or mirror.is_done or time.monotonic() - self._failed_at < TOLD_S:
@@ -76,11 +77,11 @@ class News:
 
     def _of_supervisors(self, mirror: Mirror) -> list[Event]:
         """When a host's supervisor was killed, and what it started goes on without it."""
-        lost = [name for name, host in mirror.hosts.items() if not host.is_done and host.state is not None
-                and host.state["supervisor"] is None and name not in self._unwatched]  # fmt: skip
+        lost = [name for name, host in mirror.hosts.items()
+                if (host.state or GONE).get("unwatched") and name not in self._unwatched]  # fmt: skip
         self._unwatched.update(lost)
         error = "the run's supervisor there was killed; what it started goes on without it"
-        hint = "the run's end will be told all the same, but what its ranks on {} print from now on stays there"
+        hint = "what the ranks on {} print from now on does not come here"
         return [{"event": "supervisor.lost", "host": name, "error": f"{name}: {error}", "hint": hint.format(name)}
                 for name in lost]  # fmt: skip
 

@@ -28,7 +28,7 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     """
     roster, found = manifest.roster, typical(aligned(dict(enumerate(records))), manifest)
     if not found.step_p50_s:
-        raise UsageError("no step was recorded by all ranks", hint="evener report shows what was")
+        raise UsageError(f"no step was recorded by all ranks{manifest.window}", hint="evener report shows what was")
     if prior is None or not _describes(prior, roster):
         prior, has_prior = _unknown(manifest), False
     else:

@@ -34,11 +34,11 @@ STRIP_ROWS = 128  # of attention with dropout on a CPU, as in evener.worker.mode
 
 BF16_BYTES = 12_000_000  # more, once a product ran in bf16 on a CPU: oneDNN's kernels (*measured*, as above)
 
-# All blocks come from one heap, which keeps what is freed (core.machine.keep_freed_memory), and what a step allocates
-# does not fit the holes that other sizes left. *Measured* (glibc 2.36, 2026-11): with MALLOC_MMAP_THRESHOLD_=131072,
-# which has blocks mapped one by one and given back, the peaks of 16 runs were the sum of the other causes within 1 %.
-# In the heap what a step allocates and frees took 0.29 to 0.83 of its size more in 14 runs of char, gpt2, d4 and d8,
-# median 0.55. A *fit*, then: no theory says how much.
+# With glibc all blocks of the main thread come from one heap, which keeps what is freed (keep_freed_memory in
+# core.machine), and what a step allocates does not fit the holes that other sizes left. *Measured* (glibc 2.36,
+# 2026-11): with MALLOC_MMAP_THRESHOLD_=131072, which has blocks mapped one by one and given back, the peaks of 16 runs
+# were the sum of the other causes within 1 %. In the heap what a step allocates and frees took 0.29 to 0.83 of its size
+# more in 14 runs of char, gpt2, d4 and d8, median 0.55. A *fit*, then: no theory says how much.
 HOLES = 0.55
 
 

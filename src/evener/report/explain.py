@@ -91,7 +91,7 @@ def _gradients(summary: Summary) -> str:
 def limit(summary: Summary) -> str:
     """One sentence: what keeps a step from being shorter?"""
     if not summary.step_p50_s:
-        return "No step was recorded."
+        return f"No step was recorded{summary.manifest.window}."
     rank = first_done(summary) if straggles(summary) else last_done(summary)
     cost = rank.typical
     shares = {part: (getattr(cost, part) or 0.0) / summary.step_p50_s for part in PARTS}
@@ -114,8 +114,8 @@ def _pace(summary: Summary) -> str:
         f"A step trains on {summary.tokens_per_step:,} tokens and takes {seconds(summary.step_p50_s)} (p50; p95 "
         f"{seconds(summary.step_p95_s)}): {count(summary.tokens_per_s)} tokens/s."
     )
-    if since := summary.manifest.since:
-        text += f" These figures are since step {since + 1}, where its ranks or settings changed."
+    if summary.manifest.window:
+        text += f" These figures are{summary.manifest.window}."
     if num == 1:
         return text
     sync = summary.manifest.roster.sync

@@ -38,7 +38,7 @@ def explain_prediction(summary: Summary, prediction: Prediction | None) -> list[
         there = plural(summary.manifest.world_size, "rank")
         return [f"The prediction is of {plural(len(option.ranks), 'rank')} and the run had {there}: not compared."]
     if not summary.step_p50_s:
-        return [f"A step was predicted to take {seconds(option.step_s)}; none was recorded."]
+        return [f"A step was predicted to take {seconds(option.step_s)}; none was recorded{summary.manifest.window}."]
     c = _Compared(summary, prediction, option)
     told = f"A step was predicted to take {seconds(option.step_s)} and took {seconds(c.step_s)}"
     near = abs(c.gap_s) <= NEAR * option.step_s

@@ -33,7 +33,7 @@ class Worth:
 def worth(summary: Summary, again: Again | None) -> Worth:
     """The first that a report says. `again` is what the planner says to the run's records; None: nothing."""
     if not summary.tokens_per_s:
-        return Worth("No step was recorded, so there is nothing to explain.")
+        return Worth(f"No step was recorded{summary.manifest.window}, so there is nothing to explain.")
     if len(summary.manifest.roster.hosts) > 1:
         return _of_hosts(summary, summary.tokens_per_s, again)
     trained, num = rate(summary.tokens_per_s), summary.manifest.world_size

@@ -42,7 +42,8 @@ SUSTAINED_S = 10.0  # shorter runs do not heat anything up
 
 def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
     """All figures of one device; takes 5 to 10 seconds more than `spec.seconds`."""
-    keep_freed_memory()
+    if device.type == "cpu":
+        keep_freed_memory()
     name = "cpu" if device.type == "cpu" else str(device)
     tell(Doing(text=f"{name}: matrix products"))
     matmul_flops: dict[str, float] = {dtype: matmul_rate(TORCH_DTYPES[dtype], device) for dtype in _dtypes(device)}

@@ -78,10 +78,11 @@ class Run:
     """One rank of a run, as a training program sees it."""
 
     def __init__(self, spec: RunSpec, resolved: Resolved | None, resume: bool) -> None:
-        keep_freed_memory()
         self.spec, self._resolved = spec, resolved
         self.group = Group(spec.machine.device)
         self.rank, self.world_size, self.device = self.group.rank, self.group.world_size, self.group.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         machine = this_machine()
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
         self.dir = _directory(spec, self.group)

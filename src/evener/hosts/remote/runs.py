@@ -72,15 +72,16 @@ def start(run, spec, supervisor, files=None):
 def status(run):
     """RUN/host/state.json, with what only a look can tell: "ended" also of a run whose host went down under it.
 
-    A run whose supervisor and guard were killed goes on as long as its program does; its "supervisor" is None.
+    A run whose supervisor and guard were killed goes on as long as its program does, and is "unwatched".
     """
     folder = os.path.join(_absolute(run), "host")
     state = _read_state(folder)
     if state is not None and state["state"] == "running" and not _is_alive(folder):
         state = _read_state(folder)  # it may have ended meanwhile
         if state is not None and state["state"] == "running":
-            state["supervisor"] = None
-            if not _has_program(folder, state):
+            if _has_program(folder, state):
+                state["unwatched"] = True
+            else:
                 state.update(state="ended", status=None, lost="the host went down, or its supervisor was killed")
     return state
 
