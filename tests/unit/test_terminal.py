@@ -229,7 +229,7 @@ def test_a_probe_tells_how_fast_a_collective_is_in_any_terminal(columns):
 
     head, units, row = written(columns, show).splitlines()
     assert max(map(len, (head, units, row))) == len(row) <= columns
-    assert re.match(r" +268435456 .* 2300000.0   0.117   0.117      0    0.993( |$)", row)
+    assert re.match(r" +268435456 .* 2300000.0 +0.117 +0.117 +0 +0.993( |$)", row)
     told = dict(zip(head[1:].replace("of wire", "of-wire").split(), row.split(), strict=True))
     assert {"size", "time", "busbw", "#wrong", "of-wire"} <= told.keys()
     assert ("rest" in told, "latency" in told) == (columns >= 80, columns >= 120)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 DISTURBED = 0.6  # of its threads' processors: less, and somebody else had them
 # nccl-tests' columns, and ours at their right: title, unit, characters of a line. The last four sum to the time.
 COLUMNS = [
-    ("size", "(B)", 12), ("count", "(elements)", 14), ("type", "", 10), ("redop", "", 8), ("root", "", 8),
-    ("time", "(us)", 11), ("algbw", "(GB/s)", 8), ("busbw", "(GB/s)", 8), ("#wrong", "", 11), ("of wire", "", 9),
+    ("size", "(B)", 11), ("count", "(elements)", 14), ("type", "", 10), ("redop", "", 8), ("root", "", 8),
+    ("time", "(us)", 11), ("algbw", "(GB/s)", 8), ("busbw", "(GB/s)", 8), ("#wrong", "", 10), ("of wire", "", 8),
     ("wire", "(us)", 11), ("latency", "(us)", 11), ("reduce", "(us)", 11), ("rest", "(us)", 11),
 ]  # fmt: skip
 SPARE = ("count", "root", "redop", "type", "reduce", "latency", "rest", "wire")
