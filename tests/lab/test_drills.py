@@ -41,7 +41,7 @@ WORDS = {
     "ssh.shell-exits": ("ended (exit status 3) before it ran a command: it said nothing", RETURN),
     "ssh.shell-reads": ("the login shell there read what was meant for the program", RETURN),
     "ssh.shell-sleeps": ("the login shell there has not run a command yet", RETURN),
-    "ssh.shell-nologin": ("account is currently not available", "on b: sudo chsh -s /bin/sh "),
+    "ssh.shell-nologin": ("account is currently not available", "on b: sudo usermod --shell /bin/bash"),
     "ssh.shell-forced": ("ended (exit status 0) before it ran a command: the menu", "must force no command on you"),
     "ssh.shell-remote": ("has a RemoteCommand for it", '"RemoteCommand=none"]'),
     "disk.space-run": ("rank 1 on b exited with status 1: the disk of b is full", "on b: du -xh "),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evener.core.prediction import Cluster, Wire
+from evener.core.prediction import EXACT, Cluster, Wire
 from evener.core.roster import SYNC_EXAMPLES, Member, Roster, parse_sync
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.step import PARTS
@@ -164,7 +164,10 @@ def test_every_strategy_has_a_price_and_its_penalty_a_source():
     for sync in map(parse_sync, SYNC_EXAMPLES):
         penalty, source = loss_penalty(sync, 10**8, 2)
         assert source
-        assert (penalty == 0.0) == (STRATEGIES[sync.kind].is_exact)
+        is_exact = STRATEGIES[sync.kind].is_exact
+        assert (source == EXACT) == is_exact
+        assert penalty is None or penalty >= 0.0
+        assert not is_exact or penalty == 0.0
     assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 4) == (0.020, "arXiv 2503.09799, H = 30")
     assert loss_penalty(parse_sync("diloco:30:int8"), 35_000_000, 4)[0] is None
     assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 3)[0] == 0.020  # of three nobody did: four lose more

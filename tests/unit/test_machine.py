@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,7 @@ from evener.core.machine import CHOSEN
 
 BLOCK = 80 << 20  # more than glibc ever keeps
 FREED = f"""
-import ctypes, resource
-from evener.core.machine import keep_freed_memory
+import ctypes, resource, sys
 malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
 malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
@@ -26,9 +26,11 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 print(faults(), faults())
-keep_freed_memory()
+KEEP
 print(faults(), faults())
 """
+KEEP = "from evener.core.machine import keep_freed_memory; keep_freed_memory()"
+JOIN = "import evener; evener.join(evener.parse_args(['--device', 'cpu', '--out', sys.argv[1]]))"
 
 
 @pytest.mark.parametrize(
@@ -42,8 +44,10 @@ def test_who_has_chosen_otherwise_is_left_alone(variable: str, is_chosen: bool) 
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc gives large blocks back")
-def test_freed_memory_is_used_again() -> None:
-    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
-    before, first, after = *map(int, done.stdout.splitlines()[0].split()), int(done.stdout.split()[3])
+@pytest.mark.parametrize("keep", [KEEP, JOIN])
+def test_freed_memory_is_used_again(keep: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", FREED.replace("KEEP", keep), str(tmp_path / "run")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    before, first, _, after = map(int, done.stdout.split())
     assert min(before, first) > 100  # pages of 4 KiB, or large ones
     assert after < min(before, first) / 10

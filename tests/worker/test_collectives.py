@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -76,7 +77,9 @@ def test_a_rank_alone_is_refused_in_words():
 
 def evener(*args: str) -> subprocess.CompletedProcess[str]:
     code = "from evener.cli.main import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=180, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # pytest's own, in a pipe
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=180, check=False,
+                          env=env)  # fmt: skip
 
 
 def test_the_verb_prints_one_object(tmp_path):

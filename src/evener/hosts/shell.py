@@ -131,7 +131,7 @@ class SSH:
             said = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it said nothing"
             why = login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
             if NO_SHELL.search(f"{stdout}\n{stderr}"):
-                why.hint = f"on {self.name}: sudo chsh -s /bin/sh {self._host.user or 'USER'}"
+                why.hint = f"on {self.name}: sudo usermod --shell /bin/bash {self._host.user or 'USER'}"
             return why
         if REFUSED.search(stderr):
             return ssh_refused(self.name, self._host, stderr, self._verbose(VERBOSE_S))

@@ -58,7 +58,10 @@ def join(spec: RunSpec | None = None, resolved: Resolved | None = None, *, resum
     """
     tell_in_words()
     begin_pulse()
-    return Run(spec or RunSpec(), resolved, resume)
+    run = Run(spec or RunSpec(), resolved, resume)
+    if run.device.type == "cpu":
+        keep_freed_memory()
+    return run
 
 
 def _directory(spec: RunSpec, group: Group) -> RunWriter:
@@ -81,8 +84,6 @@ class Run:
         self.spec, self._resolved = spec, resolved
         self.group = Group(spec.machine.device)
         self.rank, self.world_size, self.device = self.group.rank, self.group.world_size, self.group.device
-        if self.device.type == "cpu":
-            keep_freed_memory()
         machine = this_machine()
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
         self.dir = _directory(spec, self.group)
