@@ -62,7 +62,7 @@ def chosen_again(given: str | None, names: str | None, before: Plan | None) -> F
     with contextlib.suppress(EvenerError):
         known = load_fleet(DEFAULT_FLEET)
         if fleet.hosts.items() <= known.hosts.items():
-            fleet = msgspec.structs.replace(fleet, links=known.links, rates=known.rates)
+            fleet = msgspec.structs.replace(fleet, link=known.link, links=known.links, rates=known.rates)
     return _only(fleet, names)
 
 

@@ -1,7 +1,10 @@
 """Which machines are there? `fleet.toml`: hosts as ssh knows them, and what `probe` measured between and on them.
 
+link = "2.5GbE"                 # between all hosts, where nothing else is said
 [hosts.attic]
 address = "192.168.1.36"        # "local", or anything that ssh accepts: a name in ~/.ssh/config, an IP address
+[links.attic]
+shed = "wifi:200Mbit,6ms"       # by hand: from attic to shed, and back where nothing else is said of that
 [links.attic.laptop]            # written by `evener probe wire`: from attic to laptop
 goodput_Bps = 117_000_000.0
 [rates.attic.cpu]               # written by `evener probe host`, for each device
@@ -11,23 +14,32 @@ tokens_per_s = 500.0
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from evener.core.decoding import from_tree
 from evener.core.errors import UsageError, did_you_mean
+from evener.core.hardware import parse_hardware
+from evener.core.link import parse_link
+from evener.core.units import parse_bytes
 
+T = TypeVar("T")
 DEFAULT_FLEET = "fleet.toml"
 DEFAULT_WORKDIR = "~/.evener"
 RENDEZVOUS_PORT = 29500
 
-HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
-Rate = Annotated[float, Meta(gt=0)]
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+HostName = Annotated[str, Meta(pattern=f"^{HOST_NAME.pattern}$")]
+Rate = Annotated[float, Meta(ge=1e-6, le=1e30)]
+Bandwidth = Annotated[float, Meta(ge=1, le=1e15)]
+Duration = Annotated[float, Meta(ge=0, le=1e6)]
 Few = Annotated[int, Meta(ge=1, le=1024)]
 
 
@@ -49,6 +61,13 @@ class Host(Section, frozen=True, kw_only=True):
     devices: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs found, else the processor
     ranks: Few | None = None  # processes [one a GPU, else one]
     threads: Few | None = None  # processor threads a rank [cores / ranks]
+    # What the planner goes by where nobody measured it:
+    gpu: str | None = None  # "4090", "h100", "cpu:8": see core.hardware
+    gpus: Few | None = None  # so many of them [1]
+    memory: str | None = None  # "24GB": of each GPU, or of a host without any
+    node_link: str | None = None  # between its GPUs: "nvlink", "pcie", "50GB/s" [as the GPU has it, else pcie]
+    watts: Rate | None = None  # of the whole machine while it trains [its devices']
+    price_per_h: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # of the whole machine, in any money
 
     @property
     def is_local(self) -> bool:
@@ -72,27 +91,31 @@ class Gain(Section, frozen=True, kw_only=True):
 class Link(Section, frozen=True, kw_only=True):
     """What was measured from one host to another."""
 
-    goodput_Bps: Rate  # β: payload of one TCP stream, nothing coming back but acknowledgements
-    duplex_Bps: Rate | None = None  # the same while as much is sent the other way: what a ring all-reduce uses
-    parallel_Bps: Rate | None = None  # payload of several streams together
-    rtt_s: Annotated[float, Meta(ge=0)]  # median round trip of a small message: 2α and what two programs take to answer
-    rtt_p95_s: float | None = None
+    goodput_Bps: Bandwidth  # β: payload of one TCP stream, nothing coming back but acknowledgements
+    duplex_Bps: Bandwidth | None = None  # the same while as much is sent the other way: what a ring all-reduce uses
+    parallel_Bps: Bandwidth | None = None  # payload of several streams together
+    rtt_s: Annotated[
+        float, Meta(ge=0, le=60)
+    ]  # median round trip of a small message: 2α and what two programs take to answer
+    rtt_p95_s: Duration | None = None
     retransmits: int | None = None  # segments sent again meanwhile; None = the system does not tell
+    is_shared: bool = False  # with all other such links, both ways: Wi-Fi's air, whose payload in all goodput_Bps is
+    declared: str = ""  # as somebody wrote it: "1GbE"; "" = it was measured
     measured: str = ""  # ISO date and time
     gains: list[Gain] = []  # settings that would bring more
 
     @property
     def bandwidth_Bps(self) -> float:
         """What a collective can use: sending while receiving, where that was measured."""
-        return self.goodput_Bps if self.duplex_Bps is None else self.duplex_Bps
+        return self.goodput_Bps if self.duplex_Bps is None or self.is_shared else self.duplex_Bps
 
 
 class ModelRate(Section, frozen=True, kw_only=True):
     """What a model preset does on one device, in one process."""
 
     tokens_per_s: Rate  # forward and backward, sustained, in large micro-batches
-    pass_s: Annotated[float, Meta(ge=0)] | None = None  # what a forward and backward costs apart from its tokens
-    update_s: Annotated[float, Meta(ge=0)] | None = None  # clipping and AdamW's update of all its parameters
+    pass_s: Duration | None = None  # what a forward and backward costs apart from its tokens
+    update_s: Duration | None = None  # clipping and AdamW's update of all its parameters
     dtype: str = ""  # its arithmetic; "" = not said
     cpus: Rate | None = None  # processors at work meanwhile
 
@@ -118,8 +141,10 @@ class Fleet(Section, frozen=True, kw_only=True):
 
     hosts: dict[HostName, Host]
     file: str | None = None  # where it was read from, as it was named; no key of the file's
+    link: str | None = None  # between any two hosts of which `links` says nothing: "1GbE", "wifi:200Mbit"
     links: dict[HostName, dict[HostName, Link]] = {}
     rates: dict[HostName, dict[str, Rates]] = {}  # by host, then by device: "cpu", "cuda:0"
+    price_per_kwh: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # of electricity
 
     @property
     def flag(self) -> str:
@@ -131,23 +156,57 @@ def load_fleet(path: str | Path) -> Fleet:
     """The fleet that a file describes; UsageError where it is not one."""
     file = Path(path)
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(
-            f"{file}: no such file",
-            hint=f"name your machines in it: printf '[hosts.here]\\naddress = \"local\"\\n' > {DEFAULT_FLEET}",
-        ) from None
+        raise UsageError(f"{file}: no such file", hint="evener fleet init writes one") from None
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: not TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: not TOML: {error}", hint="TOML is UTF-8") from None
+    return parse_fleet(text, path)
+
+
+def parse_fleet(text: str, path: str | Path) -> Fleet:
+    """The same of what stands in the file of this name, or is about to."""
+    file = Path(path)
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{file}: not TOML: {error}", hint="names in brackets are of A-Z, a-z, 0-9, - and _") from None
     _check_keys(file, tree)
+    _read_links(file, tree)
     try:
         fleet = from_tree(tree | {"file": str(path)}, Fleet)
     except msgspec.ValidationError as error:
         raise UsageError(f"{file}: {_told(error)}") from None
     _check(file, fleet)
     return fleet
+
+
+def fleet_text(hosts: Mapping[str, Host], head: str = "") -> str:
+    """A fleet file with these hosts, below a line that says what it is.
+
+    >>> print(fleet_text({"attic": Host(address="local"), "10.0.0.7": Host(address="10.0.0.7", user="ben")}), end="")
+    [hosts.attic]
+    address = "local"
+    <BLANKLINE>
+    [hosts."10.0.0.7"]
+    address = "10.0.0.7"
+    user = "ben"
+    """
+    import tomlkit
+
+    document = tomlkit.document()
+    if head:
+        document.add(tomlkit.comment(head))
+        document.add(tomlkit.nl())
+    tables = tomlkit.table(is_super_table=True)
+    for name, host in hosts.items():
+        table = tomlkit.table()
+        table.update(msgspec.to_builtins(host))
+        tables.append(name, table)
+    document["hosts"] = tables
+    return tomlkit.dumps(document)
 
 
 def only(fleet: Fleet, names: str | None) -> Fleet:
@@ -172,17 +231,48 @@ def _check_keys(file: Path, tree: dict[str, Any]) -> None:
     if not isinstance(hosts, dict) or not hosts:
         raise UsageError(f"{file}: it names no host", hint='[hosts.NAME] with address = "local" or what ssh accepts')
     for name, host in hosts.items():
+        if not HOST_NAME.fullmatch(name):
+            raise UsageError(f"{file}: host {name!r}: a name has a-z, A-Z, 0-9, . _ and -, and 63 of them at most",
+                             hint="its address may be anything that ssh accepts")  # fmt: skip
         if not isinstance(host, dict):
             raise UsageError(f"{file}: hosts.{name}: expected a table: [hosts.{name}]")
         _check_table(file, f"hosts.{name}", host, Host)
+    for section in ("links", "rates"):
+        for name in [name for name, _ in _tables(tree.get(section))]:
+            _check_known(file, f"{section}.{name}", name, hosts)
     for source, targets in _tables(tree.get("links")):
+        for target in targets:
+            _check_known(file, f"links.{source}.{target}", target, hosts)
         for target, link in _tables(targets):
             _check_table(file, f"links.{source}.{target}", link, Link)
     for name, devices in _tables(tree.get("rates")):
         for device, rates in _tables(devices):
-            _check_table(file, f"rates.{name}.{device}", rates, Rates)
             for model, rate in _tables(rates.get("models")):
                 _check_table(file, f"rates.{name}.{device}.models.{model}", rate, ModelRate)
+            _check_table(file, f"rates.{name}.{device}", rates, Rates)
+
+
+def _check_known(file: Path, where: str, name: str, hosts: dict[str, Any]) -> None:
+    if name not in hosts:
+        raise UsageError(f"{file}: {where}: the fleet has no host {name}", hint=did_you_mean(name, hosts))
+
+
+def _read_links(file: Path, tree: dict[str, Any]) -> None:
+    """Links that stand there in words become what they say: "1GbE" as [links.a] b = "1GbE"."""
+    for source, targets in _tables(tree.get("links")):
+        for target, text in targets.items():
+            if isinstance(text, str):
+                where = f"{file}: links.{source}.{target}"
+                wire = _parsed(where, parse_link, text).wire
+                targets[target] = {"goodput_Bps": wire.bandwidth_Bps, "rtt_s": 2 * wire.latency_s,
+                                   "is_shared": wire.is_shared, "declared": text}  # fmt: skip
+
+
+def _parsed(where: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}", hint=error.hint) from None
 
 
 def _tables(tree: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -194,6 +284,10 @@ def _check_table(file: Path, name: str, table: dict[str, Any], kind: type[Sectio
     for key in table:
         if key not in kind.__struct_fields__:
             raise UsageError(f"{file}: no key {key} in [{name}]", hint=did_you_mean(key, kind.__struct_fields__))
+    try:
+        from_tree(table, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{file}: {name}: {_told(error)}") from None
 
 
 def _check(file: Path, fleet: Fleet) -> None:
@@ -204,6 +298,12 @@ def _check(file: Path, fleet: Fleet) -> None:
             raise UsageError(f"{file}: hosts.{name}: user {host.user!r}: expected a login name")
         if host.is_local and (host.user or host.port or host.identity_file or host.ssh_options):
             raise UsageError(f"{file}: hosts.{name}: address is local, so ssh's settings have no use")
+        for key, text, parse in (("gpu", host.gpu, parse_hardware), ("memory", host.memory, parse_bytes),
+                                 ("node_link", host.node_link, parse_link)):  # fmt: skip
+            if text is not None:
+                _parsed(f"{file}: hosts.{name}.{key}", parse, text)
+    if fleet.link is not None:
+        _parsed(f"{file}: link", parse_link, fleet.link)
     here = [name for name, host in fleet.hosts.items() if host.is_local]
     if len(here) > 1:
         raise UsageError(f"{file}: {' and '.join(here)} are both local: one machine is one host", hint="ranks = 2")

@@ -1,0 +1,88 @@
+"""Which machines do a hostfile of mpirun or deepspeed, and words on the command line, name?
+
+    worker-1 slots=8        Open MPI, DeepSpeed, Horovod
+    worker-2:8              MPICH, Intel MPI
+    ben@worker-3:2222       a login name and a port of ssh
+
+Slots are read, so that a file with them is one, and not used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from evener.core.errors import UsageError
+from evener.hosts.found import USER, Found, LeftOut, Listing, machine, target, text_of
+
+EXPECTED = "expected a name or an IP address, user@host:port, NAME=ADDRESS or local"
+LEAST_PORT = 1024  # a smaller number behind a host's colon is its slots: no machine has so many
+SLOTS_NOTE = (
+    "slots are not written: evener starts a process for each GPU that it finds, and one where there is none; "
+    "`ranks = N` below a host sets another number"
+)
+
+
+def of_words(words: Iterable[str], here: str = "here") -> Listing:
+    """Machines as they are typed: "attic=192.168.1.36", "ben@laptop:2222", "local", which is called `here`."""
+    return Listing(found=[of_word(word, here) for word in words])
+
+
+def of_word(word: str, here: str = "here") -> Found:
+    """One of them.
+
+    >>> found = of_word("attic=192.168.1.36")
+    >>> found.name, found.host.address
+    ('attic', '192.168.1.36')
+    """
+    name, is_named, address = word.partition("=")
+    host = target(address if is_named else word)
+    if host is None or (is_named and not name.strip()):
+        raise UsageError(f"{word!r} names no machine", hint=EXPECTED)
+    return Found(name if is_named else here if host.is_local else host.address, host)
+
+
+def of_hostfile(file: Path) -> Listing:
+    """The machines of a hostfile, one that stands there twice once. UsageError names the line that is none of one."""
+    hosts: dict[object, Found] = {}
+    slots: dict[object, int] = {}
+    for number, line in enumerate(text_of(file).split("\n"), 1):
+        words = " ".join(line.partition("#")[0].split()).replace(" =", "=").replace("= ", "=").split()
+        if words:
+            found, count = _host(words, f"{file}, line {number}")
+            key = machine(found.host)
+            hosts.setdefault(key, found)
+            slots[key] = slots.get(key, 0) + count
+    if not hosts:
+        raise UsageError(f"{file}: it names no host", hint="one a line: worker-1 slots=8")
+    return Listing(
+        found=[found for key, found in hosts.items() if slots[key]],
+        left_out=[LeftOut(found.name, "it has no slots") for key, found in hosts.items() if not slots[key]],
+        notes=[SLOTS_NOTE] if max(slots.values()) > 1 else [],
+    )
+
+
+def _host(words: list[str], where: str) -> tuple[Found, int]:
+    """(host, slots) of a line: 1 where it says nothing of them."""
+    first, *pairs = words
+    count = 1
+    name, _, digits = first.rpartition(":")
+    if re.fullmatch(r"[0-9]{1,4}", digits) and int(digits) < LEAST_PORT and (":" not in name or name.endswith("]")):
+        first, count = name, int(digits)
+    host = target(first)
+    if host is None:
+        raise UsageError(f"{where}: {words[0]!r} names no machine", hint="expected one a line: worker-1 slots=8")
+    for pair in pairs:
+        key, is_pair, value = pair.partition("=")
+        if not is_pair:
+            raise UsageError(f"{where}: {pair!r}: expected KEY=VALUE behind the host", hint="such as slots=8")
+        if key == "slots":
+            if not re.fullmatch(r"[0-9]{1,6}", value):
+                raise UsageError(f"{where}: {pair!r}: expected a whole number")
+            count = int(value)
+        elif key in ("user", "username") and USER.fullmatch(value) and not host.is_local:
+            host = msgspec.structs.replace(host, user=host.user or value)
+    return Found("localhost" if host.is_local else host.address, host), count

@@ -1,0 +1,376 @@
+"""Which machines does an inventory of Ansible name? Static ones, INI or YAML, without Ansible.
+
+A host has the variables of every group that it is in, of parents before those of children, then its own, which win.
+[docs.ansible.com, "How to build your inventory"]. Templates, vaults and group_vars/ are not evaluated.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import ipaddress
+import os
+import re
+import shlex
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.errors import UsageError, did_you_mean
+from evener.core.fleet import Host
+from evener.hosts.found import MOST_HOSTS, PORTS, SSH_PORT, USER, Found, LeftOut, Listing, host_at, is_address, text_of
+from evener.hosts.yamltree import YamlError, read_yaml
+
+ALL, UNGROUPED = "all", "ungrouped"
+MOST_GROUPS = 4096
+LONGEST_LINE = 10_000
+SECTION = re.compile(r"\[([^:\]\s]+)(?::(\w+))?\]\s*(?:#.*)?")
+LOOKS_LIKE_YAML = re.compile(r"(?:---|%YAML|\{|[^\s\[#;]+:(?:\s|$))")
+BY_SSH = ("ssh", "smart", "paramiko", "paramiko_ssh", "libssh")
+ADDRESS, USERS, PORT = ("ansible_host", "ansible_ssh_host"), ("ansible_user", "ansible_ssh_user"), "ansible_port"
+PORTS_OF = (PORT, "ansible_ssh_port")
+KEYS = ("ansible_ssh_private_key_file", "ansible_private_key_file")
+ARGS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
+OWN_OPTION = re.compile(r"(?i)control(master|path|persist)|batchmode|loglevel|requesttty|remotecommand")  # evener's
+PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
+AS_LIST = "ansible-inventory -i {} --list --yaml > hosts.yml writes what Ansible makes of it: --inventory hosts.yml"
+
+Vars = dict[str, str]
+
+
+class Inventory:
+    """Groups and hosts as a file names them."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.hosts: dict[str, Vars] = {}
+        self.members: dict[str, dict[str, None]] = {ALL: {}, UNGROUPED: {}}
+        self.children: dict[str, dict[str, None]] = {}
+        self.vars: dict[str, Vars] = {}
+
+    def add_group(self, group: str) -> None:
+        """A group that is named somewhere."""
+        self.members.setdefault(group, {})
+        if len(self.members) > MOST_GROUPS:
+            raise UsageError(f"{self.where}: more than {MOST_GROUPS} groups")
+
+    def add_hosts(self, group: str, pattern: str, variables: Vars, where: str) -> None:
+        """Those of a line, `gpu[01:08]:2222`, with its variables."""
+        self.add_group(group)
+        names, port = _of_pattern(pattern, where)
+        own = ({PORT: port} if port else {}) | variables
+        for name in names:
+            self.members[group][name] = None
+            self.hosts.setdefault(name, {}).update(own)
+        if len(self.hosts) > MOST_HOSTS:
+            raise UsageError(f"{self.where}: more than {MOST_HOSTS} hosts")
+
+    def add_child(self, group: str, child: str) -> None:
+        """A group that another one has."""
+        self.add_group(group)
+        self.add_group(child)
+        self.children.setdefault(group, {})[child] = None
+
+    def ordered(self) -> list[str]:
+        """All groups, parents first; UsageError where one is in itself."""
+        try:
+            order = list(graphlib.TopologicalSorter({group: self.children.get(group, {}) for group in self.members})
+                         .static_order())  # fmt: skip
+        except graphlib.CycleError as error:
+            circle = " → ".join(reversed(error.args[1]))
+            raise UsageError(f"{self.where}: a group is its own child: {circle}", hint="take one of them out") from None
+        return order[::-1]
+
+    def depths(self) -> dict[str, int]:
+        """How far below `all` a group is, by the longest way."""
+        depths = {group: int(group != ALL) for group in self.members}
+        for group in self.ordered():
+            for child in self.children.get(group, ()):
+                depths[child] = max(depths[child], depths[group] + 1)
+        return depths
+
+    def hosts_of(self, group: str) -> list[str]:
+        """Those of a group and of the groups in it, in the order of the file."""
+        if group == ALL:
+            return list(self.hosts)
+        inside, waiting = {group}, [group]
+        while waiting:
+            new = self.children.get(waiting.pop(), {}).keys() - inside
+            inside |= new
+            waiting += new
+        named = {host for one in inside for host in self.members[one]}
+        return [host for host in self.hosts if host in named]
+
+    def merged(self, hosts: Iterable[str]) -> Iterator[tuple[str, Vars]]:
+        """Each with all its variables."""
+        depths, parents = self.depths(), _turned(self.children)
+        groups_of = _turned(self.members)
+        for host in hosts:
+            above, waiting = {ALL}, list(groups_of.get(host, ()))
+            while waiting:
+                group = waiting.pop()
+                if group not in above:
+                    above.add(group)
+                    waiting += parents.get(group, ())
+            variables: Vars = {}
+            for _, _, group in sorted((depths[one], self._priority(one), one) for one in above & self.vars.keys()):
+                variables |= self.vars[group]
+            yield host, variables | self.hosts[host]
+
+    def _priority(self, group: str) -> int:
+        said = self.vars[group].get("ansible_group_priority", "1")
+        return int(said) if re.fullmatch("-?[0-9]{1,9}", said) else 1
+
+
+def _turned(graph: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """By what they have: by what has them."""
+    turned: dict[str, list[str]] = {}
+    for parent, children in graph.items():
+        for child in children:
+            turned.setdefault(child, []).append(parent)
+    return turned
+
+
+def of_inventory(file: Path, group: str | None = None) -> Listing:
+    """The machines of an inventory, or of one of its groups."""
+    if os.path.isdir(file):
+        raise UsageError(f"{file}: a folder", hint=f"name one file of it; or: {AS_LIST.format(file)}")
+    inventory = read_inventory(file)
+    if group is not None and group not in inventory.members:
+        known = [one for one in inventory.members if one not in (ALL, UNGROUPED)]
+        raise UsageError(f"{file}: no group {group}", hint=did_you_mean(group, known) if known else "it has no groups")
+    names = inventory.hosts_of(group or ALL)
+    if not names:
+        what = f"group {group} has no host" if group else "it names no host"
+        raise UsageError(f"{file}: {what}", hint="is it an inventory of Ansible?")
+    listing = Listing()
+    for name, variables in inventory.merged(names):
+        _add_host(listing, name, variables, f"{file}: host {name}")
+    listing.notes = list(dict.fromkeys(listing.notes))
+    if beside := [name for name in ("group_vars", "host_vars") if (file.parent / name).is_dir()]:
+        listing.notes.append(f"{' and '.join(beside)} beside {file} are not read; {AS_LIST.format(file)}")
+    return listing
+
+
+def read_inventory(file: Path) -> Inventory:
+    """A file of either kind, told apart by its name, or by its first line."""
+    text, inventory = text_of(file), Inventory(str(file))
+    if text.startswith("#!"):
+        raise UsageError(f"{file}: a program that makes an inventory", hint=AS_LIST.format(file))
+    lines = (line for line in map(str.strip, text.split("\n")) if line and line[0] not in "#;")
+    is_yaml = file.suffix in (".yml", ".yaml", ".json") or (
+        file.suffix != ".ini" and LOOKS_LIKE_YAML.match(next(lines, "")) is not None
+    )
+    if is_yaml:
+        _read_yaml(inventory, text)
+    else:
+        _read_ini(inventory, text)
+    return inventory
+
+
+def _read_ini(inventory: Inventory, text: str) -> None:
+    group, kind = UNGROUPED, "hosts"
+    for number, line in enumerate(map(str.strip, text.split("\n")), 1):
+        where = f"{inventory.where}, line {number}"
+        if not line or line[0] in "#;":
+            continue
+        if section := SECTION.fullmatch(line):
+            group, kind = section[1], section[2] or "hosts"
+            if kind not in ("hosts", "children", "vars"):
+                raise UsageError(f"{where}: [{group}:{kind}]", hint=did_you_mean(kind, ["children", "vars"]))
+            inventory.add_group(group)
+        elif line[0] == "[" and line[-1] == "]":
+            raise UsageError(f"{where}: {line}: expected [GROUP], [GROUP:children] or [GROUP:vars]")
+        elif kind == "hosts":
+            pattern, *pairs = _split(line, where)
+            inventory.add_hosts(group, pattern, dict(_pair(pair, where) for pair in pairs), where)
+        elif kind == "vars":
+            key, value = _pair(line, where)
+            inventory.vars.setdefault(group, {})[key] = value
+        else:
+            inventory.add_child(group, line.partition("#")[0].strip())
+
+
+def _split(line: str, where: str) -> list[str]:
+    if len(line) > LONGEST_LINE:
+        raise UsageError(f"{where}: longer than {LONGEST_LINE} characters")
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise UsageError(f"{where}: {str(error).lower()}") from None
+    if not words:
+        raise UsageError(f"{where}: it names no host")
+    return words
+
+
+def _pair(text: str, where: str) -> tuple[str, str]:
+    """`ansible_user = ben  # who set it up` has the value "ben"."""
+    key, is_pair, value = text.partition("=")
+    if not is_pair or not key.strip():
+        raise UsageError(f"{where}: {text!r}: expected KEY=VALUE")
+    value = value.strip()
+    if value[:1] in ("'", '"') and (end := value.find(value[0], 1)) > 0:
+        return key.strip(), value[1:end]
+    return key.strip(), re.split(r"\s#", value, maxsplit=1)[0].rstrip()
+
+
+def _read_yaml(inventory: Inventory, text: str) -> None:
+    try:
+        tree = read_yaml(text)
+    except YamlError as error:
+        where = inventory.where if error.line is None else f"{inventory.where}, line {error.line}"
+        raise UsageError(f"{where}: not YAML that an inventory is made of: {error}") from None
+    if isinstance(tree, dict) and "plugin" in tree:
+        hint = AS_LIST.format(inventory.where)
+        raise UsageError(f"{inventory.where}: settings of a plugin that makes an inventory", hint=hint)
+    for group, content in _table(tree, inventory.where, "groups").items():
+        _read_group(inventory, group, content, group)
+
+
+def _read_group(inventory: Inventory, group: str, content: Any, path: str) -> None:
+    where = f"{inventory.where}: {path}"
+    inventory.add_group(group)
+    table = _table(content, where, "hosts, children and vars")
+    for pattern, variables in _table(table.get("hosts"), f"{where}.hosts", "hosts").items():
+        own = _texts(_table(variables, f"{where}.hosts.{pattern}", "variables"))
+        inventory.add_hosts(group, pattern, own, f"{where}.hosts")
+    for child, inner in _table(table.get("children"), f"{where}.children", "groups").items():
+        inventory.add_child(group, child)
+        _read_group(inventory, child, inner, f"{path}.{child}")
+    inventory.vars.setdefault(group, {}).update(_texts(_table(table.get("vars"), f"{where}.vars", "variables")))
+
+
+def _table(tree: Any, where: str, what: str) -> dict[str, Any]:
+    """A table; one word alone is its only key, as in Ansible."""
+    if isinstance(tree, dict) or tree is None:
+        return tree or {}
+    if isinstance(tree, str) and not tree.count(" "):
+        return {tree: None}
+    raise UsageError(f"{where}: expected a table of {what}", hint="each is a key, with a colon behind it")
+
+
+def _texts(table: dict[str, Any]) -> Vars:
+    return {key: value for key, value in table.items() if isinstance(value, str)}
+
+
+def _of_pattern(pattern: str, where: str) -> tuple[list[str], str]:
+    """(names, port): `gpu[01:03]:2222`, `[fe80::1]:22`."""
+    bracketed = re.fullmatch(r"\[([^\[\]]*)\](?::([0-9]{1,5}))?", pattern)
+    if bracketed and _is_ipv6(bracketed[1]):
+        return [bracketed[1]], bracketed[2] or ""
+    if _is_ipv6(pattern):
+        return [pattern], ""
+    name, colon, port = pattern.rpartition(":")
+    if not colon or not re.fullmatch("[0-9]{1,5}", port):
+        name, port = pattern, ""
+    return _expanded(name, where), port
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _expanded(pattern: str, where: str) -> list[str]:
+    """`gpu[01:03]` is gpu01, gpu02, gpu03; several ranges are all their pairs."""
+    names = [""]
+    for number, part in enumerate(re.split(r"\[([^\[\]]*)\]", pattern)):
+        values = _range(part, pattern, where) if number % 2 else [part]
+        if len(names) * len(values) > MOST_HOSTS:
+            raise UsageError(f"{where}: {pattern} is more than {MOST_HOSTS} hosts")
+        names = [name + value for name in names for value in values]
+    return names
+
+
+def _range(text: str, pattern: str, where: str) -> list[str]:
+    """What stands in brackets: of 01:07:3 it is 01, 04, 07, of a:c it is a, b, c."""
+    said = re.fullmatch(r"([0-9]{0,9}|[A-Za-z]):([0-9]{1,9}|[A-Za-z])(?::([0-9]{1,9}))?", text)
+    begin, end, step = (said[1] or "0", said[2], int(said[3] or 1)) if said else ("", "", 0)
+    if begin.isdecimal() and end.isdecimal():
+        first, last, width = int(begin), int(end), len(begin) if begin[0] == "0" else 0
+    else:
+        first, last, width = string.ascii_letters.find(begin or "?"), string.ascii_letters.find(end or "?"), 0
+    if step == 0 or begin.isdecimal() != end.isdecimal() or not 0 <= first <= last:
+        raise UsageError(f"{where}: {pattern}: [{text}]: expected a range", hint="gpu[01:08], gpu[1:8:2] or gpu-[a:d]")
+    numbers = range(first, last + 1, step)
+    if len(numbers) > MOST_HOSTS:
+        raise UsageError(f"{where}: {pattern} is more than {MOST_HOSTS} hosts")
+    return [str(one).zfill(width) if begin.isdecimal() else string.ascii_letters[one] for one in numbers]
+
+
+def _add_host(listing: Listing, name: str, variables: Vars, where: str) -> None:
+    """What its variables make of a host."""
+    connection = variables.get("ansible_connection", "ssh").rpartition(".")[2]
+    if connection == "local":
+        listing.found.append(Found(name, Host(address="local")))
+        return
+    if connection not in BY_SSH:
+        listing.left_out.append(LeftOut(name, f"reached by {connection}, not by ssh"))
+        return
+    address, user, key = (_evaluated(_first(variables, keys), name) for keys in (ADDRESS, USERS, KEYS))
+    port = _first(variables, PORTS_OF)
+    options, others = _options(" ".join(variables.get(one, "") for one in ARGS), where)
+    if hidden := [one for one in (address, port, *options) if _is_hidden(one)]:
+        listing.left_out.append(LeftOut(name, f"{_start(hidden[0])} is for Ansible to evaluate"))
+        return
+    settings = {"login name": user, "key file": key}
+    listing.notes += [
+        f"the {what} {_start(one)} is not taken over: it is for Ansible to evaluate"
+        for what, one in settings.items()
+        if _is_hidden(one)
+    ]
+    address, user, key = address or name, *("" if _is_hidden(one) else one for one in (user, key))
+    if not is_address(address):
+        raise UsageError(f"{where}: {address!r} is no name and no IP address")
+    if user and not USER.fullmatch(user):
+        raise UsageError(f"{where}: ansible_user {user!r}: expected a login name")
+    if port and (not re.fullmatch("[0-9]{1,5}", port) or int(port) not in PORTS):
+        raise UsageError(f"{where}: ansible_port {port!r}: expected a whole number to {PORTS[-1]}")
+    number = int(port) if port and int(port) != SSH_PORT else None
+    host = host_at(address, user=user or None, port=number)
+    if not host.is_local:
+        host = msgspec.structs.replace(host, identity_file=key or None, ssh_options=options)
+    listing.found.append(Found(name, host))
+    if others:
+        listing.notes.append(f"of ssh's arguments these are not taken over: {' '.join(others)}")
+    if _first(variables, PASSWORDS):
+        listing.notes.append("passwords are not taken over: evener logs in by key; ssh-copy-id brings one to a host")
+
+
+def _first(variables: Vars, keys: Iterable[str]) -> str:
+    return next((variables[key] for key in keys if key in variables), "")
+
+
+def _evaluated(text: str, name: str) -> str:
+    """The one template that is known here."""
+    return re.sub(r"\{\{ *inventory_hostname *\}\}", lambda _: name, text)
+
+
+def _is_hidden(text: str) -> bool:
+    """A template, or what is in a vault."""
+    return "{{" in text or text.startswith("$ANSIBLE_VAULT")
+
+
+def _start(text: str) -> str:
+    """As much of it as tells which it is."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= 40 else f"{line[:40]}…"
+
+
+def _options(text: str, where: str) -> tuple[list[str], list[str]]:
+    """(as fleet.toml has them, what is none): `-o ProxyJump=gate -C`."""
+    words, options, others = iter(_split(text, where) if text.strip() else []), [], []
+    for word in words:
+        value = word[2:] if word[:2] in ("-o", "-J") else ""
+        if word[:2] not in ("-o", "-J") or not (value := value or next(words, "")):
+            others.append(word)
+        elif word[:2] == "-o" and OWN_OPTION.match(value):
+            others.append(f"-o {value}")
+        else:
+            options.append(value if word[:2] == "-o" else f"ProxyJump={value}")
+    return options, others

@@ -1,0 +1,284 @@
+"""Which machines does a configuration of ssh know? Read as ssh_config(5) says: the first value that applies counts.
+
+A machine is an alias: a word of a `Host` line without a pattern. `Include` is followed; of `Match`, which may run
+programs, `Match all` alone.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from evener.core.errors import EvenerError, UsageError
+from evener.core.fleet import Host
+from evener.hosts.found import MOST_HOSTS, PORTS, SSH_PORT, USER, Found, LeftOut, Listing, is_address, text_of
+
+DEEPEST = 16  # files that include each other, as in ssh
+MOST_LINES = 50_000  # of all files together
+# They take the rest of their line as it stands.
+RAW = ("proxycommand", "localcommand", "remotecommand", "knownhostscommand")
+# What a file that ssh does not read by itself says of the way to a host, beside its address, user, port and first key.
+OF_THE_WAY = (
+    "ProxyJump", "ProxyCommand", "ProxyUseFdpass", "UserKnownHostsFile", "GlobalKnownHostsFile", "KnownHostsCommand",
+    "StrictHostKeyChecking", "CheckHostIP", "HostKeyAlias", "IdentitiesOnly", "IdentityAgent", "CertificateFile",
+    "PKCS11Provider", "SecurityKeyProvider", "PubkeyAuthentication", "GSSAPIAuthentication", "PreferredAuthentications",
+    "HostKeyAlgorithms", "PubkeyAcceptedAlgorithms", "KexAlgorithms", "Ciphers", "MACs", "AddressFamily", "BindAddress",
+    "BindInterface", "ConnectTimeout",
+)  # fmt: skip
+FORGES = (
+    "github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "gitea.com", "gitee.com", "sr.ht", "dev.azure.com",
+    "visualstudio.com", "salsa.debian.org", "gitlab.gnome.org", "framagit.org", "notabug.org", "launchpad.net",
+    "aur.archlinux.org", "huggingface.co", "hf.co", "source.developers.google.com",
+)  # fmt: skip
+FORGE = re.compile(r"(git|github|gitlab|gitea|forgejo|gerrit|bitbucket|codeberg|git-codecommit)(\.|$)")
+GERRIT_PORT = "29418"
+BY_HAND = "name the machines: evener fleet init local laptop=192.168.1.28"
+
+
+class Patterns:
+    """The words of a Host line; `aliases` are those that name one machine.
+
+    >>> gpus = Patterns("gpu-*", "!gpu-9", "attic")
+    >>> gpus.match("gpu-1"), gpus.match("gpu-9"), gpus.match("attic"), gpus.aliases
+    (True, False, True, ['attic'])
+    """
+
+    def __init__(self, *words: str) -> None:
+        self.aliases = [word for word in words if word and not set(word) & set("*?!")]
+        self._names = frozenset(self.aliases)
+        self._never = [_compiled(word[1:]) for word in words if word.startswith("!")]
+        self._others = [_compiled(word) for word in words if word not in self._names and not word.startswith("!")]
+
+    def match(self, alias: str) -> bool:
+        """Does the line apply to what is typed behind `ssh`?"""
+        if any(one.match(alias) for one in self._never):
+            return False
+        return alias in self._names or any(one.match(alias) for one in self._others)
+
+
+Settings = dict[str, list[str]]  # by keyword in small letters: the value that counts stands first
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
+
+
+NEVER, ALWAYS = Patterns(), Patterns("*")
+
+
+class Block(NamedTuple):
+    """Settings, and what must match for them: the Host line above them, and those above each Include on the way."""
+
+    conditions: tuple[Patterns, ...]
+    settings: list[tuple[str, str]]
+
+
+class Config(NamedTuple):
+    """All files in the order in which ssh reads them."""
+
+    blocks: list[Block]
+    files: set[Path]
+
+    @property
+    def aliases(self) -> list[str]:
+        """Each once, but those on which no block would apply that names them."""
+        named = {
+            alias: None
+            for block in self.blocks
+            for alias in block.conditions[-1].aliases
+            if all(one.match(alias) for one in block.conditions)
+        }
+        return list(named)
+
+    def settings(self, alias: str) -> Settings:
+        """What applies to an alias."""
+        found: Settings = {}
+        for block in self.blocks:
+            if all(one.match(alias) for one in block.conditions):
+                for keyword, value in block.settings:
+                    found.setdefault(keyword, []).append(value)
+        return found
+
+
+def hostname(alias: str, settings: Settings) -> str:
+    """Where ssh would connect to, in small letters."""
+    told = settings.get("hostname", ["%h"])[0]
+    return re.sub("%[h%]", lambda sign: alias if sign[0] == "%h" else "%", told).lower()
+
+
+def of_ssh_config(file: Path | None = None) -> Listing:
+    """The machines of ~/.ssh/config, by their aliases, or of another file.
+
+    What ssh does not read by itself is written out: `ssh -F FILE` is not what evener calls.
+    """
+    usual = Path.home() / ".ssh" / "config"
+    path = file or usual
+    if file is None and not usual.exists():
+        raise UsageError(f"{usual}: no such file: ssh knows no hosts by name", hint=BY_HAND)
+    config = read_config(path)
+    if not config.aliases:
+        raise UsageError(f"{path}: no Host line of it names a machine", hint=BY_HAND)
+    is_known = path.resolve() in _known_files(usual)
+    listing = Listing()
+    machines: dict[tuple[str, ...], str] = {}
+    for alias in config.aliases:
+        settings = config.settings(alias)
+        address = hostname(alias, settings)
+        way = [settings.get(keyword, [""])[0] for keyword in ("port", "proxyjump", "proxycommand")]
+        same = machines.setdefault((address, *way), alias)
+        if why := _why_not(alias, address, settings, same):
+            listing.left_out.append(LeftOut(alias, why))
+        else:
+            host = Host(address=alias) if is_known else _written_out(f"{path}: Host {alias}", address, settings)
+            listing.found.append(Found(alias, host))
+    if not is_known and listing.found:
+        listing.notes.append(
+            f"ssh does not read {path} by itself, so what it says of each host is written out, but for Match; "
+            f"with `Include {path.resolve()}` in ~/.ssh/config the aliases alone would do"
+        )
+    return listing
+
+
+def read_config(file: Path) -> Config:
+    """A configuration with all that it includes. UsageError where ssh, too, would refuse it."""
+    config = Config([], set())
+    _Reader(config).read(file, (), [])
+    return config
+
+
+class _Reader:
+    """Blocks of one file after the other."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._lines, self._words = config, 0, 0
+
+    def read(self, file: Path, outer: tuple[Patterns, ...], parents: list[Path]) -> None:
+        if len(parents) > DEEPEST:
+            raise UsageError(f"{parents[0]}: files include each other without end: … {parents[-1]}, {file}, …")
+        lines = text_of(file).split("\n")
+        self._config.files.add(file.resolve())
+        self._lines += len(lines)
+        if self._lines > MOST_LINES:
+            raise UsageError(f"{(parents or [file])[0]}: more than {MOST_LINES} lines with all that it includes")
+        block = self._block((*outer, ALWAYS))
+        for number, line in enumerate(lines, 1):
+            keyword, words = _parsed(line, f"{file}, line {number}")
+            if keyword == "host":
+                self._words += len(words)
+                if self._words > MOST_HOSTS:
+                    raise UsageError(f"{file}, line {number}: more than {MOST_HOSTS} names and patterns of hosts")
+                block = self._block((*outer, Patterns(*words)))
+            elif keyword == "match":
+                block = self._block((*outer, ALWAYS if [word.lower() for word in words] == ["all"] else NEVER))
+            elif keyword == "include":
+                for path in _included(words):
+                    self.read(path, block.conditions, [*parents, file])
+                block = self._block(block.conditions)
+            elif keyword:
+                block.settings.append((keyword, " ".join(words)))
+
+    def _block(self, conditions: tuple[Patterns, ...]) -> Block:
+        self._config.blocks.append(Block(conditions, []))
+        return self._config.blocks[-1]
+
+
+def _parsed(line: str, where: str) -> tuple[str, list[str]]:
+    """(keyword in small letters, words): `HostName = attic.lan  # comment`."""
+    said = re.match(r'\s*"?([^\s="#]+)"?[ \t]*=?[ \t]*', line)
+    if said is None:
+        return "", []
+    keyword, rest = said[1].lower(), line[said.end() :]
+    if keyword in RAW:
+        return keyword, [rest.strip()]
+    try:
+        return keyword, list(_words(rest))
+    except ValueError:
+        raise UsageError(f"{where}: a quotation mark that nothing closes") from None
+
+
+def _words(text: str) -> Iterator[str]:
+    """As ssh splits them; ValueError for a quotation that has no end.
+
+    >>> list(_words("gpu-1 'two words' # a comment"))
+    ['gpu-1', 'two words']
+    """
+    at = 0
+    while at < len(text):
+        if text[at].isspace():
+            at += 1
+            continue
+        if text[at] == "#":
+            return
+        word, quote = [], ""
+        while at < len(text) and (quote or not text[at].isspace()):
+            sign, after = text[at], text[at + 1 : at + 2]
+            if sign == "\\" and after and (after in "'\"\\" or (after == " " and not quote)):
+                word.append(after)
+                at += 1
+            elif sign == quote:
+                quote = ""
+            elif not quote and sign in "'\"":
+                quote = sign
+            else:
+                word.append(sign)
+            at += 1
+        if quote:
+            raise ValueError(text)
+        yield "".join(word)
+
+
+def _included(words: list[str]) -> Iterator[Path]:
+    """The files that there are: relative names are of ~/.ssh, whichever file names them."""
+    for word in words:
+        path = os.path.join(Path.home() / ".ssh", os.path.expanduser(word))
+        yield from (Path(one) for one in sorted(glob.glob(path)) if not os.path.isdir(one))
+
+
+def _known_files(usual: Path) -> set[Path]:
+    """Those that ssh reads by itself."""
+    try:
+        return read_config(usual).files | {Path("/etc/ssh/ssh_config")}
+    except EvenerError:  # there is none, or it is broken: not what was asked
+        return {Path("/etc/ssh/ssh_config")}
+
+
+def _why_not(alias: str, address: str, settings: Settings, same: str) -> str:
+    """Why an alias is none of a machine to train on; "" of one that may be."""
+    names = (alias.lower(), address)
+    if (
+        any(name == forge or name.endswith(f".{forge}") for name in names for forge in FORGES)
+        or any(FORGE.match(name) for name in names)
+        or settings.get("user", [""])[0] in ("git", "gerrit", "aur")
+        or settings.get("port", [""])[0] == GERRIT_PORT
+    ):
+        return "a git forge"
+    if alias == "local":
+        return "in a fleet file that word is the machine that you sit at: ssh needs another alias for it"
+    if not is_address(alias):
+        return "not a name that every ssh takes"
+    return f"the same machine as {same}" if same != alias else ""
+
+
+def _written_out(where: str, address: str, settings: Settings) -> Host:
+    """The settings of an alias as fleet.toml has them."""
+    user, port = settings.get("user", [None])[0], settings.get("port", [str(SSH_PORT)])[0]
+    keys = settings.get("identityfile", [])
+    if not is_address(address):
+        raise UsageError(f"{where}: HostName {address!r} is no name and no IP address")
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) not in PORTS:
+        raise UsageError(f"{where}: Port {port!r}: expected a whole number to {PORTS[-1]}")
+    if user is not None and not USER.fullmatch(user):
+        raise UsageError(f"{where}: User {user!r}: expected a login name")
+    options = [f"{key}={settings[key.lower()][0]}" for key in OF_THE_WAY if key.lower() in settings]
+    return Host(
+        address=address,
+        user=user,
+        port=int(port) if int(port) != SSH_PORT else None,
+        identity_file=keys[0] if keys else None,
+        ssh_options=options + [f"IdentityFile={key}" for key in keys[1:]],
+    )

@@ -1,0 +1,118 @@
+"""What does a YAML text say, as dicts, lists and text? Read so that no text, however strange, costs more than its size.
+
+Scalars stay text (`on`, `010`, `2222`): whoever needs a number says so. Tags are not obeyed (Ansible's `!vault`). An
+alias counts each time as much as what it stands for, so a text that is small and says much is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+DEEPEST = 64
+MOST_NODES = 200_000
+
+Tree = Any  # dict[str, Tree], list[Tree], str; None of what is empty
+
+
+class YamlError(Exception):
+    """It says what is wrong, and in which line."""
+
+    def __init__(self, what: str, line: int | None = None) -> None:
+        super().__init__(what)
+        self.line = line
+
+
+def read_yaml(text: str) -> Tree:
+    """The tree of a text's one document; YamlError where it has none.
+
+    >>> read_yaml("all: {hosts: {gpu-1: {ansible_port: 2222}, gpu-2: }}")
+    {'all': {'hosts': {'gpu-1': {'ansible_port': '2222'}, 'gpu-2': None}}}
+    """
+    import yaml
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        return _Builder(yaml).build(yaml.parse(text, Loader=loader))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise YamlError(str(what), mark.line + 1 if mark else None) from None
+    except (RecursionError, ValueError) as error:  # what PyYAML's own scanner raises of a number that is none
+        raise YamlError(str(error)) from None
+
+
+class _Builder:
+    """From the parser's events, without recursion."""
+
+    def __init__(self, yaml: Any) -> None:
+        self._yaml = yaml
+        self._open: list[tuple[Tree, str | None, int]] = []  # what is not complete: it, its anchor, nodes before it
+        self._keys: list[str | None] = []  # of each that is open, the key that waits for its value
+        self._anchors: dict[str, tuple[Tree, int]] = {}
+        self._nodes = 0
+        self._root: Tree = None
+
+    def build(self, events: Iterator[Any]) -> Tree:
+        yaml, documents = self._yaml, 0
+        for event in events:
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise YamlError("a second document begins", line)
+            elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+                if len(self._open) == DEEPEST:
+                    raise YamlError(f"nested deeper than {DEEPEST} times", line)
+                self._open.append(({} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor, self._nodes))
+                self._keys.append(None)
+            elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+                tree, anchor, before = self._open.pop()
+                self._keys.pop()
+                self._add(tree, anchor, self._nodes - before, line)
+            elif isinstance(event, yaml.ScalarEvent):
+                is_empty = event.implicit[0] and event.value in ("", "~", "null") and not self._wants_key
+                self._add(None if is_empty else event.value, event.anchor, 0, line)
+            elif isinstance(event, yaml.AliasEvent):
+                if event.anchor not in self._anchors:
+                    raise YamlError(f"*{event.anchor} stands for nothing that is complete above it", line)
+                tree, nodes = self._anchors[event.anchor]
+                self._nodes += nodes
+                self._add(tree, None, 0, line)
+        return self._root
+
+    def _add(self, tree: Tree, anchor: str | None, nodes: int, line: int) -> None:
+        """A value that is complete, of so many nodes besides itself."""
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise YamlError(f"more than {MOST_NODES} values, with those that its aliases repeat", line)
+        if anchor is not None:
+            self._anchors[anchor] = (tree, nodes)
+        if not self._open:
+            self._root = tree
+            return
+        parent = self._open[-1][0]
+        if isinstance(parent, list):
+            parent.append(tree)
+        elif self._wants_key:
+            if not isinstance(tree, str):
+                raise YamlError("a key that is no text", line)
+            self._keys[-1] = tree
+        else:
+            key, self._keys[-1] = self._keys[-1], None
+            self._put(parent, key, tree)
+
+    @property
+    def _wants_key(self) -> bool:
+        return bool(self._open) and isinstance(self._open[-1][0], dict) and self._keys[-1] is None
+
+    @staticmethod
+    def _put(parent: Tree, key: str | None, tree: Tree) -> None:
+        """`<<: *others` adds what is not there; another key that comes again counts anew."""
+        if key != "<<":
+            parent[key] = tree
+            return
+        for other in tree if isinstance(tree, list) else [tree]:
+            if isinstance(other, dict):
+                for name, value in other.items():
+                    parent.setdefault(name, value)

@@ -1,0 +1,394 @@
+"""Machines that nobody has: by flags, by a file and by name they are the same; three people's questions, answered."""
+
+from __future__ import annotations
+
+import sys
+from importlib import util
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.fleet import Link, load_fleet
+from evener.core.hardware import HARDWARE
+from evener.core.link import parse_link
+from evener.core.measured import update_fleet
+from evener.core.prediction import HostRates, Prediction
+from evener.core.roster import parse_sync
+from evener.core.shape import PRESETS, shape_of_size
+from evener.core.spec import parse_args
+from evener.plan.advice import advice_of
+from evener.plan.bill import Offer, bill, parse_offers, parse_tokens
+from evener.plan.cost import price
+from evener.plan.options import host_sets, what_does_not_fit
+from evener.plan.question import Question, Words, answer, changed, chosen_hosts, of_fleet, of_words, rented
+
+from .planner import cluster_of, job_of
+
+
+def asked(words: Words, *flags: str, params: str | None = None) -> Question:
+    return of_words(words, parse_args(list(flags)), None, params)
+
+
+def lines(found: Prediction) -> list[str]:
+    return [advice.text for advice in advice_of(found)]
+
+
+def told(found: Prediction) -> str:
+    return " ".join(lines(found))
+
+
+# --- three people's questions -----------------------------------------------------------------------------------------
+
+
+def test_a_laptop_and_a_desktop_on_wifi():
+    """The learner: do my desktop of 8 cores and my laptop of 4 help each other tonight?"""
+    home = Words(gpus="cpu:8,cpu:4", memory="32GB,16GB", link="wifi:200Mbit")
+    flags = ["--model=char", "--batch=16", "--steps=2000"]
+    exact = answer(asked(home, *flags, "--loss-budget=0"))
+    assert exact.verdict == "Leave node2 out: with it 579 tokens/s, without 5.3k tokens/s."
+    assert lines(exact) == [
+        "A step on all hosts takes 7.08 s, of which 6.54 s (92%) is communication that computing does not hide.",
+        "With ddp several hosts would pay from 750Mbit between them upwards; what they have carries 100 Mbit/s of "
+        "payload. With --link 1GbE both would train 1.25 times as much as node1 alone.",
+        "Or with --batch 512, 32 times as many sequences a step: both would train 1.13 times as much as node1 alone: "
+        "another training run.",
+    ]
+    lossy = answer(asked(home, *flags))
+    assert lossy.verdict == (
+        "Train on both hosts with diloco:10:int8:streamed: 7.8k tokens/s, 1.49 times the fastest host alone; its loss "
+        "was no higher at equal tokens (bench/loss.py: 1.0M parameters, 2 ranks, 2000 steps of 16 × 256 tokens, 3 "
+        "seeds)."
+    )  # 12 cores beside 8: no more than 1.5 times
+    # By hand: 42.6 MB go each way through the air twice, two hosts send: 4 · 42.6 MB at 25 MB/s.
+    assert exact.option(exact.chosen).ranks[0].sync_s == pytest.approx(4 * 42.57e6 / 25e6, rel=0.01)
+
+
+def test_four_unequal_gpus_on_a_fast_home_network():
+    """The home-lab owner: 20k, 12k, 12k and 3k tokens/s over 2.5GbE."""
+    home = Words(rates="20000,12000,12000,3000", link="2.5GbE")
+    found = answer(asked(home, "--model=gpt2", "--batch=64", "--device=cuda", "--loss-budget=0"))
+    assert found.verdict == "Don't distribute this: node1 alone trains 20.0k tokens/s, all 4 hosts 16.8k tokens/s."
+    assert lines(found)[1:3] == [
+        "With ddp several hosts would pay from 3.1Gbit between them upwards; what they have carries 2.12 Gbit/s of "
+        "payload. With --link 10GbE all 4 would train 1.80 times as much as node1 alone.",
+        "Or with --batch 128 --hosts node1,node2,node3, 2 times as many sequences a step: node1, node2 and node3 would "
+        "train 1.27 times as much as node1 alone: another training run.",
+    ]
+    # By hand, --batch 256 without node4: 117, 70 and 69 sequences at 1024 tokens take 6.0 s. 4/3 of 498 MB at 266 MB/s
+    # are 2.5 s, of which the last backward, 2/3 of 16 sequences, hides 0.6 s: 262,144 tokens in 7.9 s are 33k.
+    question = asked(home, "--model=gpt2", "--batch=256", "--device=cuda", "--sync=ddp")
+    at_256 = answer(chosen_hosts(question, "node1,node2,node3"))
+    assert at_256.option(at_256.chosen).tokens_per_s == pytest.approx(33e3, rel=0.05)
+
+
+def test_eight_nodes_of_eight_h100_with_eight_adapters_each():
+    """The engineer with rented nodes: does it scale, and does it fit?"""
+    rented_nodes = Words(nodes=8, per_node=8, gpus="h100", link="8x400Gbit")
+    found = answer(asked(rented_nodes, "--model=gpt2-xl", "--batch=1024", "--loss-budget=0"))
+    assert found.verdict == "Train on all 8 hosts with ddp: 2.8M tokens/s, 7.44 times the fastest host alone."
+    large = answer(asked(rented_nodes, "--batch=512", "--loss-budget=0", params="13b"))
+    assert large.verdict.startswith(
+        "This cannot be trained here: does not fit: node1 has 80.0 GB, a run may fill 72.0 GB"
+    )
+    (fits,) = [line for line in lines(large) if "No micro-batch fits" in line]
+    assert fits.startswith(
+        "No micro-batch fits: weights, gradients and AdamW's moments alone are 205.6 GB on every rank. "
+    )
+    assert fits.endswith("; train cannot run it yet.")
+    assert 16 * large.job.shape.num_params() == pytest.approx(205.6e9, rel=1e-3)
+
+
+# --- flags, a file and names say the same -----------------------------------------------------------------------------
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_file_with_the_same_words_answers_the_same(tmp_path):
+    """8 × 8 GPUs were 929k tokens/s by flags and 579k by a file."""
+    hosts = "".join(f'[hosts.node{i}]\naddress = "node{i}"\ngpu = "h100"\ngpus = 8\n' for i in range(1, 9))
+    file = write(tmp_path / "fleet.toml", f'link = "400GbE"\n{hosts}')
+    spec = parse_args(["--model=gpt2", "--batch=512"])
+    by_file = answer(of_fleet(load_fleet(file), spec, None, None, "fleet.toml"))
+    by_flags = answer(of_words(Words(nodes=8, per_node=8, gpus="h100", link="400GbE"), spec, None))
+    assert by_file.verdict == by_flags.verdict
+    assert {one.name: one.step_s for one in by_file.options} == {one.name: one.step_s for one in by_flags.options}
+    assert advice_of(by_file) == advice_of(by_flags)
+    assert by_file.cluster.assumed == by_flags.cluster.assumed
+
+
+def test_what_was_measured_counts_before_the_table(tmp_path):
+    file = write(tmp_path / "fleet.toml", """
+[hosts.a]
+address = "a"
+gpu = "4090"
+[rates.a."cuda:0"]
+name = "NVIDIA GeForce RTX 4090"
+memory_bytes = 20000000000
+measured = "2026-11-20"
+[rates.a."cuda:0".models.gpt2]
+tokens_per_s = 90000
+dtype = "bf16"
+""")  # fmt: skip
+    question = of_fleet(load_fleet(file), parse_args(["--model=gpt2"]), None, None, "fleet.toml")
+    host = question.cluster.hosts["a"]
+    assert (host.tokens_per_s, host.memory_bytes, host.basis) == ({"bf16": 90000}, 20_000_000_000, "measured")
+    assert host.watts == HARDWARE["4090"].watts
+
+
+def test_links_by_rule(tmp_path):
+    file = write(tmp_path / "fleet.toml", """
+link = "10GbE"
+[hosts.a]
+address = "a"
+gpu = "4090"
+[hosts.b]
+address = "b"
+gpu = "4090"
+[hosts.shed]
+address = "c"
+gpu = "3060"
+[links.a]
+shed = "200Mbit,6ms"
+""")  # fmt: skip
+    cluster = of_fleet(load_fleet(file), parse_args(["--model=gpt2"]), None, None, "fleet.toml").cluster
+    assert cluster.between("a", "b") == cluster.between("b", "shed") == parse_link("10GbE").wire
+    for source, target in (("a", "shed"), ("shed", "a")):
+        assert cluster.between(source, target).bandwidth_Bps == pytest.approx(parse_link("200Mbit").wire.bandwidth_Bps)
+        assert cluster.between(source, target).latency_s == pytest.approx(3e-3)
+    assert not any("way back" in line for line in cluster.assumed)
+
+
+def test_a_link_that_was_measured_is_shared_as_before(tmp_path):
+    """Between two hosts nothing shows that a third one has to wait."""
+    file = write(tmp_path / "fleet.toml", """
+link = "wifi"
+[hosts.a]
+address = "a"
+[hosts.b]
+address = "b"
+[hosts.c]
+address = "c"
+[links.a]
+c = "1GbE"
+""")  # fmt: skip
+    measured = Link(goodput_Bps=2e7, duplex_Bps=1.1e7, rtt_s=4e-3)
+    update_fleet(file, links={"a": {"b": measured, "c": measured}, "b": {"a": measured}})
+    links = load_fleet(file).links
+    assert [links[a][b].is_shared for a, b in ("ab", "ba", "ac")] == [True, True, False]
+    assert (links["a"]["b"].bandwidth_Bps, links["a"]["c"].bandwidth_Bps) == (2e7, 1.1e7)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[hosts.a]\naddress = "a"\n[rates.b.cpu.models.char]\ntokens_per_s = 1', "rates.b: the fleet has no host b"),
+        ('[hosts.a]\naddress = "a"\n[links.a]\nb = "1GbE"', "links.a.b: the fleet has no host b"),
+        ('[hosts.a]\naddress = "a"\n[links.b.a]\ngoodput_Bps = 1e8\nrtt_s = 0', "links.b: the fleet has no host b"),
+        ('link = "fast"\n[hosts.a]\naddress = "a"', "link: link fast: expected a rate"),
+        ('[hosts.a]\naddress = "a"\ngpu = "h1000"', "hosts.a.gpu: --gpu h1000"),
+        ('[hosts.a]\naddress = "a"\nmemory = "24"', "hosts.a.memory: memory 24: expected a size"),
+        ('[hosts.a]\naddress = "a"\nwatts = inf', "hosts.a: watts: expected float <= "),
+        ('[hosts.a]\naddress = "a"\n[rates.a.cpu.models.char]\ntokens_per_s = inf', "cpu.models.char: tokens_per_s"),
+        ('[hosts.a]\naddress = "a"\n[rates.a.cpu.matmul_flops]\nfp32 = inf', "rates.a.cpu: matmul_flops"),
+        ('[hosts.a]\naddress = "a"\n[links.a.a]\ngoodput_Bps = 1e-300\nrtt_s = 0', "links.a.a: goodput_Bps"),
+        ('[hosts.a]\naddress = "a"\n[links.a.a]\ngoodput_Bps = 1e8\nrtt_s = inf', "links.a.a: rtt_s"),
+        ('[hosts."bür"]\naddress = "a"', "host 'bür': a name has a-z"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_is_said_with_its_place(tmp_path, text, said):
+    file = write(tmp_path / "fleet.toml", text)
+    with pytest.raises(UsageError) as error:
+        load_fleet(file)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_is_none_of_our_business(tmp_path):
+    file = tmp_path / "fleet.toml"
+    file.write_bytes(b'\xef\xbb\xbf[hosts.a]\naddress = "a"\n')
+    assert list(load_fleet(file).hosts) == ["a"]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_does_not_fit_is_not_recommended():
+    """A model of 873 GB was recommended for a GPU, and one of 22 GB for a laptop, without a word."""
+    found = answer(asked(Words(gpus="4090", memory=None), "--batch=8", params="13b"))
+    assert found.recommended == ""
+    assert "No micro-batch fits" in told(found)
+    unknown = answer(asked(Words(rates="500"), "--model=gpt2-xl", "--batch=8"))
+    assert "Does it fit? How much memory node1 has is not known, and a rank needs" in told(unknown)
+
+
+def test_what_fits_is_found_and_fits():
+    words = Words(gpus="3060,3060", link="10GbE")
+    found = answer(asked(words, "--model=gpt2-medium", "--batch=32", "--micro-batch=16"))
+    assert found.recommended == ""
+    (advice,) = [one for one in advice_of(found) if one.flags]
+    texts = {name.removeprefix("--").replace("-", "_"): value or "true" for name, value in advice.flags.items()}
+    again = answer(changed(asked(words, "--model=gpt2-medium", "--batch=32", "--micro-batch=16"), texts, None))
+    chosen = again.option(again.chosen)
+    assert what_does_not_fit(chosen, again.cluster) == ""
+    assert chosen.tokens_per_s == pytest.approx(advice.tokens_per_s, rel=0.01)
+
+
+# --- bills ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bill_by_hand():
+    """1e9 tokens at 1,000 a second are 277.8 hours; 500 W make 138.9 kWh; at 0.40 that is 55.56."""
+    question = asked(Words(rates="1000", watts=500.0), "--model=gpt2", "--batch=8")
+    found = answer(question)
+    one = bill(found.option(found.recommended), found.cluster, parse_tokens("1B"), 0.40)
+    assert one.hours == pytest.approx(1e9 / 1000 / 3600)
+    assert one.kwh == pytest.approx(138.9, rel=1e-3)
+    assert one.money == pytest.approx(55.56, rel=1e-3)
+    assert one.spread == pytest.approx(0.15)  # a rate that was declared
+
+
+def test_rented_by_hand():
+    question = asked(Words(rates="1000"), "--model=gpt2", "--batch=8")
+    (offer,) = parse_offers("8xh100@20")
+    assert offer == Offer(num_gpus=8, gpu="h100", price_per_h=20.0)
+    there = answer(rented(question, offer))
+    assert there.cluster.names == ["node1"]
+    assert len(there.cluster.seats) == 8
+    option = there.option(there.recommended)
+    one = bill(option, there.cluster, 1e9, 0.40)
+    assert one.money == pytest.approx(20 * 1e9 / option.tokens_per_s / 3600)  # its owner pays for its electricity
+    assert one.spread > 0.3  # nobody measured it
+
+
+# --- a model by its size ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "num_params"), [("350M", 3.5e8), ("7B", 7e9), ("72b", 7.2e10), ("1.5T", 1.5e12)])
+def test_a_model_by_its_size(text, num_params):
+    shape = shape_of_size(text, PRESETS["gpt2"])
+    shape.check()
+    assert shape.num_params() == pytest.approx(num_params, rel=0.02)
+    assert 60 < shape.width / shape.num_layers < 200
+
+
+@pytest.mark.parametrize("text", ["", "7", "7X", "-7B", "0B", "1e9", "99999T"])
+def test_what_is_no_size_is_one_line(text):
+    with pytest.raises(UsageError, match="--params"):
+        shape_of_size(text, PRESETS["gpt2"])
+
+
+# --- many ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_are_alike_are_one_case():
+    """Each rank of many is priced as the same ranks one by one: a host's figures copied are another object."""
+    job = job_of(PRESETS["gpt2"], batch=96, model="gpt2")
+    same = cluster_of(*[100.0] * 6, wire=parse_link("1GbE").wire)
+    copied = {name: msgspec.structs.replace(host) for name, host in same.hosts.items()}
+    one_by_one = msgspec.structs.replace(same, hosts=copied)
+    for sync in ("ddp", "int8", "fsdp", "diloco:10"):
+        roster = msgspec.structs.replace(job.roster(same.seats), sync=parse_sync(sync))
+        assert price(job, same, roster) == price(job, one_by_one, roster)
+
+
+def test_hosts_are_looked_at_in_few_sets():
+    for num in (4, 16, 64, 1000):
+        machines = cluster_of(*[100.0] * num, wire=parse_link("1GbE").wire, names=[f"h{i}" for i in range(num)])
+        job = job_of(PRESETS["char"], batch=4096)
+        assert len(host_sets(job, machines)) <= 16
+
+
+# --- what a hostile reader found --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["fsdp", "hsdp", "zero1", "int8", "powersgd:4", "diloco:10"])
+def test_nothing_slower_than_one_host_is_recommended(sync):
+    """Where train cannot run what was asked for, or nobody may: one host of eight GPUs by ddp."""
+    words = Words(nodes=2, per_node=8, gpus="4090", link="1GbE")
+    found = answer(asked(words, "--model=gpt2", "--batch=64", f"--sync={sync}"))
+    best = found.option(found.recommended)
+    assert best.speedup_vs_best_host is not None
+    assert best.speedup_vs_best_host >= 1
+    for advice in advice_of(found):
+        if "--link" in advice.flags:
+            texts = {"sync": advice.flags["--sync"]} if "--sync" in advice.flags else {}
+            again = answer(changed(asked(words, "--model=gpt2", "--batch=64", f"--sync={sync}"), texts,
+                                   advice.flags["--link"]))  # fmt: skip
+            assert len(again.option(again.recommended).roster.hosts) == 2
+
+
+def test_the_order_of_hosts_says_nothing_of_hsdp():
+    speeds = []
+    for gpus in ("h100,4090", "4090,h100"):
+        words = Words(per_node=8, gpus=gpus, link="400GbE")
+        found = answer(asked(words, "--batch=64", "--loss-budget=0", params="1b"))
+        speeds.append(found.option("hsdp").tokens_per_s)
+    assert speeds[0] == pytest.approx(speeds[1])
+
+
+def test_a_link_pays_from_less_than_there_is_where_it_pays():
+    """What hosts have pays; the slowest link with a name does not, for its latency."""
+    found = answer(asked(Words(rates="8000", nodes=2, link="100Mbit"), "--model=tiny", "--batch=16"))
+    (line,) = [line for line in lines(found) if "ddp pays from" in line]
+    assert float(line.split("from ")[1].split("Mbit")[0]) < 100
+
+
+def test_a_fleet_of_a_thousand_hosts_with_one_link_of_its_own(tmp_path):
+    hosts = "".join(f'[hosts.n{i}]\naddress = "n{i}"\ngpu = "4090"\n' for i in range(1200))
+    file = write(tmp_path / "fleet.toml", f'link = "10GbE"\n{hosts}[links.n0]\nn1 = "1GbE"\n')
+    question = of_fleet(load_fleet(file), parse_args(["--model=tiny", "--batch=1200"]), None, None, "fleet.toml")
+    assert len({id(host) for host in question.cluster.hosts.values()}) == 1
+    assert answer(question).recommended
+
+
+def test_equal_figures_that_were_written_twice_are_equal_hosts(tmp_path):
+    rates = "".join(f"[rates.n{i}.cpu.models.char]\ntokens_per_s = 500\n" for i in range(3))
+    hosts = "".join(f'[hosts.n{i}]\naddress = "n{i}"\n' for i in range(3))
+    file = write(tmp_path / "fleet.toml", f'link = "1GbE"\n{hosts}{rates}')
+    question = of_fleet(load_fleet(file), parse_args(["--model=char", "--batch=24"]), None, None, "fleet.toml")
+    assert len({id(host) for host in question.cluster.hosts.values()}) == 1
+
+
+def test_a_host_without_a_price_is_not_free():
+    one, two = (
+        HostRates(tokens_per_s={"bf16": 1e5}, watts=500.0),
+        HostRates(tokens_per_s={"bf16": 1e5}, price_per_h=2.0),
+    )
+    job = job_of(PRESETS["gpt2"], batch=64, model="gpt2")
+    machines = cluster_of(1e5, 1e5, wire=parse_link("400GbE").wire, devices=("cuda:0",))
+    both = msgspec.structs.replace(machines, hosts={"a": one, "b": two})
+    option = price(job, both, job.roster(both.seats))
+    found = bill(option, both, 1e9, 0.30)
+    assert found.money == pytest.approx((2.0 + 0.5 * 0.30) * found.hours)
+    assert bill(option, both, 1e9, None).money is None
+    assert found.kwh is None  # of b nobody knows
+
+
+def test_too_many_ranks_are_counted_before_they_are_made():
+    with pytest.raises(UsageError, match="4194304 ranks, more than 65536"):
+        asked(Words(nodes=4096, per_node=1024, gpus="4090", link="400GbE"))
+    with pytest.raises(UsageError, match="512 ranks, more than the 16 sequences"):
+        asked(Words(nodes=64, per_node=8, gpus="4090", link="400GbE"))
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+
+
+def test_some_cases_of_the_sweep():
+    """`bench/planner.py` looks at thousands of them."""
+    path = Path(__file__).parents[2] / "bench" / "planner.py"
+    spec = util.spec_from_file_location("evener_planner_sweep", path)
+    assert spec is not None
+    assert spec.loader is not None
+    sweep = util.module_from_spec(spec)
+    sys.modules[spec.name] = sweep
+    spec.loader.exec_module(sweep)
+    violations: list[str] = []
+    looked, violated = sweep.sweep(70_000, 30, violations.append)
+    assert not violated, violations
+    assert len(looked) >= 12
