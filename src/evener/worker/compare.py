@@ -108,7 +108,7 @@ def main() -> int:
     try:
         print(json.dumps(compare_replicas(*paths) if len(paths) == 1 else compare_runs(*paths)))
     except EvenerError as error:
-        print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}))
+        print(error.as_line(), flush=True)
         return error.exit_status
     return 0
 

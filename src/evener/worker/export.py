@@ -79,7 +79,7 @@ def main() -> int:
     try:
         export(from_json(sys.argv[1], Request))
     except EvenerError as error:
-        print(json.dumps({"error": str(error), "hint": error.hint, "kind": type(error).__name__}), flush=True)
+        print(error.as_line(), flush=True)
         return error.exit_status
     return 0
 

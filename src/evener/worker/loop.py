@@ -6,15 +6,20 @@ join → model, optimizer, data → for every step: this rank's share of the bat
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from torch.optim import AdamW
 
 from evener.core.errors import UsageError
 from evener.core.progress import Progress
 from evener.core.resolve import Resolved, weights_file
 from evener.core.shape import GPTShape
+from evener.core.spec import TrainSpec
 from evener.worker.checkpoint import put_weights, read_tensors, weights_of
 from evener.worker.contention import contention
 from evener.worker.data import TokenBlocks
@@ -22,6 +27,7 @@ from evener.worker.gpt2 import is_gpt2_file, load_gpt2
 from evener.worker.model import GPT
 from evener.worker.optim import adamw, set_hyperparameters
 from evener.worker.run import Run, join
+from evener.worker.step import Step
 
 TELL_EVERY_S = 5.0
 
@@ -41,13 +47,7 @@ def train(resolved: Resolved) -> None:
             run.contention = contention(run, model, train_set)
 
         for step in run.steps(train_set):
-            set_hyperparameters(optimizer, step.index, spec.train)
-            for tokens, targets in step.micro_batches():
-                with run.autocast():
-                    loss_sum = model(tokens, targets)
-                step.backward(loss_sum)
-            step.update(optimizer)
-
+            learn(step, model, optimizer, spec.train, run.autocast)
             if step.evaluates:
                 step.val_loss = evaluate(run, model, val_set, step.index + 1)
                 run.tell(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
@@ -56,6 +56,18 @@ def train(resolved: Resolved) -> None:
                 if time.monotonic() - told > TELL_EVERY_S:
                     told = time.monotonic()
                     run.tell(progress.line())
+
+
+def learn(
+    step: Step, model: GPT, optimizer: AdamW, train: TrainSpec, autocast: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """One optimizer step: this rank's share of the batch, forward, backward, update."""
+    set_hyperparameters(optimizer, step.index, train)
+    for tokens, targets in step.micro_batches():
+        with autocast():
+            loss_sum = model(tokens, targets)
+        step.backward(loss_sum)
+    step.update(optimizer)
 
 
 def build(resolved: Resolved) -> GPT:

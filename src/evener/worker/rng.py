@@ -17,6 +17,12 @@ from torch import Tensor
 States = dict[str, Tensor]
 
 
+def begin(seed: int, step: int, rank: int) -> None:
+    """As a rank's torch generators begin that goes on with nothing from a checkpoint."""
+    draw = np.random.SeedSequence((seed, step, rank)).generate_state(2, np.uint32)
+    torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
+
+
 def states(device: torch.device) -> States:
     """Of this rank, now."""
     version, words, gauss = random.getstate()

@@ -31,7 +31,7 @@ from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.worker.agree import agree, planned_cluster, seated
-from evener.worker.arithmetic import TORCH_DTYPES, compile_module, compiles
+from evener.worker.arithmetic import autocast, compile_module, compiles
 from evener.worker.clock import CudaClock, HostClock
 from evener.worker.datasets import as_dataset
 from evener.worker.group import Group
@@ -128,9 +128,7 @@ class Run:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which forward runs in the run's arithmetic: `--dtype`; fp32 if a program says nothing."""
-        if self.member.dtype == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, TORCH_DTYPES[self.member.dtype])
+        return autocast(self.device, self.member.dtype)
 
     def steps(self, dataset: Any) -> Iterator[Step]:
         """The optimizer steps that are left to take.

@@ -1,0 +1,94 @@
+"""What follows from a run's losses and gradient norms beside those of its replay: by table."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.report.replayed import BF16, FP32, Point, judge, judge_ranks, tolerance_of
+
+LOSSES, NORMS = [4.0, 3.5, 3.1, 2.8, 2.6, 2.5], [1.0, 0.9, 0.8, 0.85, 0.7, 0.6]
+
+
+def points(losses=LOSSES, norms=NORMS, first=10):
+    return [
+        Point(step=first + i, loss=loss, norm=norm) for i, (loss, norm) in enumerate(zip(losses, norms, strict=True))
+    ]
+
+
+def off(values, factors):
+    """The values, with those from some place on changed by these factors."""
+    return [value * (1 + factor) for value, factor in zip(values, factors, strict=True)]
+
+
+REPLAYED = points()
+AT_ONCE = [0.0, 0.0, 0.0, 1e-2, 2e-2, 2e-2]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "more", "kind", "step"),
+    [
+        (LOSSES, NORMS, {}, "agree", None),
+        (off(LOSSES, [5e-6] * 6), off(NORMS, [5e-5] * 6), {}, "agree", None),
+        (LOSSES, NORMS, {"corpus_changed": True}, "agree", None),
+        (off(LOSSES, [1e-2] * 6), off(NORMS, [3e-2] * 6), {}, "data", 10),
+        (off(LOSSES, [1e-2] * 6), off(NORMS, [3e-2] * 6), {"corpus_changed": True}, "data", 10),
+        (off(LOSSES, [1e-2] * 6), off(NORMS, [3e-2] * 6), {"unlike": "norm.weight"}, "weights", 10),
+        (off(LOSSES, AT_ONCE), off(NORMS, AT_ONCE), {"corpus_changed": True}, "data", 13),
+        (off(LOSSES, [0, *[1e-2] * 5]), off(NORMS, [1.0] * 6), {}, "reduction", 10),
+        (LOSSES, off(NORMS, [1.0] * 6), {}, "reduction", 10),  # Adam does not mind a factor
+        (off(LOSSES, [0, *[1e-2] * 5]), off(NORMS, [0, *[1e-2] * 5]), {}, "reduction", 11),
+        (off(LOSSES, AT_ONCE), off(NORMS, AT_ONCE), {}, "jump", 13),
+        (off(LOSSES, [0, 0, 0, 0, 1e-2, 1e-2]), off(NORMS, AT_ONCE), {}, "jump", 13),
+        (off(LOSSES, [1e-7, 4e-7, 1e-6, 3e-6, 9e-6, 2e-5]), NORMS, {}, "drift", 15),
+        (off(LOSSES, [0, 0, 1e-3, 0, 0, 0]), NORMS, {}, "record", 12),
+        (off(LOSSES, [1e-3, 0, 0, 0, 0, 0]), NORMS, {}, "record", 10),
+        (LOSSES, off(NORMS, [0, 0, 0, 1e-2, 0, 0]), {}, "record", 13),
+        ([*LOSSES[:4], None, 2.5], NORMS, {}, "nonfinite", 14),
+        ([*LOSSES[:4], float("inf"), 2.5], NORMS, {}, "nonfinite", 14),
+        (LOSSES, [*NORMS[:4], None, 0.6], {}, "nonfinite", 14),
+        (LOSSES, [None] * 6, {"clips": False}, "agree", None),
+        ([*off(LOSSES[:4], [1e-2] * 4), None, 2.5], NORMS, {}, "data", 10),  # what came first
+    ],
+)
+def test_what_differs_first_says_where_to_look(losses, norms, more, kind, step):
+    found = judge(points(losses, norms), REPLAYED, FP32, **more)
+    assert (found.kind, found.step) == (kind, step), found.sentence
+    assert found.agrees == (kind == "agree")
+    assert step is None or found.sentence.startswith(f"step {step + 1}: ")
+    assert "\n" not in found.sentence
+
+
+def test_a_replay_that_is_not_finite():
+    replay = [*REPLAYED[:2], Point(step=12, loss=None, norm=1.0)]  # it ends there
+    assert "replayed loss is not finite" in judge(points(), replay, FP32).sentence
+    both = judge([*points()[:2], Point(step=12, loss=None, norm=1.0)], replay, FP32)
+    assert (both.kind, both.step) == ("nonfinite", 12)
+    assert "here either" in both.sentence
+
+
+def test_one_ranks_records_alone():
+    recorded = {0: points(), 1: points(off(LOSSES, [0, 0, 1e-3, 0, 0, 0]))}
+    found = judge_ranks(recorded, REPLAYED, FP32)
+    assert (found.kind, found.step, found.rank) == ("record", 12, 1)
+    assert "those of rank 1 alone" in found.sentence
+    assert judge_ranks({0: points(), 1: points()}, REPLAYED, FP32).agrees
+
+
+def test_the_tolerance_follows_from_the_arithmetic():
+    assert tolerance_of({"fp32"}, ["ddp"]) == tolerance_of({"fp32"}, ["none", "packed"]) == FP32
+    assert tolerance_of({"fp32", "bf16"}, ["ddp"]) == BF16
+    lossy = tolerance_of({"fp32"}, ["ddp", "powersgd:4+sparse"])
+    assert lossy.first == (FP32.first[0], None)  # weights were in common before it
+    assert lossy.later[0] > FP32.later[0]
+    assert "powersgd:4" in lossy.why
+    assert tolerance_of({"fp32"}, ["int8"]).first[1] > FP32.first[1]
+    assert judge(points(norms=off(NORMS, [0.3] * 6)), REPLAYED, lossy).agrees
+    assert judge(points(off(LOSSES, [1e-3] * 6)), REPLAYED, lossy).kind == "record"  # only its first loss is exact
+    assert judge(points(off(LOSSES, [1e-1] * 6)), REPLAYED, lossy).kind == "data"
+
+
+def test_a_steep_place_is_told():
+    norms = [*NORMS[:3], 80.0, *NORMS[4:]]
+    found = judge(points(off(LOSSES, AT_ONCE), norms), points(norms=norms), FP32)
+    assert found.kind == "jump"
+    assert "times the usual" in found.sentence
