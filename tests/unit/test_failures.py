@@ -45,9 +45,10 @@ def log(rundir: RunDir, name: str, text: str, *, second: int = 97) -> None:
     write_atomic(path, (path.read_bytes() if path.exists() else b"") + lines.encode())
 
 
-def say(rundir: RunDir, rank: int, kind: str, error: str, time: float) -> None:
+def say(rundir: RunDir, rank: int, kind: str, error: str, time: float, *, of: int | None = None) -> None:
     rundir.path.mkdir(exist_ok=True)
-    RunWriter(rundir.path).add_event("failure", rank=rank, kind=kind, error=error, hint="", **{"time": time})
+    of = rank if of is None else of
+    RunWriter(rundir.path).add_event("failure", rank=rank, of=of, kind=kind, error=error, hint="", **{"time": time})
 
 
 @pytest.fixture
@@ -158,10 +159,10 @@ def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
     assert named(rundir, a=state(), b=full, c=state()) == expected
 
 
-def test_whose_disk_is_full_its_own_host_says(rundir: RunDir) -> None:
+def test_whose_disk_is_full_others_say(rundir: RunDir) -> None:
     """All ranks raise what one of them could not write, and that one cannot write it down."""
-    say(rundir, 1, "CheckpointError", "/a/checkpoints/step-5: No space left on device (os error 28)", 99.0)
-    failure = first_failure(rundir, PLAN, {"a": state(status=1, full_at=99.0), "b": state(status=1), "c": state()})
+    say(rundir, 1, "RunError", "rank 0: /a/checkpoints/step-5: No space left on device (os error 28)", 99.0, of=0)
+    failure = first_failure(rundir, PLAN, {"a": state(status=1), "b": state(status=1), "c": state()})
     assert failure is not None
     assert failure.how.startswith("disk.space: the disk of a is full: /a/checkpoints/step-5: No space left")
     assert failure.hint.startswith("on a: du -xh /a ")

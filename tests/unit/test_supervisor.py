@@ -533,7 +533,8 @@ def test_a_state_that_goes_while_one_looks(tmp_path: Path, monkeypatch: pytest.M
 def test_signals_have_names(session: Session, tmp_path: Path) -> None:
     """Their numbers differ between systems."""
     failures = [{"rank": 4, "exitcode": -signal.SIGUSR1}, {"rank": 5, "exitcode": 1}, {"rank": 6, "exitcode": -63}]
-    code = "import os, sys; open(os.environ['EVENER_FAILURES'], 'w').write(sys.argv[1]); os.kill(os.getpid(), 9)"
+    told = "os.write(int(os.environ['EVENER_FAILURES']), sys.argv[1].encode())"
+    code = f"import os, sys; {told}; os.kill(os.getpid(), 9)"
     state = Started(session, tmp_path / "run", python(code, json.dumps(failures))).wait()
     assert (state["status"], state["signal"]) == (-signal.SIGKILL, "SIGKILL")
     assert [one["signal"] for one in state["failures"]] == ["SIGUSR1", None, "signal 63"]

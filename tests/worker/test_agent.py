@@ -49,8 +49,9 @@ class Agents:
                 "--monitor-interval=0.1", "--shutdown-timeout=2", str(path)]  # fmt: skip
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[node] = subprocess.Popen(
-                argv, env=ENV | {"EVENER_HOST": name} | env, stdout=log, stderr=log, start_new_session=True
-            )
+                argv, env=ENV | {"EVENER_HOST": name} | env, stdout=log, stderr=log, start_new_session=True,
+                pass_fds=[int(env["EVENER_FAILURES"])] if "EVENER_FAILURES" in env else [],
+            )  # fmt: skip
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -136,12 +137,15 @@ def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
     """b fails, a has the store, c must hear the reason and not only that the store is gone."""
     agents.start(0, LASTING, nodes=3)
     agents.start(2, LASTING, nodes=3)
-    agents.start(1, "print('began'); raise SystemExit(3)", nodes=3, EVENER_FAILURES=str(agents.folder / "b.json"))
+    failures, told = os.pipe()
+    agents.start(1, "print('began'); raise SystemExit(3)", nodes=3, EVENER_FAILURES=str(told))
+    os.close(told)
     assert agents.wait(1) == 1
     for node, name in ((0, "a"), (2, "c")):
         assert agents.wait(node) == 143
         assert "b failed: rank 1 ended with exit code 3" in agents.said(name)
-    assert '"exitcode": 3' in (agents.folder / "b.json").read_text()
+    with os.fdopen(failures) as file:
+        assert '"exitcode": 3' in file.read()
 
 
 def test_a_signal_that_comes_while_a_line_is_logged_is_obeyed(agents: Agents) -> None:

@@ -139,7 +139,7 @@ def test_a_state_that_cannot_be_saved_leaves_no_half_checkpoint(tmp_path):
 
 FILLS = """
 import sys, torch
-from evener.core.errors import CheckpointError
+from evener.core.errors import RunError
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.worker.checkpoint import save
 
@@ -152,7 +152,7 @@ write(1, 300_000)
 for step, weights, state in ((2, 2_000_000, 0), (3, 300_000, 2_000_000)):  # full at the weights, at the states
     try:
         write(step, weights, mine={"t": torch.zeros(state // 4)})
-    except CheckpointError as error:
+    except RunError as error:
         print(error, error.hint, sep="|")
 print(run.checkpoint_steps(), read_checkpoint(run.checkpoint_path(1)).step)
 print([path.name for path in run.checkpoints_path.iterdir()])

@@ -13,6 +13,7 @@ The command line catches EvenerError alone; any other traceback is a bug in even
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 
 
@@ -25,6 +26,10 @@ class EvenerError(Exception):
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
         self.hint = hint
         self.output = output  # what the program that failed printed last
+
+    def as_line(self) -> str:
+        """As a worker program reports it to the verb that called it, which raises it again: see launch.tool."""
+        return json.dumps({"error": str(self), "hint": self.hint, "kind": type(self).__name__})
 
 
 class UsageError(EvenerError):
@@ -50,9 +55,13 @@ class HostError(EvenerError):
 
 
 class RunError(EvenerError):
-    """A run started and failed."""
+    """A run started and failed; `of_rank` is the one that did, where another raises this."""
 
     exit_status = 1
+
+    def __init__(self, message: str, *, hint: str = "", output: str = "", of_rank: int | None = None) -> None:
+        super().__init__(message, hint=hint, output=output)
+        self.of_rank = of_rank
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
 CUT_OFF = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
 ENDED_S = 10.0  # after which a failure is nothing that a stop brought about; the clocks of hosts are not one
-NO_ROOM = "No space left on device"
+NO_ROOM = re.compile("No space left on device|Disk quota exceeded")
 FULL_S = 5.0  # between a rank's end and the next look at the disk's room
 OOM_S = 10.0  # between a look at the kernel's counter and a rank's end
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
@@ -173,7 +173,9 @@ def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | 
         if not isinstance(kind, type) or not issubclass(kind, EvenerError):
             continue
         if event["time"] >= _began(states[host]) and not CONSEQUENCE.search(event["error"]):
-            return _told(rundir, plan, states, rank, event["time"], kind, event["error"], event["hint"])
+            of = event["of"]
+            error = event["error"].removeprefix(f"rank {of}: ")  # whose disk is full can write nothing down: others do
+            return _told(rundir, plan, states, of, event["time"], kind, error, event["hint"])
     if plan.kind == "train":
         for state in states.values():
             for one in state.get("failures", []):
@@ -197,9 +199,8 @@ def _told(rundir: RunDir, plan: Plan, states: Mapping[str, State], rank: int, at
     """What a rank itself says of its failure. What was asked for in vain is told as if this program had found it."""
     host = plan.host_of(rank).name
     log, is_refusal = rundir.log_path(host, rank), kind.exit_status == UsageError.exit_status
-    full = [name for name, state in states.items() if state.get("full_at") is not None]
-    if full and NO_ROOM in error:  # the ranks agree on it: whoever could write it down need not be the one
-        how, hint = f"disk.space: the disk of {full[0]} is full: {error}", f"{_make_room(plan.host(full[0]))}; {hint}"
+    if NO_ROOM.search(error):
+        how, hint = f"disk.space: the disk of {host} is full: {error}", f"{_make_room(plan.host(host))}; {hint}"
     elif is_refusal and plan.is_here:
         how = error
     else:

@@ -4,7 +4,7 @@
 
 - The rendezvous is static (node rank = rank in --rdzv-conf), and its store listens on ADDRESS alone, where torch's own
   listens on every interface.
-- Exit codes of ranks are written to $EVENER_FAILURES as JSON, not only into a log.
+- Exit codes of ranks are written to the descriptor $EVENER_FAILURES as JSON, not only into a log.
 - When a host has failed, whatever the way, the agents of the others hear it through the store and end their ranks:
   nobody waits half an hour for a rank that is gone, and no controller is needed for it.
 - The first host, which has the store, stays until nobody needs it, however much longer the others' ranks take.
@@ -31,7 +31,6 @@ import threading
 import time
 import traceback
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -286,8 +285,7 @@ def _take_part(rendezvous: Rendezvous, args: Namespace) -> tuple[int, str | None
             for rank, one in sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         ]
         if "EVENER_FAILURES" in os.environ:
-            with contextlib.suppress(OSError):  # a full disk: the exit status tells that it failed
-                Path(os.environ["EVENER_FAILURES"]).write_text(json.dumps(failures))
+            os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(failures).encode())  # no file: a disk may be full
         return 1, f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
     return 0, None
 

@@ -50,7 +50,7 @@ def save(
 
     `weights` as `weights_of` gives them, on any device; `replica_hashes[rank]` are of the same tensors in the same
     order; `states` are state_dicts by name. RunError where a weight is not finite: such a checkpoint would be the one
-    to go on from, and nothing can. CheckpointError where the disk refuses; UsageError where a state holds an object.
+    to go on from, and nothing can; and where the disk refuses. UsageError where a state holds an object.
     """
     _check_finite(weights, step)
     trees: dict[str, object] = {}
@@ -79,7 +79,7 @@ def save(
     try:
         write_folder_atomic(folder, write)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
+        raise RunError(
             f"{folder}: {getattr(error, 'strerror', None) or error}",
             hint="the last complete checkpoint is untouched; --resume goes on",
         ) from None

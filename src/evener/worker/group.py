@@ -97,7 +97,7 @@ class Group:
             raise refusal
         for rank, told in enumerate(from_json(text, list[str]) for text in everyone):
             if told:
-                raise RunError(f"rank {rank}: {told[0]}", hint=told[1])
+                raise RunError(f"rank {rank}: {told[0]}", hint=told[1], of_rank=rank)
         return cast("T", mine)
 
     def sum(self, *values: float) -> list[float]:

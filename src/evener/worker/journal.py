@@ -163,9 +163,10 @@ class Journal:
         """This rank fails: the event names it, as the cause or as one that only followed."""
         event = "run.peer-exit" if is_consequence(error) else "failure"
         hint = error.hint if isinstance(error, EvenerError) else ""
+        of = getattr(error, "of_rank", None)
         with contextlib.suppress(OSError):  # it may not have a directory, or a disk
-            self._dir.add_event(event, rank=self._group.rank, error=str(error) or type(error).__name__,
-                                kind=type(error).__name__, hint=hint)  # fmt: skip
+            self._dir.add_event(event, rank=self._group.rank, of=self._group.rank if of is None else of, hint=hint,
+                                error=str(error) or type(error).__name__, kind=type(error).__name__)  # fmt: skip
             if self._group.rank == 0 and self._manifest is not None:
                 self._dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))
 

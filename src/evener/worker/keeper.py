@@ -8,17 +8,14 @@ from the weights agreed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from evener.core.decoding import from_json
-from evener.core.errors import EvenerError, RunError
+from evener.core.errors import RunError
 from evener.core.machine import this_machine
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
@@ -61,8 +58,7 @@ class Keeper:
             if resume.world_size == self._group.world_size:
                 rng.restore(rng.of_rank(folder / "rng.safetensors", self._group.rank), self._group.device)
                 return
-        draw = np.random.SeedSequence((self._spec.train.seed, step, self._group.rank)).generate_state(2, np.uint32)
-        torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
+        rng.begin(self._spec.train.seed, step, self._group.rank)
 
     def restore_own(self, resume: Checkpoint | None) -> None:
         """Once the Sync is in place: what this rank alone remembered, and what ranks did that are no more.
@@ -115,7 +111,7 @@ class Keeper:
                     replica_hashes=replica_hashes,
                 )
 
-        self._together(write)
+        self._group.all_or_none(write)  # nor does any begin the next step's clock while another writes
         self._saved_step = step
         if self._group.rank == 0:
             if val_loss is not None and (self._best is None or val_loss < self._best[0]):
@@ -131,7 +127,7 @@ class Keeper:
         """
         if self._sync.is_agreed() or step == self._saved_step:
             return False
-        self._together(lambda: self._save_own(step))
+        self._group.all_or_none(lambda: self._save_own(step))
         self._sync.conclude()
         return True
 
@@ -199,14 +195,3 @@ class Keeper:
         if any(own.values()):
             save_own(self._dir, self._group.rank, step, own)
         self._own_step = step
-
-    def _together(self, write: Callable[[], None]) -> None:
-        """What fails on one rank fails on all; nor does any begin the next step's clock while another writes."""
-        failed = b""
-        try:
-            write()
-        except EvenerError as error:
-            failed = msgspec.json.encode([str(error), error.hint])
-        for text in filter(None, self._group.gather(failed)):
-            message, hint = from_json(text, tuple[str, str])
-            raise RunError(message, hint=hint)

@@ -17,7 +17,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from evener.core.decoding import from_json
-from evener.core.errors import CheckpointError
+from evener.core.errors import CheckpointError, RunError
 from evener.core.files import sync
 from evener.core.rundir import RunDir
 from evener.worker.checkpoint import write_tensors
@@ -27,7 +27,7 @@ KEPT = 2  # newest: one more than is needed, for a rank may die while rank 0 wri
 
 
 def save_own(rundir: RunDir, rank: int, step: int, state: dict[str, Any]) -> None:
-    """Keep this rank's state of a step; CheckpointError where the disk refuses."""
+    """Keep this rank's state of a step; RunError where the disk refuses."""
     folder = _folder(rundir, rank)
     tree, tensors = pack(state, "own")
     path = _path(folder, step)
@@ -42,9 +42,7 @@ def save_own(rundir: RunDir, rank: int, step: int, state: dict[str, Any]) -> Non
     except (OSError, SafetensorError) as error:  # a full disk is either
         unfinished.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise CheckpointError(
-            f"{folder}: {why}", hint="the last complete checkpoint is untouched; --resume goes on"
-        ) from None
+        raise RunError(f"{folder}: {why}", hint="the last complete checkpoint is untouched; --resume goes on") from None
 
 
 def load_own(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | None:

@@ -222,11 +222,13 @@ class Supervisor:
         log = Log(os.path.join(self.run, "logs", self.log_name))
         env = dict(os.environ, **self.spec["env"])
         env[MARK] = self.spec["id"]
-        env["EVENER_FAILURES"] = os.path.join(self.folder, "failures.json")
+        self.failures, tell_failures = os.pipe()  # no file: a disk may be full
+        os.set_blocking(self.failures, False)
+        env["EVENER_FAILURES"] = str(tell_failures)
         try:
             child = subprocess.Popen(
                 self.spec["argv"], cwd=self.spec["cwd"], env=env, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[tell_failures],
             )  # fmt: skip
         except OSError as error:
             log.add("E", f"{error.filename or self.spec['argv'][0]}: {error.strerror}\n".encode())
@@ -345,8 +347,8 @@ class Supervisor:
         failures = []
         if self.is_rank and status:
             failures = [{"rank": self.spec["first_rank"], "exitcode": status, "time": ended}]
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.folder, "failures.json")) as file:
-            failures = json.load(file)
+        with contextlib.suppress(ValueError):
+            failures = json.loads(_read(self.failures) or b"")
         self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in failures]
         self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left)
         self._look_around(last=True)
