@@ -23,7 +23,7 @@ from evener.lab.drills import DRILLS, NOT_HERE, UNTYPED, find
 from evener.lab.drills_runs import DRILLS as OF_RUNS
 from evener.lab.drills_runs import follow
 from evener.lab.spec import HostSpec
-from tests.conftest import slowdown
+from tests.conftest import SlowedDown, slowdown
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
 
 NAMED_WITHIN_S = 10.0  # of the start of doctor
@@ -88,7 +88,8 @@ def test_it_is_named_and_mended(name: str) -> None:
     is_run = drill in OF_RUNS
     with Play(drill) as play:
         play.break_it()
-        seen = play.look()
+        with SlowedDown() as other:
+            seen = play.look()
         named = drill.named_in(seen.findings)
         assert named, (seen.findings, seen.lines)
         for text, expected in zip((named.evidence, named.fix), WORDS.get(name, ("", "")), strict=True):
@@ -97,7 +98,7 @@ def test_it_is_named_and_mended(name: str) -> None:
         if is_run:  # and nobody else is blamed
             assert len(seen.findings) == 1
         limit_s = HANG_NAMED_WITHIN_S if drill.look is follow else RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S
-        assert seen.took_s < limit_s * slowdown()
+        assert seen.took_s < limit_s * other.factor
         if not is_run or name == MENDED_RUN:
             play.mend(seen)
             assert left(drill, play.look_again()) == []
@@ -169,12 +170,13 @@ def test_faults_at_once_are_all_named(names: tuple[str, ...]) -> None:
     drills = possible(*names)
     with Play(*drills) as play:
         play.break_it()
-        seen = doctor()(play.stage)
+        with SlowedDown() as other:
+            seen = doctor()(play.stage)
         for drill in drills:
             assert drill.named_in(seen.findings), (drill.name, seen.findings)
         checks = {drill.check for drill in drills}
         assert {one.check for one in seen.findings if one.severity != "info"} <= checks
-        assert seen.took_s < NAMED_WITHIN_S * slowdown()
+        assert seen.took_s < NAMED_WITHIN_S * other.factor
 
 
 @pytest.mark.parametrize("hosts", [{"a": HostSpec(), "b": HostSpec()}, dict.fromkeys("abc", HostSpec(rate="1Gbit"))],
