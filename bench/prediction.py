@@ -5,8 +5,9 @@
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
 with the kernel's counters of each host's interface, without headers, read at the same place of two steps, or of two
 rounds where replicas agree every so many steps. The hosts are probed again at the end: where a rate changed by more
-than 15 % meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. Needs Linux, root and
-an idle machine: a minute or two for each of them. Rows go into bench/prediction.jsonl, and what is there is not
+than 15 % meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. At 100 Mbit/s the
+plan would do without a host: shares are told there. Needs Linux, root and an idle machine, on which not even a linter
+runs: a quarter of an hour for each of the eight labs. Rows go into bench/prediction.jsonl, and what is there is not
 measured again.
 """
 
@@ -38,6 +39,7 @@ SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "di
 ACCUMULATIONS = (1, 4)
 BATCH = 24  # sequences: 12 or 8 a rank
 WARMUP = 3
+LEAVES_OUT = ("100Mbit",)  # links over which the plan would do without a host
 STEADY = 0.15  # rates of a host that differ by more were not measured on the same machine
 
 
@@ -88,6 +90,8 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
     flags = ["--sync", sync, "--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
     flags += ["--eval-every", "0", "--eval-tokens", "256", "--checkpoint-every", "0"]
     flags += ["--data", str(folder.parent / "corpus"), "--out", str(out)]
+    if rate in LEAVES_OUT:
+        flags += ["--shares", ":".join(["2"] * (num_hosts - 1) + ["2" if equal else "1"])]
     evener(folder, "train", "--fleet", str(fleet), "--detach", *flags)
     rundir = RunDir(out)
     counts = _count_bytes(lab, rundir, (WARMUP, WARMUP + (steps - 2 - WARMUP) // every * every))
