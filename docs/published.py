@@ -9,25 +9,30 @@ import csv
 import math
 import sys
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
-from evener.core.prediction import Job, Wire
+from evener.core.link import Wire
+from evener.core.prediction import Job, Option
 from evener.core.roster import SyncSpec
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.spec import ModelSpec, RunSpec, TrainSpec
 from evener.plan.cluster import uniform
 from evener.plan.collectives import INFINITE, Ring, backend_s, bus_factor, ring
-from evener.plan.cost import price
+from evener.plan.cost import again, price
 from evener.plan.penalty import loss_penalty
 from evener.plan.scale import scale
 from evener.plan.thumb import nanogpt, sentences
 
 FOLDER = Path(__file__).with_name("published")
 PAGE = Path(__file__).with_name("published.md")
+ALPHA_S = 1e-5  # of a message between two GPUs, wherever they are: assumption
+SLOWED = 0.95  # of what its GPUs would do among more of them: something other than the network was in the way
 
 
 class Row(NamedTuple):
@@ -47,9 +52,16 @@ class Row(NamedTuple):
         return None if self.ours is None else self.ours / self.published - 1
 
 
+@cache
 def rows() -> dict[str, list[Row]]:
     """All figures, by section."""
-    return {"Training": training(), "Collectives": collectives(), "Low communication": low_communication()}
+    return {
+        "Training": training(),
+        "Scaling": scaling(),
+        "Collectives": collectives(),
+        "Collectives by nodes": by_nodes(),
+        "Low communication": low_communication(),
+    }
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -117,12 +129,122 @@ def _fsdp(row: dict[str, str], alone: dict[str, str], source: str, stated: bool)
     nodes, busbw = int(row["nodes"]), float(row["link_busbw_GBps"]) * 1e9
     shape = like(float(row["params"]), num_layers=28, width=3584, block_size=2048)
     job = Job(spec=RunSpec(train=TrainSpec(batch=2 * 8 * nodes, micro_batch=2)), shape=shape)
-    wire = Wire(latency_s=1e-5, bandwidth_Bps=busbw)
+    wire = Wire(latency_s=ALPHA_S, bandwidth_Bps=busbw)
     cluster = uniform({f"n{i}": per_gpu for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(8)], wire)
     found = price(job, cluster, _with(job.roster(cluster.seats), sync=SyncSpec(kind="fsdp")))
     why = f"two gathers and a reduce-scatter of 15.2 GB: {found.ranks[0].sync_s:.3g} s beside " \
           f"{found.slowest.cost.compute_s:.2f} s of computing"  # fmt: skip
     return Row(row["id"], value, found.tokens_per_s, "tokens/s", source, why, stated)
+
+
+# --- scaling ----------------------------------------------------------------------------------------------------------
+
+
+def scaling() -> list[Row]:
+    """Every row of scaling.csv: the smallest run gives the rate of computing, evener predicts the larger ones.
+
+    node_GBps   out of a node, each direction: "line" as the network is rated, "busbw" as nccl-tests measured it there,
+                "median busbw" of measurements that spread widely: then its rows are not counted
+    micro_batch sequences in a forward and backward of a GPU; passes of them make a step
+    recompute   1: activations are computed again, which the figure contains
+    fitted      what was fitted to these rows, so that they are not counted: a message's latency, or how much of
+                communication overlaps
+    given       the run whose GPUs compute as fast; empty: this is it; "-": there is none
+    """
+    table = with_sources(read("scaling"))
+    by_id = {row["id"]: row for row in table}
+    found = []
+    for row in table:
+        larger = [other for other in table if other["given"] == row["given"] and int(other["gpus"]) > int(row["gpus"])]
+        slowed = any(gpu_rate(row) < SLOWED * gpu_rate(other) for other in larger)
+        found.append(_scaled(row, by_id.get(row["given"]), slowed))
+    return found
+
+
+FITTED = {"60 us": "60 µs a message", "overlap": "how much overlaps"}
+
+
+def _scaled(row: dict[str, str], given: dict[str, str] | None, slowed: bool) -> Row:
+    name, value, unit, source = row["id"], float(row["value"]), row["unit"], row["source"]
+    if row["given"] == "-":
+        return Row(name, value, None, unit, source, row["note"])
+    if given is None:
+        return Row(name, value, value, unit, source, "given")
+    found = scaled_up(row, given)
+    cost, in_flight_s = found.slowest.cost, found.slowest.sync_s
+    showed = (figure_or_step_s(row, value) - cost.compute_s) / in_flight_s
+    why = f"{in_flight_s:.3g} s of collectives beside {cost.compute_s:.3g} s of computing: " \
+          f"{showed:.0%} of them show, by ours {cost.exposed_sync_s / in_flight_s:.0%}"  # fmt: skip
+    if slowed:
+        why = "an outlier: more GPUs did more, each of them; " + why
+    if row["fitted"]:
+        why = f"fitted to these: {FITTED[row['fitted']]}; {why}"
+    if row["link"] == "median busbw":
+        why = f"the link's rate had a wide spread; {why}"
+    is_stated = not slowed and not row["fitted"] and row["link"] != "median busbw"
+    return Row(name, value, figure_or_step_s(row, found.step_s), unit, source, why, is_stated=is_stated)
+
+
+def scaled_up(row: dict[str, str], given: dict[str, str]) -> Option:
+    """What evener says of a run whose GPUs compute as fast as those of the given one, over the network as stated.
+
+    How fast that is follows from the given step, of which evener says as well what its collectives took.
+    """
+    step_s = figure_or_step_s(given, float(given["value"]))
+    shape = _shape_of(row)
+    alone = sequences(given) * shape.block_size / int(given["gpus"]) / step_s * again(_job_of(given))
+    low, high = alone, 4 * alone
+    for _ in range(12):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _priced(given, middle).step_s > step_s else (low, middle)
+    return _priced(row, low)
+
+
+def _shape_of(row: dict[str, str]) -> GPTShape:
+    return like(float(row["params"]), num_layers=int(row["layers"]), width=int(row["width"]),
+                block_size=int(row["block_size"]))  # fmt: skip
+
+
+def _job_of(row: dict[str, str]) -> Job:
+    spec = RunSpec(model=ModelSpec(recompute=row["recompute"] == "1"),
+                   train=TrainSpec(batch=sequences(row), micro_batch=int(row["micro_batch"])))  # fmt: skip
+    return Job(spec=spec, shape=_shape_of(row))
+
+
+def _priced(row: dict[str, str], rate: float) -> Option:
+    """A run whose GPUs train so many tokens a second."""
+    job = _job_of(row)
+    nodes, per_node = int(row["gpus"]) // int(row["gpus_per_node"]), int(row["gpus_per_node"])
+    alpha_s = float(row["fitted"].split()[0]) * 1e-6 if row["fitted"].endswith("us") else ALPHA_S
+    wire = Wire(latency_s=alpha_s, bandwidth_Bps=float(row["node_GBps"]) * 1e9)
+    cluster = uniform({f"n{i}": rate for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(per_node)], wire)
+    return price(job, cluster, _with(job.roster(cluster.seats), sync=SyncSpec(kind=row["strategy"])))
+
+
+def sequences(row: dict[str, str]) -> int:
+    """Of all GPUs, a step."""
+    return int(row["gpus"]) * int(row["micro_batch"]) * int(row["passes"])
+
+
+def gpu_rate(row: dict[str, str]) -> float:
+    """Sequences a second of one GPU."""
+    return sequences(row) / int(row["gpus"]) / figure_or_step_s(row, float(row["value"]))
+
+
+def figure_or_step_s(row: dict[str, str], value: float) -> float:
+    """Seconds of a step from a figure in the row's unit, or the figure from the seconds: a rate is work over them."""
+    if row["unit"] == "s/step":
+        return value
+    work = sequences(row) * (1 if row["unit"] == "samples/s" else int(row["block_size"]) / int(row["gpus"]))
+    return work / value
+
+
+def with_sources(table: list[dict[str, str]]) -> list[dict[str, str]]:
+    """With "same" replaced by what it stands for."""
+    source = ""
+    for row in table:
+        source = row["source"] = source if row["source"] == "same" else row["source"]
+    return table
 
 
 def _two(wire: Wire) -> Ring:
@@ -227,6 +349,45 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
     return [system[i][width] / system[i][i] / scale[i] for i in range(width)]
 
 
+def by_nodes() -> list[Row]:
+    """Every row of nodes.csv: the time of a collective on two nodes gives the link, evener predicts more nodes."""
+    table = with_sources(read("nodes"))
+    pairs = {row["id"]: row for row in table if row["nodes"] == "2"}
+    return [_on_nodes(row, pairs[row["id"]]) for row in table]
+
+
+def _on_nodes(row: dict[str, str], pair: dict[str, str]) -> Row:
+    name, value = f"{row['id']}, {row['nodes']} nodes", float(row["value"])
+    if row is pair or row["nodes"] == "1":
+        return Row(name, value, value, row["unit"], row["source"], "given")
+    size = float(row["size_bytes"])
+    wire = Wire(latency_s=ALPHA_S, bandwidth_Bps=size / _ranks(pair) / (_hop_s(pair) - ALPHA_S))
+    devices = [f"cuda:{i}" for i in range(int(row["gpus_per_node"]))]
+    cluster = uniform({f"n{i}": 1.0 for i in range(int(row["nodes"]))}, wire, devices, wire)
+    took_s = backend_s(row["collective"], size, ring(cluster, [seat.host for seat in cluster.seats]), "nccl")
+    needed_s = _hop_s(row) - size / _ranks(row) / wire.bandwidth_Bps
+    why = f"{wire.bandwidth_Bps / 1e9:.3g} GB/s by two nodes and {ALPHA_S * 1e6:.0f} µs a message; " \
+          f"a ring that takes as long has {needed_s * 1e6:.0f} µs"  # fmt: skip
+    return Row(name, value, figure_or_s(row, took_s), row["unit"], row["source"], why)
+
+
+def _hop_s(row: dict[str, str]) -> float:
+    """Of one of the steps in which each rank of a ring passes a part on."""
+    steps = bus_factor(row["collective"], _ranks(row)) * _ranks(row)
+    return figure_or_s(row, float(row["value"])) / steps
+
+
+def figure_or_s(row: dict[str, str], value: float) -> float:
+    """Seconds of a collective from a figure in the row's unit, or the figure from the seconds."""
+    if row["unit"] == "s":
+        return value
+    return bus_factor(row["collective"], _ranks(row)) * float(row["size_bytes"]) / value / 1e9
+
+
+def _ranks(row: dict[str, str]) -> int:
+    return int(row["nodes"]) * int(row["gpus_per_node"])
+
+
 # --- low communication ------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +405,10 @@ def low_communication() -> list[Row]:
                              "the planner's own table"))  # fmt: skip
         elif row["metric"].startswith("hours"):
             found.append(_streaming(row, name))
+        elif row["metric"].startswith("compute utilization"):
+            middle = fmean(map(float, row["value"].split("-")))
+            why = f"no bandwidth is stated; {row['setting']}"
+            found.append(Row(name, middle, None, "% of the time", source, why))
     return found
 
 
@@ -296,6 +461,21 @@ def page() -> str:
             lines += ["them shows the form to be right, and predicts nothing."]
         if section == "Training":
             lines += ["", *sentences(nanogpt())]
+        if section == "Scaling":
+            lines += [
+                "",
+                "The smallest run of a kind gives the rate of computing, its source the bandwidth out of a node; a",
+                f"message takes {ALPHA_S * 1e6:.0f} µs, which is an assumption. What showed of the collectives is what",
+                "the published step has beyond computing, beside the collectives' time as evener has it. Above 100 %",
+                "no lack of overlap explains it: they took longer, or ranks waited for one another. Of an outlier the",
+                f"GPUs did less than {SLOWED:.0%} of what those of a larger run did: no network makes that.",
+            ]
+        if section == "Collectives by nodes":
+            lines += [
+                "",
+                "What two nodes need gives the bandwidth. A ring passes as many messages as it has ranks, one after",
+                "the other; a tree fewer.",
+            ]
         sources = list(dict.fromkeys(row.source for row in found))
         lines += ["", "Sources: " + "; ".join(sources) + "."]
     return "\n".join(lines) + "\n"

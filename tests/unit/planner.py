@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from evener.core.prediction import EXACT, Cluster, Job, Option, Wire
+from evener.core.link import Wire
+from evener.core.prediction import EXACT, Cluster, Job, Option
 from evener.core.roster import SyncSpec, parse_sync
 from evener.core.shape import PRESETS, GPTShape
 from evener.core.spec import parse_args

@@ -26,12 +26,15 @@ def environment(**more: str) -> dict[str, str]:
     return own | {"TERM": "xterm-256color"} | more
 
 
-def in_terminal(*args: object, columns: int = 80, cwd: Path | None = None, **env: str) -> str:
-    """All that a command writes to a terminal, escape codes too."""
+def in_terminal(
+    *args: object, columns: int = 80, cwd: Path | None = None, typed: str = "", status: int | None = None, **env: str
+) -> str:
+    """All that a command writes to a terminal, escape codes too, where somebody has typed this."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     with subprocess.Popen(argv(*args), stdin=its, stdout=its, stderr=its, cwd=cwd, env=environment(**env)) as process:
         os.close(its)
+        os.write(ours, typed.encode())
         written = b""
         while True:
             try:
@@ -41,8 +44,9 @@ def in_terminal(*args: object, columns: int = 80, cwd: Path | None = None, **env
             if not new:
                 break
             written += new
-        process.wait(60)
+        ended = process.wait(60)
     os.close(ours)
+    assert status in (None, ended), written
     return written.decode().replace("\r\n", "\n")
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 
 import pytest
 
-from evener.core.prediction import Cluster, HostRates, Wire
+from evener.core.link import Wire
+from evener.core.prediction import Cluster, HostRates
 from evener.plan import collectives
 from evener.plan.collectives import (
     GLOO_SEGMENT_BYTES,
@@ -20,6 +21,7 @@ from evener.plan.collectives import (
     backend_s,
     best_ring,
     bus_factor,
+    lap_of,
     lap_s,
     pipelined_s,
     ring,
@@ -254,7 +256,7 @@ def test_a_ring_of_equal_links_takes_two_laps_and_sums(num_ranks):
     size = num_elements * ELEMENT_BYTES
     assert took_s == pytest.approx(ring_s(size, num_ranks), rel=1e-9)
     if num_ranks > 1:
-        assert took_s == pytest.approx(2 * lap_s(even(num_ranks).wires, size / num_ranks), rel=1e-9)
+        assert took_s == pytest.approx(2 * lap_s(lap_of(even(num_ranks).wires), size / num_ranks), rel=1e-9)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -320,7 +322,7 @@ def test_unequal_links_are_bounded_by_the_slowest():
         part = len(total) * ELEMENT_BYTES / num_ranks
         steps = 2 * (num_ranks - 1)
         least_s = steps * part / min(w.bandwidth_Bps for w in around.wires)
-        formula_s = 2 * lap_s(around.wires, part)
+        formula_s = 2 * lap_s(around.to_next, part)
         assert least_s <= took_s <= formula_s * (1 + 1e-9)
         assert formula_s <= steps * max(w.latency_s + part / w.bandwidth_Bps for w in around.wires) * (1 + 1e-9)
         shares.append(took_s / formula_s)
@@ -423,8 +425,8 @@ def test_a_ring_crosses_a_host_connection_once_each_way():
     assert [w.bandwidth_Bps for w in around.wires] == [1e10, 1.0, 2.0, 1e10, 1e10, 3.0]
     assert [w.bandwidth_Bps for w in around.back] == [6.0, 1e10, 4.0, 5.0, 1e10, 1e10]
     assert (around.host_sizes, around.sum_Bps) == ([2, 1, 3], (math.inf,) * 6)
-    assert around.slowest(crossing=True).bandwidth_Bps == 1.0
-    assert around.slowest(crossing=False).bandwidth_Bps == 1e10
+    assert around.outer.bandwidth_Bps == 1.0
+    assert around.inner.bandwidth_Bps == 1e10
     turned = ring_of({"a": 2, "c": 3, "b": 1}, wire)
     assert turned.hosts == ("a", "a", "c", "c", "c", "b")
     assert [w.bandwidth_Bps for w in turned.wires] == [1e10, 6.0, 1e10, 1e10, 5.0, 4.0]

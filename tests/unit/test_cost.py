@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evener.core.prediction import EXACT, Cluster, Wire
+from evener.core.link import Wire
+from evener.core.prediction import EXACT, Cluster
 from evener.core.roster import SYNC_EXAMPLES, Member, Roster, parse_sync
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.step import PARTS

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from evener.core.errors import UsageError
+from evener.core.link import Wire
 from evener.core.machine import Machine
 from evener.core.plan import Plan, read_plan, read_prediction, write_plan
-from evener.core.prediction import Cluster, Job, Option, Wire
+from evener.core.prediction import Cluster, Job, Option
 from evener.core.rundir import Manifest, Rank, RunDir
 from evener.core.shape import preset_shape
 from evener.core.spec import RunSpec
@@ -66,7 +67,7 @@ def test_a_wrong_prediction_is_put_right():
     for one, other in zip(again.ranks, truth.ranks, strict=True):
         assert one.cost.compute_s == pytest.approx(other.cost.compute_s, rel=1e-6)
         assert one.cost.optimizer_s == pytest.approx(other.cost.optimizer_s)
-    assert found.wires["a"]["b"].bandwidth_Bps == pytest.approx(4e7, rel=0.02)
+    assert found.between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.02)
 
 
 def test_ranks_with_unequal_shares_of_one_host_have_one_rate():
@@ -86,7 +87,7 @@ def test_a_right_prediction_stays_as_it_is():
     for one, other in zip(found.hosts.values(), truth.hosts.values(), strict=True):
         assert one.tokens_per_s == pytest.approx(other.tokens_per_s)
         assert one.pass_s == pytest.approx(other.pass_s)
-    assert found.wires["a"]["b"].bandwidth_Bps == pytest.approx(4e7, rel=0.01)
+    assert found.between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.01)
 
 
 def test_without_a_prediction_the_records_alone_are_enough():

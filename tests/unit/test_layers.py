@@ -27,7 +27,7 @@ LAYERS = {  # layer: the layers that it may import
 PACKAGES = {  # layer: all packages of others that it may import; others name none
     "core": {"msgspec", "tomlkit"},
     "plan": {"msgspec"},
-    "hosts": {"msgspec"},
+    "hosts": {"msgspec", "yaml"},
 }
 TORCH = {"torch", "safetensors", "accelerate", "transformers"}  # what loads torch
 

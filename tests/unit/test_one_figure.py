@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.cli.plan import plan
+from evener.cli.plan import BILL, MACHINES, OF_SCALE, OF_WHAT, plan
 from evener.cli.report import report
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
@@ -73,9 +73,8 @@ def told(tmp_path, capsys, monkeypatch):
     terminal = " ".join(capsys.readouterr().err.split())
     report("run", as_json=True)
     found = json.loads(capsys.readouterr().out)
-    asked = dict.fromkeys(("spec_file", "fleet", "hosts", "nodes", "rate", "link", "per_node", "node_link", "scale",
-                           "jitter", "slow", "mtbf_days", "draw"))  # fmt: skip
-    plan(**asked, strong=False, source_run="run", as_json=True)
+    asked = dict.fromkeys((*OF_WHAT, *MACHINES, *BILL, *OF_SCALE))
+    plan(None, True, None, asked | {"source_run": "run", "strong": False})
     answer = json.loads(capsys.readouterr().out)
     page = Text(Path("run/report.html").read_text())
     return page, terminal, found, {option["name"]: option for option in answer["options"]}, answer

@@ -269,7 +269,8 @@ def test_the_picture(tmp_path, run):
         assert (width, height) == (1200, 750)
 
 
-def test_the_verb_writes_the_page_and_tells_its_path(run, capsys):
+def test_the_verb_writes_the_page_and_tells_its_path(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     rundir = run()
     assert report(str(rundir), as_json=False) == 0
     told = capsys.readouterr()

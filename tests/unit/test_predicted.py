@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from evener.core.files import write_atomic
+from evener.core.link import Wire
 from evener.core.plan import Plan, write_plan
-from evener.core.prediction import EXACT, Cluster, HostRates, Option, Prediction, RankCost, Wire
+from evener.core.prediction import EXACT, Cluster, HostRates, Option, Prediction, RankCost
 from evener.core.roster import Member, Roster, Seat, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter

@@ -16,8 +16,8 @@ from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, Wo
 from evener.core.device_rates import Passes, Sustained, fit_pass, model_rate
 from evener.core.errors import UsageError
 from evener.core.fleet import Host, Link, ModelRate, Rates, load_fleet
+from evener.core.link import Wire
 from evener.core.measured import update_fleet
-from evener.core.prediction import Wire
 from evener.core.shape import preset_shape
 from evener.hosts.wire import estimate_s, rounds
 from evener.launch.commands import Place

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from evener.core.prediction import Wire
+from evener.core.link import Wire
 from evener.core.shape import preset_shape
 from evener.plan import cost
 from evener.plan.cluster import scaled

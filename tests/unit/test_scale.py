@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.prediction import Cluster, HostRates, Wire
+from evener.core.link import Wire
+from evener.core.prediction import Cluster, HostRates
 from evener.plan.collectives import backend_s, ring
 from evener.plan.goodput import checkpoint_interval_s, useful_share
 from evener.plan.scale import Scenario, Slowest, all_reduce_s, exposed, scale

@@ -10,16 +10,17 @@ import pytest
 
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
-from evener.core.link import NAMED, parse_link
-from evener.core.prediction import EXACT, Cluster, Job, Wire
+from evener.core.link import NAMED, Wire, parse_link
+from evener.core.prediction import EXACT, Cluster, Job
 from evener.core.roster import Seat
 from evener.core.shape import PRESETS, preset_shape
-from evener.plan import penalty
-from evener.plan.cluster import NotMeasuredError, cluster_of, scaled, uniform
+from evener.plan import divide, penalty
+from evener.plan.advice import advice_of
+from evener.plan.cluster import NotMeasuredError, cluster_of, uniform, with_wire
 from evener.plan.cost import price
-from evener.plan.divide import first_roster_by_speed
-from evener.plan.options import fastest, larger, simplest
-from evener.plan.question import of_training
+from evener.plan.options import as_trained, fastest, larger, simplest
+from evener.plan.question import Question, answer, chosen_hosts, of_training
+from evener.plan.question import changed as question_changed
 from evener.plan.search import flags_of_recommended, predict, what_if, why_left_out
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, buckets, gradients
 from tests.unit import planner
@@ -40,6 +41,10 @@ def resized(found: Cluster, name: str, memory_bytes: int) -> Cluster:
     return msgspec.structs.replace(found, hosts=hosts)
 
 
+def told(found):
+    return [advice.text for advice in advice_of(found)]
+
+
 def test_equal_hosts_and_a_fast_link_train_together():
     found = predict(JOB, cluster(1000.0, 1000.0))
     assert found.recommended == "ddp"
@@ -57,8 +62,8 @@ def test_a_slow_link_is_not_worth_it():
 
 def test_a_slow_host_helps_with_the_share_that_it_can_take():
     equal = predict(changed(JOB, shares="equal"), cluster(60.0, 28.0))
-    assert "b is the straggler" in equal.advice[0]
-    assert any("With equal shares no network would make all hosts together pay" in line for line in equal.advice)
+    assert "b is the straggler" in told(equal)[0]
+    assert not any("would pay" in line for line in told(equal))  # with shares by speed it does, over any link
     assert flags_of_recommended(equal) == "--shares auto"
     found = predict(JOB, cluster(60.0, 28.0))
     for one in (found, equal):
@@ -68,10 +73,9 @@ def test_a_slow_host_helps_with_the_share_that_it_can_take():
         )
     assert (found.chosen, equal.chosen) == ("ddp, shares 17 : 7", "ddp")
     assert found.option("ddp").rejected_because == "slower: ddp, shares 17 : 7 trains 1.51 times as fast"
-    told = predict(changed(JOB, shares="17:7"), cluster(60.0, 28.0))
-    assert (told.chosen, told.recommended) == ("ddp, shares 17 : 7", "ddp, shares 17 : 7")
-    assert told.option("ddp").step_s == found.option("ddp").step_s
-    assert not any("equal shares" in line for line in told.advice)
+    asked = predict(changed(JOB, shares="17:7"), cluster(60.0, 28.0))
+    assert (asked.chosen, asked.recommended) == ("ddp, shares 17 : 7", "ddp, shares 17 : 7")
+    assert asked.option("ddp").step_s == found.option("ddp").step_s
 
 
 def test_a_host_that_is_too_slow_for_any_share_is_left_out_with_both_figures():
@@ -130,7 +134,7 @@ def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
     assert found.verdict.startswith(
         "This cannot be trained here: does not fit: a has 500.0 MB, a run may fill 450.0 MB"
     )
-    assert not any("pay" in line for line in found.advice)
+    assert not any("pay" in line for line in told(found))
     roomy = cluster(1000.0, 1000.0, memory_bytes=8_000_000_000)
     found = predict(JOB, resized(roomy, "b", 500_000_000))
     assert found.recommended == "a alone"
@@ -140,45 +144,51 @@ def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
     assert found.recommended == "ddp without a"  # and not without the slowest, which has room
 
 
-def test_at_the_break_even_bandwidth_all_are_clearly_faster_than_one():
+def test_from_the_break_even_link_on_several_hosts_are_clearly_faster_than_one():
     start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
-    found = predict(JOB, start)
-    (line,) = [line for line in found.advice if "t would pay from" in line]
-    told = float(line.split("pay from ")[1].split(" Mbit/s")[0]) * 1e6 / 8
-    roster = found.option(found.chosen).roster
-    at = price(JOB, scaled(start, told / 3e6), roster)
-    assert at.tokens_per_s == pytest.approx(1020.0, rel=0.01)
+    (line,) = [line for line in told(predict(JOB, start)) if "would pay from" in line]
+    text = re.search(r"pay from (\S+) between", line)[1]
+    slower = f"{0.9 * float(text.removesuffix('Mbit')):g}Mbit"
+    at, below = (with_wire(start, parse_link(link).wire) for link in (text, slower))
+    speeds = [as_trained(JOB, machines).tokens_per_s for machines in (at, below)]
+    assert speeds[0] > 1020.0 > speeds[1]
 
 
-def test_at_the_break_even_batch_all_are_clearly_faster_than_one():
-    start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
-    (line,) = [line for line in predict(JOB, start).advice if line.startswith("Or with --batch")]
-    factor = int(line.split("--batch ")[1].split(",")[0]) // JOB.spec.train.batch
-    jobs = [larger(JOB, factor), larger(JOB, factor - 1)]
-    speeds = [price(job, start, first_roster_by_speed(job, start, start.seats)).tokens_per_s for job in jobs]
-    assert speeds[0] > 1020.0 >= speeds[1]
+def test_what_is_advised_is_as_much_better_as_was_said():
+    start = cluster(20000.0, 12000.0, 12000.0, 3000.0, wire=parse_link("2.5GbE").wire)
+    job = job_of(preset_shape("gpt2", 50257, 1024), batch=64, model="gpt2")
+    for advice in advice_of(predict(job, start)):
+        if not advice.flags:
+            continue
+        asked = Question(job=job, cluster=start, source="")
+        asked = chosen_hosts(asked, advice.flags.get("--hosts"))
+        batch = {"batch": advice.flags["--batch"]} if "--batch" in advice.flags else {}
+        asked = question_changed(asked, batch, advice.flags.get("--link"))
+        found = answer(asked)
+        assert found.option(found.chosen).tokens_per_s == pytest.approx(advice.tokens_per_s, rel=0.01)
+        assert f"{advice.gain:.2f} times as much as a alone" in advice.text
 
 
 def test_a_larger_batch_is_weighed_by_the_noise_scale():
     """At a scale of a batch's tokens N = T, k times the batch needs (k + 1) / 2 times the tokens for the same loss."""
     tokens, slow = JOB.tokens, cluster(1000.0, 1000.0, wire=Wire(latency_s=0, bandwidth_Bps=3e6))
-    assert not any("noise" in line for line in predict(JOB, slow).advice)
+    assert not any("noise" in line for line in told(predict(JOB, slow)))
     little, much = (msgspec.structs.replace(JOB, noise_tokens=noise) for noise in (tokens, 1000.0 * tokens))
 
-    (alone,) = [line for line in predict(little, cluster(1000.0)).advice if "noise" in line]
+    (alone,) = [line for line in told(predict(little, cluster(1000.0))) if "noise" in line]
     assert alone == (
         f"By the noise scale that was measured, {tokens / 1e3:.1f}k tokens, --batch 48 needs 1.50 times as many tokens "
         "for the same loss and trains 1.00 times as many a second: it is there later."
     )
-    (link,) = [line for line in predict(much, slow).advice if "noise" in line]
+    (link,) = [line for line in told(predict(much, slow)) if "noise" in line]
     factor = int(link.split("--batch ")[1].split()[0]) // 24
     together = [predict(job, slow).option("ddp").tokens_per_s for job in (JOB, larger(JOB, factor))]
     assert f"needs {(factor + 1000) / 1001:.2f} times" in link
     assert f"trains {together[1] / together[0]:.2f} times as many a second: it is there sooner." in link
 
     def batch(job):
-        told = [line for line in predict(job, slow).advice if line.startswith("Or with --batch")]
-        return int(told[0].split()[3].rstrip(",")) // 24 if told else None
+        lines = [line for line in told(predict(job, slow)) if line.startswith("Or with --batch")]
+        return int(lines[0].split()[3].rstrip(",")) // 24 if lines else None
 
     assert batch(much) > 1  # nothing to gain from tokens that teach less
     assert batch(little) is None
@@ -199,20 +209,16 @@ def test_the_ring_avoids_the_slow_link():
     """Gloo sends to the rank before: a → c → b → a has no slow link, a → b → c → a has one."""
     found = cluster(1000.0, 1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=1e8))
     slow = Wire(latency_s=0.0, bandwidth_Bps=1e7)
-    wires = {a: dict(row) for a, row in found.wires.items()}
-    wires["b"]["a"] = slow
-    planned = predict(JOB, msgspec.structs.replace(found, wires=wires))
+    planned = predict(JOB, msgspec.structs.replace(found, wires={"b": {"a": slow}}))
     assert planned.cluster.names == ["a", "c", "b"]
-    assert any("10.0 times that of the file's order" in line for line in planned.advice)
+    assert any("10.0 times that of the file's order" in line for line in told(planned))
     assert planned.option("ddp").roster.hosts == ["a", "c", "b"]
 
 
 def test_shares_that_are_told_are_read_in_the_files_order():
     """With them no ring is looked for: ranks are counted as the file lists their hosts."""
     found = cluster(1000.0, 500.0, 250.0, wire=Wire(latency_s=0.0, bandwidth_Bps=1e9))
-    wires = {a: dict(row) for a, row in found.wires.items()}
-    wires["b"]["a"] = Wire(latency_s=0.0, bandwidth_Bps=1e8)
-    slow = msgspec.structs.replace(found, wires=wires)
+    slow = msgspec.structs.replace(found, wires={"b": {"a": Wire(latency_s=0.0, bandwidth_Bps=1e8)}})
     seats = [slow.seats[i] for i in (0, 2, 1)]
     for prediction in (predict(JOB, slow), predict(JOB, msgspec.structs.replace(slow, seats=seats), keep_order=True)):
         assert prediction.cluster.names == ["a", "c", "b"]
@@ -331,15 +337,14 @@ def test_a_small_gain_is_none_and_says_so():
 def test_latency_is_blamed_where_it_is_to_blame():
     far = Wire(latency_s=1.0, bandwidth_Bps=1e9)
     found = predict(JOB, cluster(1000.0, 1000.0, wire=far))
-    assert any(
-        "Bandwidth alone would not make it pay: every message takes 1.00 s one way" in line for line in found.advice
-    )
-    assert any("--batch" in line for line in found.advice)
+    blamed = "Bandwidth alone would not make several hosts pay: every message takes 1.00 s one way"
+    assert any(blamed in line for line in told(found))
+    assert any("--batch" in line for line in told(found))
 
 
 def test_equal_hosts_are_no_stragglers_where_a_batch_does_not_divide():
     found = predict(changed(JOB, batch=25), cluster(1000.0, 1000.0))
-    assert "25 sequences are not divided equally by 2: others wait for a" in found.advice[0]
+    assert "25 sequences are not divided equally by 2: others wait for a" in told(found)[0]
 
 
 def test_what_if_changes_one_thing_at_a_time():
@@ -370,7 +375,7 @@ def test_micro_batches_fit_into_the_memory_that_is_known(memory_bytes, micro_bat
     """The largest of 64, 32, 16 … sequences of 256 tokens; what was told holds, whether it fits or not."""
     asked = job_of(SHAPE, batch=128)
     found = cluster(1000.0, 1000.0, memory_bytes=memory_bytes)
-    roster = first_roster_by_speed(asked, found, found.seats)
+    roster = divide.first_roster_by_speed(asked, found, found.seats)
     assert {member.micro_batch for member in roster.members} == {micro_batch}
     if memory_bytes == 2_000_000_000:
         assert all(rank.memory_bytes < 0.9 * memory_bytes for rank in price(asked, found, roster).ranks)
@@ -378,7 +383,7 @@ def test_micro_batches_fit_into_the_memory_that_is_known(memory_bytes, micro_bat
         worse = price(asked, found, msgspec.structs.replace(roster, members=twice))
         assert any(rank.memory_bytes > 0.9 * memory_bytes for rank in worse.ranks)
     told = changed(asked, micro_batch=64)
-    assert {member.micro_batch for member in first_roster_by_speed(told, found, found.seats).members} == {64}
+    assert {member.micro_batch for member in divide.first_roster_by_speed(told, found, found.seats).members} == {64}
 
 
 # --- what a fleet file says -------------------------------------------------------------------------------------------
@@ -422,7 +427,8 @@ def test_another_vocabulary_changes_the_rate_by_its_flops():
 
 def test_another_model_is_derived_and_marked():
     found = cluster_of(fleet(), job("gpt2"))
-    assert len([line for line in found.assumed if "evener probe host --model gpt2" in line]) == 2
+    (line,) = [line for line in found.assumed if "evener probe host --model gpt2" in line]
+    assert line.startswith("a and b: its rate of gpt2 follows from that of char")
 
 
 def dtypes(fleet: Fleet, **flags: object) -> set[str]:
@@ -461,7 +467,7 @@ def test_what_was_found_on_the_hosts_counts_before_what_was_measured():
     found = cluster_of(known, job(), seats=seats)
     assert found.seats == seats
     assert found.hosts["a"].tokens_per_s == {"bf16": 2000.0}  # its products are twice as fast in bf16
-    assert "a: was measured in fp32; bf16 is taken to run at 200% of that" in found.assumed
+    assert "a and b: was measured in fp32; bf16 is taken to run at 200% of that" in found.assumed
     with pytest.raises(NotMeasuredError, match="a: nobody measured its GPUs"):
         cluster_of(known, job(), seats=[msgspec.structs.replace(seat, device="cuda:0") for seat in seats])
 

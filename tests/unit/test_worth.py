@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from evener.core.files import write_atomic
-from evener.core.prediction import Wire
+from evener.core.link import Wire
 from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
 from evener.core.units import count

@@ -13,6 +13,7 @@ from evener.cli import (
     doctor,
     export,
     fetch,
+    fleet,
     lab,
     launch,
     logs,
@@ -81,6 +82,7 @@ app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
 app.command("sample", epilog=sample.EXAMPLES)(sample.sample)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.add_typer(data.app, name="data")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")
 

@@ -8,128 +8,152 @@ import typer
 
 EXAMPLES = (
     "evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500\n"
+    "evener plan --gpu 4090,3090 --link 2.5GbE --tokens 2.5B --rent 1xh100@2.5\n"
     "evener plan --scale 1,8,64 --link 10GbE --compute-tokens-per-s 9000\n"
     "evener plan --fleet fleet.toml --model char\n"
     "evener plan --from runs/mine --link 100Mbit"
 )
 
 SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML, as for train; flags win over it")
-FLEET = typer.Option(None, "--fleet", metavar="FILE", help="hosts, and what probe measured [fleet.toml if here]")
-HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="of the fleet, these hosts alone [all]")
-NODES = typer.Option(None, "--nodes", min=1, max=256, help="no fleet: so many machines; --scale goes further")
-RATE = typer.Option(None, "--compute-tokens-per-s", metavar="RATE,…",
-                    help="no fleet: tokens/s that one rank (a GPU or a processor) trains alone; or a list")  # fmt: skip
-LINK = typer.Option(None, "--link", metavar="LINK", help="between machines: 1GbE, 2.5Gbit, 400G, 117MB/s, wifi, wan")
-PER_NODE = typer.Option(None, "--per-node", min=1, max=1024,
-                        help="no fleet: ranks on each machine [1]; more are GPUs: NCCL, bf16")  # fmt: skip
-NODE_LINK = typer.Option(
-    None, "--node-link", metavar="LINK", help="no fleet: between them: nvlink, pcie, 50GB/s [nvlink]"
-)
+OF_WHAT: dict[str, tuple[Any, Any]] = {  # by parameter: its flag and its type
+    "fleet": (typer.Option(None, "--fleet", metavar="FILE", help="hosts, and what probe measured [fleet.toml if here]"),
+              str | None),
+    "hosts": (typer.Option(None, "--hosts", metavar="NAME,…", help="these hosts alone [all]"), str | None),
+    "link": (typer.Option(None, "--link", metavar="LINK", help="between machines: 1GbE, 8x400Gbit, 117MB/s, wan, "
+                          "wifi:200Mbit; with ping's round trip: 1Gbit,5ms"), str | None),
+    "params": (typer.Option(None, "--params", metavar="SIZE",
+                            help="a model of so many parameters, 350M or 72b, instead of --model"), str | None),
+    "source_run": (typer.Option(None, "--from", metavar="RUN", help="what a run measured instead of probes; with "
+                                "--fleet it is written there"), str | None),
+}  # fmt: skip
+MACHINES: dict[str, tuple[Any, Any]] = {  # that nobody has yet: question.Words
+    "nodes": (typer.Option(None, "--nodes", min=1, max=4096, help="no fleet: so many machines"), int | None),
+    "rates": (typer.Option(None, "--compute-tokens-per-s", metavar="RATE,…", help="no fleet: tokens/s that one rank (a "
+                           "GPU or a processor) trains alone; or a list"), str | None),
+    "gpus": (typer.Option(None, "--gpu", metavar="NAME,…", help="no fleet: hardware by name, for all machines or for "
+                          "each: h100, a100-80, 4090, m2-max, cpu:8"), str | None),
+    "memory": (typer.Option(None, "--memory", metavar="SIZE,…", help="no fleet: of each GPU, or of a machine without "
+                            "any: 24GB [that of --gpu]"), str | None),
+    "per_node": (typer.Option(None, "--per-node", min=1, max=1024, help="no fleet: ranks on each machine [1]; more are "
+                              "GPUs"), int | None),
+    "node_link": (typer.Option(None, "--node-link", metavar="LINK", help="no fleet: between them: nvlink, pcie, 50GB/s "
+                               "[as --gpu has it, else pcie]"), str | None),
+    "watts": (typer.Option(None, "--watts", min=0.001, max=1e9, help="no fleet: of a machine while it trains [that of "
+                           "--gpu]"), float | None),
+    "price_per_h": (typer.Option(None, "--price-per-h", min=0.0, max=1e9, help="no fleet: of a machine, in any money"),
+                    float | None),
+}  # fmt: skip
+BILL: dict[str, tuple[Any, Any]] = {
+    "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="how long until so many tokens: 2.5B [those of "
+                            "--steps]"), str | None),
+    "price_per_kwh": (typer.Option(None, "--price-per-kwh", min=0.0, max=1e6, help="of electricity [the fleet's "
+                                   "price_per_kwh]"), float | None),
+    "rent": (typer.Option(None, "--rent", metavar="OFFER,…", help="beside it, rented machines and what they cost an "
+                          "hour: 1xh100@2.5,8xh100@20"), str | None),
+}  # fmt: skip
 SCALE = typer.Option(None, "--scale", metavar="RANKS,…",
                      help="no fleet: simulate so many ranks: 1,2,4,…,4096; --batch is then of one rank")  # fmt: skip
-STRONG = typer.Option(False, "--strong", help="--scale: --batch is shared by all ranks instead")
-JITTER = typer.Option(None, "--jitter", min=0.0, max=300.0,
-                      help="--scale: percent by which a rank's compute time varies from step to step [2]")  # fmt: skip
-SLOW = typer.Option(None, "--slow", metavar="SHARE:FACTOR",
-                    help="--scale: so many of the ranks are always slower: 0.01:1.5 [none]")  # fmt: skip
-MTBF = typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days between two failures of a node [300]")
-DRAW = typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it")
-FROM = typer.Option(None, "--from", metavar="RUN",
-                    help="what a run measured instead of probes; with --fleet it is written there")  # fmt: skip
+OF_SCALE: dict[str, tuple[Any, Any]] = {
+    "strong": (typer.Option(False, "--strong", help="--scale: --batch is shared by all ranks instead"), bool),
+    "jitter": (typer.Option(None, "--jitter", min=0.0, max=300.0, help="--scale: percent by which a rank's compute "
+                            "time varies from step to step [2]"), float | None),
+    "slow": (typer.Option(None, "--slow", metavar="SHARE:FACTOR", help="--scale: so many of the ranks are always "
+                          "slower: 0.01:1.5 [none]"), str | None),
+    "mtbf_days": (typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days between two failures of a "
+                               "node [300]"), float | None),
+    "draw": (typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it"), str | None),
+}  # fmt: skip
 AS_JSON = typer.Option(False, "--json", help="print one JSON object")
+NOT_OF_SCALE = ("nodes", "hosts", "watts", "price_per_h", *BILL)
+WITHOUT_MACHINES = ("ranks", "threads")  # of train's flags, those that say nothing of machines that nobody has
 
 
-def plan(spec_file: str | None, fleet: str | None, hosts: str | None, nodes: int | None, rate: str | None,
-         link: str | None, per_node: int | None, node_link: str | None, scale: str | None, strong: bool,
-         jitter: float | None, slow: str | None, mtbf_days: float | None, draw: str | None, source_run: str | None,
-         as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
+def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[str, Any]) -> int:
     """Say before a run what a step will cost, which way is best, and whether each machine earns its place.
 
-    From what `evener probe` measured, or from a few words (--nodes, --link, --compute-tokens-per-s). Nothing is
+    From what `evener probe` measured, or from a few words (--nodes, --gpu, --link, --compute-tokens-per-s). Nothing is
     started and nobody is asked: it answers at once. The flags below are those of `train`: the same ones say the same.
+    Of mixtures of experts, fp8 and optimizer states in bf16 it knows nothing.
     """
     import json
     from pathlib import Path
 
-    from evener.cli import fleets, planned
+    from evener.cli import planned
     from evener.cli.flags import given
     from evener.core.errors import UsageError
     from evener.core.spec import make_spec
-    from evener.plan.question import answer, of_words
+    from evener.plan.question import answer
 
-    texts = given(flags)
-    words = {"--nodes": nodes, "--compute-tokens-per-s": rate, "--per-node": per_node, "--node-link": node_link}
-    said = [name for name, value in (*words.items(), ("--scale", scale)) if value is not None]
-    if said and (fleet or hosts or source_run):
-        raise UsageError(f"{said[0]} describes machines; so does --fleet, --hosts or --from", hint="one of them")
-    of_scale = {
-        "--strong": strong or None,
-        "--jitter": jitter,
-        "--slow": slow,
-        "--mtbf-days": mtbf_days,
-        "--draw": draw,
-    }
-    stray = [name for name, value in of_scale.items() if value is not None]
-    if scale is None and stray:
-        raise UsageError(f"{stray[0]}: only --scale has a use for it", hint="--scale 1,2,4,…,4096")
-    if scale is not None and (nodes is not None or "sync" in texts):
-        raise UsageError(
-            f"--scale counts ranks of plain ddp: {'--nodes' if nodes is not None else '--sync'} has no place beside it",
-            hint="--per-node says how many ranks a machine has",
-        )
+    of_what, machines, of_bill, of_scale = (
+        {name: values.pop(name) for name in group} for group in (OF_WHAT, MACHINES, BILL, OF_SCALE)
+    )
+    texts = given(values)
+    said = [_flag(MACHINES, name) for name, value in machines.items() if value is not None]
+    said += ["--scale"] if scale is not None else []
+    fleet, source_run = of_what["fleet"], of_what["source_run"]
+    if said and (fleet or source_run):
+        raise UsageError(f"{said[0]} describes machines; so does {'--fleet' if fleet else '--from'}",
+                         hint="one of them")  # fmt: skip
+    if of_what["params"] is not None and ("model" in texts or source_run):
+        raise UsageError(f"--params {of_what['params']}: {'--from' if source_run else '--model'} says what is trained",
+                         hint="one of them")  # fmt: skip
+    _check_scale(scale, of_scale, machines | {"hosts": of_what["hosts"]} | of_bill, texts)
     if source_run is not None:
-        asked = planned.of_run(source_run, texts, link, fleet)
-    elif said:
+        asked = planned.of_run(source_run, texts, of_what["link"], fleet)
+    else:
         spec = make_spec(Path(spec_file) if spec_file else None, texts)
-        vocab_size = planned.vocab_size_of(spec) if "data" in texts else None
-        asked = of_words(spec, vocab_size, 2 if scale else nodes, rate, link, per_node or 1, node_link)
+        useless = [f"--{name}" for name in WITHOUT_MACHINES if name in texts]
+        if said and useless:
+            raise UsageError(f"{useless[0]}: of machines that nobody has only their rates are known",
+                             hint="--per-node says how many ranks each has")  # fmt: skip
+        if said:
+            machines |= {"nodes": 2} if scale is not None else {}
+            asked = planned.of_words(machines, of_what, spec, "data" in texts)
+        else:
+            asked = planned.of_fleet(of_what, spec, "data" in texts)
         if scale is not None:
             from evener.cli import scaled
 
-            return scaled.tell(asked, scale, strong, jitter, slow, mtbf_days, draw, as_json)
-    else:
-        spec = make_spec(Path(spec_file) if spec_file else None, texts)
-        path = fleets.fleet_path(fleet)
-        if path is None:
-            raise UsageError(
-                "no fleet.toml here, and no --fleet",
-                hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
-            )
-        asked = planned.of_fleet(path, hosts, spec, "data" in texts, link)
+            return scaled.tell(asked, scale, **of_scale, as_json=as_json)
     found = answer(asked)
+    beside = planned.beside(found, asked, **of_bill)
     if as_json:
-        print(json.dumps(planned.as_json(found, asked)))
+        print(json.dumps(planned.as_json(found, asked, beside), allow_nan=False))
     else:
-        planned.tell(found, asked)
+        planned.tell(found, asked, beside)
     return 0
+
+
+def _flag(group: dict[str, tuple[Any, Any]], name: str) -> str:
+    return str(group[name][0].param_decls[0])
+
+
+def _check_scale(scale: str | None, of_scale: dict[str, Any], others: dict[str, Any], texts: dict[str, str]) -> None:
+    from evener.core.errors import UsageError
+
+    stray = [_flag(OF_SCALE, name) for name, value in of_scale.items() if value not in (None, False)]
+    if scale is None and stray:
+        raise UsageError(f"{stray[0]}: only --scale has a use for it", hint="--scale 1,2,4,…,4096")
+    useless = [_flag({**MACHINES, **OF_WHAT, **BILL}, name) for name in NOT_OF_SCALE if others[name] is not None]
+    useless += ["--sync"] if "sync" in texts else []
+    if scale is not None and useless:
+        raise UsageError(f"--scale counts ranks of plain ddp: {useless[0]} has no place beside it",
+                         hint="--per-node says how many ranks a machine has")  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:
     """Add `plan`, with one option for every leaf of RunSpec."""
     from evener.cli.flags import Parameter, signature, spec_options
 
-    options: list[Parameter] = [
-        ("spec_file", SPEC_FILE, str | None),
-        ("fleet", FLEET, str | None),
-        ("hosts", HOSTS, str | None),
-        ("nodes", NODES, int | None),
-        ("rate", RATE, str | None),
-        ("link", LINK, str | None),
-        ("per_node", PER_NODE, int | None),
-        ("node_link", NODE_LINK, str | None),
-        ("scale", SCALE, str | None),
-        ("strong", STRONG, bool),
-        ("jitter", JITTER, float | None),
-        ("slow", SLOW, str | None),
-        ("mtbf_days", MTBF, float | None),
-        ("draw", DRAW, str | None),
-        ("source_run", FROM, str | None),
-        ("as_json", AS_JSON, bool),
-        *spec_options(),
-    ]
+    options: list[Parameter] = [("spec_file", SPEC_FILE, str | None)]
+    for group in (OF_WHAT, MACHINES, BILL):
+        options += [(name, option, kind) for name, (option, kind) in group.items()]
+    options.append(("scale", SCALE, str | None))
+    options += [(name, option, kind) for name, (option, kind) in OF_SCALE.items()]
+    options += [("as_json", AS_JSON, bool), *spec_options()]
 
-    def command(**values: Any) -> int:
-        return plan(**values)
+    def command(spec_file: str | None, as_json: bool, scale: str | None, **values: Any) -> int:
+        return plan(spec_file, as_json, scale, values)
 
     command.__doc__ = plan.__doc__
     command.__signature__ = signature(options)  # type: ignore[attr-defined]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from evener.cli.terminal import console, say, table
+from evener.core.errors import UsageError
 from evener.core.fleet import load_fleet, only
 from evener.core.measured import update_fleet
 from evener.core.prediction import Option, Prediction
@@ -16,7 +18,10 @@ from evener.core.roster import shares_text
 from evener.core.spec import RunSpec
 from evener.core.units import count, plural, seconds, size
 from evener.plan import question
-from evener.plan.question import Fabric, Question, assuming
+from evener.plan.advice import advice_of
+from evener.plan.bill import Bill, bill, parse_offers, tokens_of
+from evener.plan.pays import Advice, Fabric, OverLinks, best_alone, in_bf16
+from evener.plan.question import Question, assuming
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,14 +36,35 @@ MOST_HOSTS = 16  # that are listed one by one
 # --- the files that a question is about -------------------------------------------------------------------------------
 
 
-def of_fleet(path: str, hosts: str | None, spec: RunSpec, names_data: bool, link: str | None) -> Question:
+def of_fleet(of_what: Mapping[str, Any], spec: RunSpec, names_data: bool) -> Question:
     """What was measured, in the fleet's file."""
+    from evener.cli.fleets import fleet_path
+
+    path = fleet_path(of_what["fleet"])
+    if path is None:
+        raise UsageError(
+            "no fleet.toml here, and no --fleet",
+            hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
+        )
     vocab_size = vocab_size_of(spec)
-    asked = question.of_fleet(only(load_fleet(path), hosts), spec, vocab_size, link, source=path)
-    if vocab_size is None and names_data:
-        told = f"{spec.data.data} is not here: the vocabulary is {spec.model.model}'s own"
-        return msgspec.structs.replace(asked, cluster=assuming(asked.cluster, [told]))
-    return asked
+    fleet = only(load_fleet(path), of_what["hosts"])
+    asked = question.of_fleet(fleet, spec, vocab_size, of_what["link"], path, of_what["params"])
+    return without_data(asked) if vocab_size is None and names_data else asked
+
+
+def of_words(machines: Mapping[str, Any], of_what: Mapping[str, Any], spec: RunSpec, names_data: bool) -> Question:
+    """Machines that nobody has yet."""
+    vocab_size = vocab_size_of(spec) if names_data else None
+    words = question.Words(**{**machines, "per_node": machines["per_node"] or 1}, link=of_what["link"])
+    asked = question.chosen_hosts(question.of_words(words, spec, vocab_size, of_what["params"]), of_what["hosts"])
+    return without_data(asked) if vocab_size is None and names_data else asked
+
+
+def without_data(asked: Question) -> Question:
+    """What it means that the corpus is not here."""
+    spec = asked.job.spec
+    told = f"{spec.data.data} is not here: the vocabulary is {spec.model.model}'s own"
+    return msgspec.structs.replace(asked, cluster=assuming(asked.cluster, [told]))
 
 
 def of_run(run: str, texts: dict[str, str], link: str | None, fleet: str | None) -> Question:
@@ -70,7 +96,23 @@ def vocab_size_of(spec: RunSpec) -> int | None:
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
-def as_json(found: Prediction, asked: Question) -> dict[str, Any]:
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said beside the prediction itself."""
+
+    links: list[Fabric]  # what other links would bring
+    advice: list[Advice]
+    bills: list[Bill]
+
+
+def beside(found: Prediction, asked: Question, tokens: str | None, price_per_kwh: float | None,
+           rent: str | None) -> Told:  # fmt: skip
+    """All of it: links, advice, and what it costs until so many tokens are trained."""
+    links = OverLinks(found.job, found.cluster) if len(found.cluster.names) > 1 else None
+    bills = _bills_of(found, asked, tokens, price_per_kwh, rent)
+    return Told(links=links.named if links else [], advice=advice_of(found, links), bills=bills)
+
+
+def as_json(found: Prediction, asked: Question, beside: Told) -> dict[str, Any]:
     """What --json prints."""
     options = [
         msgspec.to_builtins(option)
@@ -86,27 +128,53 @@ def as_json(found: Prediction, asked: Question) -> dict[str, Any]:
         "recommended": found.recommended,
         "chosen": found.chosen,
         "options": options,
-        "advice": found.advice,
-        "assumed": found.cluster.assumed,
+        "bills": msgspec.to_builtins(beside.bills),
+        "advice": msgspec.to_builtins(beside.advice),
+        "assumed": found.cluster.assumptions,
         "source": asked.source,
         "job": msgspec.to_builtins(found.job),
         "cluster": msgspec.to_builtins(found.cluster),
     }
     if asked.asks_fabrics:
         told["fabrics"] = [
-            {"link": one.link, "payload_Bps": one.payload_Bps, "all_reduce_s": one.ddp.ranks[0].sync_s,
-             "bf16_all_reduce_s": one.bf16.ranks[0].sync_s, "step_s": one.ddp.step_s,
-             "tokens_per_s": one.ddp.tokens_per_s}
-            for one in _fabrics(found, asked)
+            {"link": one.link, "payload_Bps": one.payload_Bps, "hosts": one.best.roster.hosts,
+             "all_reduce_s": one.best.ranks[0].sync_s, "step_s": one.best.step_s, "tokens_per_s": one.best.tokens_per_s,
+             "bf16_all_reduce_s": in_bf16(found.job, found.cluster, one).ranks[0].sync_s}
+            for one in beside.links
         ]  # fmt: skip
     return told
 
 
-def _fabrics(found: Prediction, asked: Question) -> list[Fabric]:
-    return question.fabrics(asked, found.option(found.chosen))
+def _bills_of(found: Prediction, asked: Question, tokens: str | None, price_per_kwh: float | None,
+              rent: str | None) -> list[Bill]:  # fmt: skip
+    """What is recommended, the fastest host alone beside it, and what could be rented."""
+    spec, offers = found.job.spec, parse_offers(rent) if rent is not None else []
+    until = tokens_of(spec, found.job, tokens)
+    price = asked.price_per_kwh if price_per_kwh is None else price_per_kwh
+    told = []
+    if found.recommended:
+        best = found.option(found.recommended)
+        told.append(bill(best, found.cluster, until, price))
+        alone = best_alone(found.job, found.cluster)
+        if alone is not None and len(best.roster.hosts) > 1:
+            told.append(bill(alone, found.cluster, until, price))
+    for offer in offers:
+        where = f"rented: {offer}"
+        try:
+            answered = question.answer(question.rented(asked, offer))
+            why_not = "" if answered.recommended else answered.option(answered.chosen).rejected_because
+        except UsageError as error:
+            why_not = f"{error}"
+        if why_not:
+            told.append(Bill(where=where, tokens=until, tokens_per_s=0.0, hours=None, spread=0.0, kwh=None, money=None,
+                             why_not=why_not))  # fmt: skip
+        else:
+            option = answered.option(answered.recommended)
+            told.append(bill(option, answered.cluster, until, None, where=where))
+    return told
 
 
-def tell(found: Prediction, asked: Question) -> None:
+def tell(found: Prediction, asked: Question, beside: Told) -> None:
     """The verdict, the ways side by side, where a step goes, and what is not known."""
     screen = console()
     shape, roster = found.job.shape, found.option(found.chosen).roster
@@ -124,19 +192,48 @@ def tell(found: Prediction, asked: Question) -> None:
     if 1 < len(roster.hosts) <= MOST_HOSTS:
         screen.print()
         _hosts(screen, found)
-    if asked.asks_fabrics:
+    if asked.asks_fabrics and beside.links:
         screen.print()
-        _fabric_table(screen, asked, found)
+        _fabric_table(screen, found, beside.links)
     screen.print()
-    for line in found.advice:
-        say(screen, line)
+    _bills(screen, beside.bills)
+    for advice in beside.advice:
+        say(screen, advice.text)
     for line in asked.changes:
         say(screen, f"refitted: {line}")
-    if found.cluster.assumed:
+    if assumed := found.cluster.assumptions:
         screen.print()
         say(screen, "assumed, not measured:", style="dim")
-        for line in found.cluster.assumed:
+        for line in assumed:
             say(screen, line, indent=2, style="dim")
+
+
+def _bills(screen: Console, bills: Sequence[Bill]) -> None:
+    """How long it takes, and what that costs."""
+    if not bills:
+        return
+    if len(bills) == 1 and bills[0].money is None and bills[0].kwh is None:
+        one = bills[0]
+        say(screen, f"{count(one.tokens)} tokens take {seconds(3600 * (one.hours or 0.0))} ± {one.spread:.0%}.")
+        return
+    rows = [
+        [
+            one.where,
+            "–" if one.hours is None else _rate(one.tokens_per_s),
+            "cannot" if one.hours is None else seconds(3600 * one.hours),
+            "–" if one.hours is None else f"± {one.spread:.0%}",
+            "?" if one.kwh is None else f"{one.kwh:.3g}",
+            "?" if one.money is None else f"{one.money:,.2f}",
+        ]
+        for one in bills
+    ]
+    until = count(bills[0].tokens)
+    say(screen, f"until so many tokens are trained: {until}; ?: watts or prices that nobody told", style="dim")
+    table(screen, ("where", "tokens/s", "time", "", "kWh", "money"), rows, spare=("tokens/s",))
+    for one in bills:
+        if one.why_not:
+            say(screen, f"{one.where}: {one.why_not}")
+    screen.print()
 
 
 def _short(value: float | None) -> str:
@@ -226,22 +323,24 @@ def _prices(screen: Console, found: Prediction) -> None:
     table(screen, titles, rows, text=True, spare=("memory", "sends"), bold=0 if found.recommended else None)
 
 
-def _fabric_table(screen: Console, asked: Question, found: Prediction) -> None:
-    """What the network takes beside what computing takes, over faster and slower links."""
+def _fabric_table(screen: Console, found: Prediction, links: Sequence[Fabric]) -> None:
+    """The best that several hosts do over faster and slower links, beside the best one alone."""
+    alone = best_alone(found.job, found.cluster)
     rows = []
-    alone = next((option.tokens_per_s for option in found.options if len(option.roster.hosts) == 1), None)
-    for one in _fabrics(found, asked):
-        ddp = one.ddp
-        sync_s, compute_s = ddp.ranks[0].sync_s, ddp.slowest.cost.compute_s or 0.0
+    for one in links:
+        best = one.best
+        sync_s, compute_s = best.ranks[0].sync_s, best.slowest.cost.compute_s or 0.0
         rows.append([
             one.link,
+            f"{len(best.roster.hosts)}",
             _short(sync_s),
-            _short(one.bf16.ranks[0].sync_s),
+            _short(in_bf16(found.job, found.cluster, one).ranks[0].sync_s),
             f"{sync_s / compute_s:.2g}" if compute_s else "–",
-            _short(ddp.step_s),
-            _rate(ddp.tokens_per_s),
-            f"{ddp.tokens_per_s / alone:.2f}" if alone else "–",
+            _short(best.step_s),
+            _rate(best.tokens_per_s),
+            f"{best.tokens_per_s / alone.tokens_per_s:.2f}" if alone else "–",
         ])  # fmt: skip
-    titles = ("link", "all-reduce", "16 bit", "÷ computing", "step", "tokens/s", "×")
-    say(screen, "ddp over other links; 16 bit: with --sync bf16", style="dim")
-    table(screen, titles, rows, spare=("16 bit", "all-reduce"))
+    titles = ("link", "hosts", "exchange", "16 bit", "÷ computing", "step", "tokens/s", "×")
+    sync = found.option(found.chosen).roster.sync
+    say(screen, f"{sync} over other links, on the hosts that do best; 16 bit: with --sync bf16", style="dim")
+    table(screen, titles, rows, spare=("16 bit", "hosts", "exchange"))

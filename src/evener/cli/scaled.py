@@ -11,6 +11,7 @@ import msgspec
 from evener.cli.terminal import console, say, table
 from evener.core.errors import UsageError
 from evener.core.units import count, plural, size
+from evener.plan.options import as_trained, larger, what_does_not_fit
 from evener.plan.scale import Point, Scenario, parse_counts, scale, scenario_of, with_slow
 from evener.plan.thumb import nanogpt, sentences
 
@@ -32,6 +33,9 @@ def tell(asked: Question, counts: str, strong: bool, jitter: float | None, slow:
         scenario = with_slow(scenario, slow)
     points = scale(scenario, parse_counts(counts))
     told = [*scenario.assumed, *asked.cluster.assumed]
+    whole = larger(asked.job, len(asked.cluster.seats))
+    if too_large := what_does_not_fit(as_trained(whole, asked.cluster), asked.cluster):
+        told.insert(0, f"more memory than there is: {too_large}")
     pictures = _draw(points, draw, asked.job.model) if draw is not None else []
     rule = sentences(nanogpt())
     if as_json:

@@ -10,6 +10,7 @@ import msgspec
 from evener.core.errors import UsageError
 from evener.core.files import write_atomic
 from evener.core.fleet import Link, Rates
+from evener.core.link import parse_link
 
 
 def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None = None,
@@ -24,7 +25,8 @@ def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None =
         raise UsageError(f"{file}: {error.strerror}") from None
     for source, targets in (links or {}).items():
         for target, link in targets.items():
-            _table(document, "links", source)[target] = msgspec.to_builtins(link)
+            told = msgspec.structs.replace(link, is_shared=_is_shared(document, source, target))
+            _table(document, "links", source)[target] = msgspec.to_builtins(told)
     for name, devices in (rates or {}).items():
         host = _table(document, "rates", name)
         for device, rate in devices.items():
@@ -39,6 +41,13 @@ def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None =
         write_atomic(file, tomlkit.dumps(document).encode())
     except OSError as error:
         raise UsageError(f"{file}: the figures cannot be written into it: {error.strerror}") from None
+
+
+def _is_shared(document: Any, source: str, target: str) -> bool:
+    """Does the file say of this link that its ends share it with others? No measurement of two hosts shows that."""
+    links = document.get("links", {})
+    known = links.get(source, {}).get(target, links.get(target, {}).get(source, document.get("link")))
+    return parse_link(known).wire.is_shared if isinstance(known, str) else bool(known and known.get("is_shared"))
 
 
 def _table(document: Any, section: str, name: str) -> Any:

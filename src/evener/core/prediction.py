@@ -8,14 +8,17 @@ Whoever has a Prediction can ask again with one thing changed: a faster link, a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
+from evener.core.link import Wire
 from evener.core.roster import Dtype, Member, Roster, Seat, first_roster
 from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
 from evener.core.step import StepCost
 
+Basis = Literal["measured", "declared", "derived", "assumed"]  # derived: from another model's rate, by FLOPs
 EXACT = "exact"  # the source of a penalty of 0 that nobody has to measure
 
 
@@ -41,13 +44,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return first_roster(self.spec, seats, self.shape.block_size)
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction between two ranks."""
-
-    latency_s: float  # α: a small message, one way, with what the backend does for it
-    bandwidth_Bps: float  # β: payload, while as much comes back
-
-
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     """What each of a host's equal ranks can do."""
 
@@ -63,6 +59,9 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     local: Wire | None = None  # between two of its ranks
     memory_bytes: int | None = None  # a CPU's: of the host, for all its ranks; a GPU's: of each
     bound_by: str | None = None  # "arithmetic", "memory" or "overhead"; None: not known
+    watts: float | None = None  # of the whole host while it trains
+    price_per_h: float | None = None  # of the whole host
+    basis: Basis = "declared"  # of tokens_per_s
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +69,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     seats: list[Seat]  # where ranks can be, host after host, in the order in which they would be counted
     hosts: dict[str, HostRates]
-    wires: dict[str, dict[str, Wire]]  # from host to host
+    wire: Wire | None = None  # from any host to any other
+    wires: dict[str, dict[str, Wire]] = {}  # from host to host, where it is another one
+    are_links_measured: bool = False
+    jitter: float = 0.0  # coefficient of variation of a rank's computing from step to step; lognormal
     late_s: float = 0.0  # what ranks wait in a step for one another, now for one, now for another; nothing of one alone
     assumed: list[str] = []  # sentences: what nobody measured, and what stands in for it
 
@@ -80,9 +82,30 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(seat.host for seat in self.seats))
 
     @property
+    def assumptions(self) -> list[str]:
+        """All that was assumed, for a person."""
+        if not self.jitter or len(self.seats) == 1:
+            return self.assumed
+        return [*self.assumed, f"a rank's computing varies by {self.jitter:.0%} from step to step"]
+
+    def between(self, source: str, target: str) -> Wire:
+        """From one of its hosts to another."""
+        found = self.wires.get(source, {}).get(target, self.wire)
+        assert found is not None, f"nothing joins {source} to {target}"
+        return found
+
+    @property
+    def kinds_of_wires(self) -> set[Wire]:
+        """Those between its hosts, alike ones once."""
+        names = set(self.names)
+        told = [wire for source in names for target, wire in self.wires.get(source, {}).items() if target in names]
+        others = [self.wire] if self.wire is not None and len(told) < len(names) * (len(names) - 1) else []
+        return {*told, *others}
+
+    @property
     def slowest_Bps(self) -> float:
         """Of the links between its hosts, of which there are two at least."""
-        return min(wire.bandwidth_Bps for row in self.wires.values() for wire in row.values())
+        return min(wire.bandwidth_Bps for wire in self.kinds_of_wires)
 
     def tokens_per_s(self, member: Member) -> float:
         """Of a rank: its forward and backward, in its arithmetic."""
@@ -138,7 +161,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     recommended: str  # an option's name
     chosen: str  # the option that this run is: what `train` was told may differ from what is recommended
     options: list[Option]
-    advice: list[str] = []  # sentences: where it would pay, what to leave out, what to measure
+    is_sync_ours: bool = False  # the job's strategy was chosen here
+    notes: list[str] = []  # sentences: what is not as the fleet's file has it
     left_out: dict[str, str] = {}  # hosts that were there and take no part in this run, and why
 
     def option(self, name: str) -> Option:

@@ -23,7 +23,7 @@ from evener.core.spec import MachineSpec, RunSpec
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["gloo", "nccl", "none"]
-Kind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "zero1", "diloco"]
+Kind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "hsdp", "zero1", "diloco"]
 
 BUILT: tuple[Kind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")  # what `train` runs
 MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
@@ -59,11 +59,11 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 NO_SYNC, DDP = SyncSpec(kind="none"), SyncSpec(kind="ddp")
 _GRAMMAR = re.compile(
-    r"(?P<plain>none|fsdp|zero1)|((?P<dense>ddp|packed|bf16|int8|int4)|powersgd:(?P<rank>[1-9]\d{0,5}))(?P<sparse>\+sparse)?"
+    r"(?P<plain>none|fsdp|hsdp|zero1)|((?P<dense>ddp|packed|bf16|int8|int4)|powersgd:(?P<rank>[1-9]\d{0,5}))(?P<sparse>\+sparse)?"
     r"|diloco:(?P<every>[1-9]\d{0,5})(:int(?P<bits>8|4))?(?P<streamed>:streamed)?"
 )
-SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse", "powersgd:4", "fsdp", "zero1",
-                 "diloco:30")  # fmt: skip
+SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse", "powersgd:4", "fsdp", "hsdp",
+                 "zero1", "diloco:30")  # fmt: skip
 _NUMBERED = {
     "powersgd": "powersgd:R of rank R, at least 1",
     "diloco": "diloco:H, agreeing every H steps, at least 1; then :int8 or :int4, then :streamed, if wanted",
@@ -124,7 +124,22 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         >>> member.micro_batches
         [4, 4, 3]
         """
-        return equal_shares(self.share, num_passes(self.share, self.micro_batch)) if self.share else []
+        return equal_shares(self.share, self.num_passes) if self.share else []
+
+    @property
+    def num_passes(self) -> int:
+        """Number of micro-batches."""
+        return num_passes(self.share, self.micro_batch) if self.share else 0
+
+    @property
+    def largest_pass(self) -> int:
+        """Sequences of the first micro-batch; 0 without a share."""
+        return -(-self.share // self.num_passes) if self.share else 0
+
+    @property
+    def last_pass(self) -> int:
+        """Sequences of the last micro-batch; 0 without a share."""
+        return self.share // self.num_passes if self.share else 0
 
 
 def num_passes(share: int, micro_batch: int) -> int:
@@ -208,6 +223,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         assert not is_of_round or sum(shares) == batch * every, f"shares {shares} of a batch of {batch}"
         alike = weighted_shares(batch, shares) if is_of_round else shares
         is_of_round = is_of_round and any(share % every for share in shares)
+        if alike == self.shares and not is_of_round and micro_batch is None:
+            return msgspec.structs.replace(self, round_shares=[]) if self.round_shares else self
         members = [msgspec.structs.replace(member, share=share, micro_batch=micro_batch or member.micro_batch)
                    for member, share in zip(self.members, alike, strict=True)]  # fmt: skip
         return msgspec.structs.replace(self, members=members, round_shares=list(shares) if is_of_round else [])
@@ -273,7 +290,9 @@ def backend_of(seats: Sequence[Seat], wish: Literal["auto", "gloo", "nccl"]) -> 
         return "none"
     rank = rank_without_gpu(seats)
     if wish == "nccl" and rank is not None:
-        where = "the processor" if seats[rank].device == "cpu" else f"{seats[rank].device}, as does another rank"
+        device = seats[rank].device
+        where = "the processor" if device == "cpu" else device
+        where += ", as does another rank" if device.startswith("cuda") else ""
         raise UsageError(
             f"--backend nccl: rank {rank} on {seats[rank].host} trains on {where}",
             hint="--backend gloo, or a GPU for every rank",
@@ -291,7 +310,7 @@ def rank_without_gpu(seats: Sequence[Seat]) -> int | None:
     """
     taken: set[tuple[str, str]] = set()
     for rank, seat in enumerate(seats):
-        if seat.device == "cpu" or (seat.host, seat.device) in taken:
+        if not seat.device.startswith("cuda") or (seat.host, seat.device) in taken:
             return rank
         taken.add((seat.host, seat.device))
     return None

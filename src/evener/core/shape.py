@@ -9,6 +9,8 @@ that have no torch. `evener.worker.model.GPT` is built from it and has the param
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -44,6 +46,15 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Does this layer, counted from 0, have one? Every second one has, ending with the last."""
         return self.value_embeddings and (self.num_layers - 1 - layer) % 2 == 0
 
+    def num_value_embeddings(self, layers: int) -> int:
+        """Of so many of the first layers.
+
+        >>> shape = preset_shape("d8", vocab_size=256)
+        >>> [shape.num_value_embeddings(layers) for layers in range(5)], shape.has_value_embedding(1)
+        ([0, 0, 1, 1, 2], True)
+        """
+        return (layers + 1 - (self.num_layers - 1) % 2) // 2 if self.value_embeddings else 0
+
     @property
     def has_tables(self) -> bool:
         """Are there tables that are only looked up? The token embedding is one unless a tied head reads it too."""
@@ -61,7 +72,7 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return {
             "token embeddings": table,
             "position embeddings": self.block_size * width if self.positions == "learned" else 0,
-            "value embeddings": table * sum(map(self.has_value_embedding, range(layers))),
+            "value embeddings": table * self.num_value_embeddings(layers),
             "attention": layers * (4 * width * width + bias * 4 * width),  # query, key, value, output
             "MLP": layers * (2 * width * hidden + bias * (hidden + width)),  # up, down
             "norms": (2 * layers + 1) * (1 + bias) * width if self.norm == "layernorm" else 0,
@@ -182,6 +193,33 @@ PRESETS: dict[str, GPTShape] = {
     "gpt2-760m": _gpt2(24, 16, 1536),  # GPT-3's "Large", of 760 million   [Brown et al. 2020, table 2.1]
     "gpt2-xl": _gpt2(48, 25, 1600),
 } | {f"d{n}": _depth(n) for n in range(4, 21)}
+
+
+def shape_of_size(text: str, base: GPTShape) -> GPTShape:
+    """A shape of about so many parameters ("350M", "72b"), else like `base`: its width is 128 times its depth.
+
+    *Assumption*: GPT-3's largest are like that, Llama's a little narrower; by loss it hardly matters   [Kaplan et al.
+    2020, figure 5]. UsageError where no such shape is near.
+
+    >>> shape = shape_of_size("72b", PRESETS["gpt2"])
+    >>> shape.num_layers, shape.width, round(shape.num_params() / 1e9, 1)
+    (71, 9088, 70.8)
+    """
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mbt])", text.strip(), re.IGNORECASE)
+    wanted = float(matched[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[matched[2].lower()] if matched else 0.0
+    if not 1e6 <= wanted <= 1e13:
+        raise UsageError(f"--params {text}: expected a number of parameters", hint="350M, 7B or 1.5T")
+    found: list[tuple[float, float, GPTShape]] = []
+    for num_layers in range(1, 1000):
+        ideal = (wanted / (12 * num_layers)) ** 0.5  # without its tables
+        for heads in range(max(1, int(0.5 * ideal / 64)), int(ideal / 64) + 2):
+            shape = msgspec.structs.replace(base, num_layers=num_layers, num_heads=heads, width=64 * heads)
+            off = abs(shape.num_params() / wanted - 1)
+            found.append((max(0.02, off), abs(math.log(shape.width / num_layers / 128)), shape))
+    off, _, best = min(found, key=lambda one: one[:2])
+    if off > 0.1:
+        raise UsageError(f"--params {text}: with a vocabulary of {base.vocab_size} no shape has about as many")
+    return best
 
 
 def preset_shape(name: str, vocab_size: int, block_size: int | None = None, **overrides: Any) -> GPTShape:

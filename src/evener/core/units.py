@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+
+from evener.core.errors import UsageError
 
 
 def seconds(value: float | None) -> str:
@@ -56,11 +59,36 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if num_bytes < 1000 else metric(num_bytes)[:-1] + " " + metric(num_bytes)[-1] + "B"
 
 
+def parse_bytes(text: str) -> int:
+    """A size that a person writes; UsageError where it is none.
+
+    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("900mb")
+    (24000000000, 1610612736, 900000000)
+    """
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", text.strip(), re.IGNORECASE)
+    power = "kmgt".index(matched[2].lower()) + 1 if matched else 0
+    found = float(matched[1]) * (1024 if matched[3] else 1000) ** power if matched else 0.0
+    if not 1 <= found < 1e18:
+        raise UsageError(f"memory {text}: expected a size with its unit", hint="for example 24GB")
+    return round(found)
+
+
 def _prefixed(value: float, prefixes: str) -> str:
     for factor, prefix in zip((1e12, 1e9, 1e6, 1e3), reversed(prefixes), strict=True):
         if abs(value) >= 0.9995 * factor:
             return f"{value / factor:.1f}{prefix}"
     return f"{value:.3g}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in a sentence; of many the first ones, and how many more there are.
+
+    >>> listed("abc"), listed("a"), listed("abcdefgh")
+    ('a, b and c', 'a', 'a, b, c, d and 4 more')
+    """
+    if len(names) > most:
+        return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def plural(number: int, noun: str) -> str:

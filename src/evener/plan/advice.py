@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import msgspec
 
-from evener.core.prediction import Option, Prediction, Wire
+from evener.core.prediction import Option, Prediction
+from evener.core.roster import NO_SYNC, asked_sync
 from evener.core.step import more_tokens
-from evener.core.units import count, link_rate, plural, seconds
-from evener.plan.cluster import scaled, with_wire
-from evener.plan.cost import price
-from evener.plan.divide import first_roster_by_speed
+from evener.core.units import count, listed, plural, seconds, size
 from evener.plan.options import (
     ALIKE,
     WORTH,
     as_trained,
-    divided,
     fits_in,
     larger,
-    on_one,
+    objection,
     speed,
     speeds_of,
     what_does_not_fit,
 )
+from evener.plan.pays import Advice, OverLinks, best_alone, best_together, flags_for, typed, what_would_pay
 
-MOST_FACTOR = 64  # of batch or bandwidth that is looked at
 BATCH_FACTORS = (2, 4, 8, 16)
-BISECTIONS = 14  # of a range of 2¹²: to 0.05 %
 
 
 def verdict_of(prediction: Prediction) -> str:
     """What to do, in a sentence."""
     if not prediction.recommended:
         why = prediction.option(prediction.chosen).rejected_because
-        return f"This cannot be trained here: {why}; a smaller --micro-batch or --recompute needs less."
+        return f"This cannot be trained here: {why}."
     best, chosen = prediction.option(prediction.recommended), prediction.option(prediction.chosen)
     hosts, its_hosts = prediction.cluster.names, best.roster.hosts
-    left_out = [name for name in hosts if name not in its_hosts]
+    taken = set(its_hosts)
+    left_out = [name for name in hosts if name not in taken]
     everyone = "both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"
     if len(hosts) == 1:
         ranks = plural(best.roster.world_size, "rank")
@@ -44,11 +41,13 @@ def verdict_of(prediction: Prediction) -> str:
         gain = f", {best.speedup_vs_best_host:.2f} times the fastest host alone" if best.speedup_vs_best_host else ""
         return f"Train on {everyone} with {best.name}: {rate(best.tokens_per_s)}{gain}{price_in_loss(best)}."
     if what_does_not_fit(chosen, prediction.cluster):
-        why = f"{chosen.rejected_because}; a smaller --micro-batch or --recompute needs less"
-        return f"Use {listed(its_hosts)} only. With {everyone} it {why}."
+        return f"Use {listed(its_hosts)} only. With {everyone} it {chosen.rejected_because}."
     with_all, fewer = rate(chosen.tokens_per_s), rate(best.tokens_per_s)
+    if (why := objection(chosen, prediction.job.spec.train.loss_budget / 100)) and speed(chosen) > speed(best):
+        return f"Use {listed(its_hosts)} only: {chosen.name} on {everyone} trains {with_all} beside {fewer}, but {why}."
     if chosen.tokens_per_s * WORTH > best.tokens_per_s:
-        return f"{listed(its_hosts)} will do: {everyone} together train {with_all}, it alone {fewer}."
+        they = "it" if len(its_hosts) == 1 else "they"
+        return f"{listed(its_hosts)} will do: {everyone} together train {with_all}, {they} alone {fewer}."
     speeds = speeds_of(prediction.job, prediction.cluster).values()
     if len(its_hosts) == 1 and (len(hosts) > 2 or min(speeds) > ALIKE * max(speeds)):
         return f"Don't distribute this: {its_hosts[0]} alone trains {fewer}, {everyone} {with_all}."
@@ -63,15 +62,18 @@ def price_in_loss(option: Option) -> str:
     return f"; its loss was {told if option.loss_penalty else 'no higher'} at equal tokens ({option.loss_source})"
 
 
-def advice_of(prediction: Prediction) -> list[str]:
-    """Who is slow, what would pay, what would be faster if it could run."""
+def advice_of(prediction: Prediction, links: OverLinks | None = None) -> list[Advice]:
+    """Who is slow, what would pay, what would fit, what would be faster if it could run; `links`: what others bring."""
     chosen, cluster = prediction.option(prediction.chosen), prediction.cluster
     found = []
     if len(chosen.ranks) > 1:
-        found.append(_division(chosen))
-    alone = [option for option in prediction.options if len(option.roster.hosts) == 1 and fits_in(option, cluster)]
-    if len(chosen.roster.hosts) > 1 and alone and fits_in(chosen, cluster):
-        found += _break_even(prediction, chosen, alone[0])
+        found.append(Advice(text=_division(chosen)))
+    if not prediction.recommended:
+        found += what_fits(prediction)
+    elif len(cluster.names) > 1:
+        found += what_would_pay(prediction, links or OverLinks(prediction.job, cluster))
+    if any(host.memory_bytes is None for host in cluster.hosts.values()):
+        found.append(_unknown_memory(prediction))
     if prediction.job.noise_tokens is not None and fits_in(chosen, cluster):
         found.append(_larger_batch(prediction, prediction.job.noise_tokens))
     faster = [option for option in prediction.options
@@ -79,11 +81,57 @@ def advice_of(prediction: Prediction) -> list[str]:
     top = max(faster, key=speed, default=None)
     recommended = prediction.recommended and prediction.option(prediction.recommended)
     if top and recommended and top.tokens_per_s > WORTH * recommended.tokens_per_s:
-        found.append(
-            f"{top.name} would train {rate(top.tokens_per_s)}, {top.tokens_per_s / recommended.tokens_per_s:.2f} times "
-            "as much, and exactly the same model; train cannot run it yet."
+        gain = top.tokens_per_s / recommended.tokens_per_s
+        found.append(Advice(text=f"{top.name} would train {rate(top.tokens_per_s)}, {gain:.2f} times as much, and "
+                                 "exactly the same model; train cannot run it yet."))  # fmt: skip
+    return [*found, *(Advice(text=note) for note in prediction.notes)]
+
+
+def what_fits(prediction: Prediction) -> list[Advice]:
+    """What to ask for where memory is too small for what was asked: smaller micro-batches, or activations anew."""
+    job, cluster = prediction.job, prediction.cluster
+    spec, found = job.spec, []
+    largest = max(member.micro_batch for member in prediction.option(prediction.chosen).roster.members)
+    smaller = [largest >> i for i in range(1, largest.bit_length())]
+    for recompute in (False, True)[spec.model.recompute :]:
+        for micro_batch in [largest, *smaller] if recompute else smaller:
+            model = msgspec.structs.replace(spec.model, recompute=recompute)
+            train = msgspec.structs.replace(spec.train, micro_batch=micro_batch)
+            other = msgspec.structs.replace(job, spec=msgspec.structs.replace(spec, model=model, train=train))
+            able = [option for option in (best_together(other, cluster), best_alone(other, cluster)) if option]
+            if not able:
+                continue
+            best = max(able, key=speed)
+            flags = {"--micro-batch": f"{micro_batch}"}
+            flags |= {"--recompute": ""} if recompute and not spec.model.recompute else {}
+            flags |= flags_for(best, other, cluster)
+            if best.roster.sync not in (NO_SYNC, asked_sync(other.spec)):
+                flags["--sync"] = str(best.roster.sync)
+            told = f"{typed(flags)} fits, and trains {rate(best.tokens_per_s)} on {listed(best.roster.hosts)}."
+            found.append(Advice(text=told, flags=flags, tokens_per_s=best.tokens_per_s))
+            break
+    if found:
+        return [max(found, key=lambda one: one.tokens_per_s or 0.0)]
+    held = 16 * job.shape.num_params()  # weights, gradients, AdamW's two moments, in fp32
+    told = f"No micro-batch fits: weights, gradients and AdamW's moments alone are {size(held)} on every rank."
+    sharded = [option for option in prediction.options if option.is_exact and fits_in(option, cluster)]
+    if sharded:
+        best = max(sharded, key=speed)
+        need = max(rank.memory_bytes or 0 for rank in best.ranks)
+        told += (
+            f" {best.name} would fit, with {size(need)}, and train {rate(best.tokens_per_s)}; train cannot run it yet."
         )
-    return found
+    return [Advice(text=told)]
+
+
+def _unknown_memory(prediction: Prediction) -> Advice:
+    """Nobody said how much there is."""
+    option = prediction.option(prediction.recommended or prediction.chosen)
+    unknown = [name for name, host in prediction.cluster.hosts.items() if host.memory_bytes is None]
+    need = max(rank.memory_bytes or 0 for rank in option.ranks)
+    return Advice(text=f"Does it fit? How much memory {listed(unknown)} {'has' if len(unknown) == 1 else 'have'} is "
+                       f"not known, and a rank needs {size(need)}: --memory 24GB says it, or memory in the fleet's "
+                       "file; evener probe host measures it.")  # fmt: skip
 
 
 def _division(option: Option) -> str:
@@ -104,51 +152,7 @@ def _division(option: Option) -> str:
     return f"{told}."
 
 
-def _break_even(prediction: Prediction, chosen: Option, alone: Option) -> list[str]:
-    """The bandwidth and the batch from which on all hosts together are clearly faster than the best one alone."""
-    job, cluster = prediction.job, prediction.cluster
-    slowest_Bps = cluster.slowest_Bps
-
-    def gain_with(factor: float) -> float:
-        return price(job, scaled(cluster, factor), chosen.roster).tokens_per_s / alone.tokens_per_s
-
-    def gain_at(factor: int) -> float:
-        more = larger(job, factor)
-        together = as_trained(more, cluster).tokens_per_s
-        if job.noise_tokens is None:
-            return together / on_one(more, cluster, alone.roster.hosts[0]).tokens_per_s
-        return together / more_tokens(job.noise_tokens, job.tokens, factor) / alone.tokens_per_s  # to the same loss
-
-    pays = chosen.tokens_per_s > WORTH * alone.tokens_per_s
-    by_speed = first_roster_by_speed(divided(job, "auto"), cluster, cluster.seats)
-    is_equal = job.spec.machine.shares == "equal" and by_speed.mean_shares != chosen.roster.mean_shares
-    equally = "with equal shares " if is_equal else ""
-    factor = _crossing(gain_with, pays)
-    if factor is None and pays:
-        return []
-    has = link_rate(slowest_Bps)
-    if factor is not None and pays:
-        return [f"It pays from {link_rate(factor * slowest_Bps)} between the hosts upwards; they have {has}."]
-    instant = with_wire(cluster, Wire(latency_s=0.0, bandwidth_Bps=1e18))
-    if factor is not None:
-        needs = link_rate(factor * slowest_Bps)
-        told = f"{equally}it would pay from {needs} between the hosts upwards; they have {has}."
-    elif price(job, instant, chosen.roster).tokens_per_s > WORTH * alone.tokens_per_s:
-        latency_s = max(wire.latency_s for row in cluster.wires.values() for wire in row.values())
-        told = f"{equally}bandwidth alone would not make it pay: every message takes {seconds(latency_s)} one way."
-    else:
-        told = f"{equally}no network would make all hosts together pay: their computing alone takes longer."
-    batch = next((k for k in range(2, MOST_FACTOR + 1) if gain_at(k) > WORTH), None)
-    if batch:
-        sequences = batch * job.spec.train.batch
-        more = f"Or with --batch {sequences}, {batch} times as many sequences a step"
-        more += ": another training run." if job.noise_tokens is None else ", counted until the same loss."
-    else:
-        more = f"A batch up to {MOST_FACTOR} times as large would not make it pay."
-    return [_sentence(told), more]
-
-
-def _larger_batch(prediction: Prediction, noise_tokens: float) -> str:
+def _larger_batch(prediction: Prediction, noise_tokens: float) -> Advice:
     """Is the same loss reached sooner with larger batches? They cost less communication, and more tokens."""
     job, cluster = prediction.job, prediction.cluster
     chosen = prediction.option(prediction.chosen)
@@ -166,37 +170,13 @@ def _larger_batch(prediction: Prediction, noise_tokens: float) -> str:
     if not 1 / WORTH <= gains[best] <= WORTH:
         verdict = f"it is there {'sooner' if gains[best] > 1 else 'later'}"
     faster, more = found[best]
-    return (
-        f"By the noise scale that was measured, {count(noise_tokens)} tokens, --batch {best * job.spec.train.batch} "
+    batch = f"{best * job.spec.train.batch}"
+    told = (
+        f"By the noise scale that was measured, {count(noise_tokens)} tokens, --batch {batch} "
         f"needs {more:.2f} times as many tokens for the same loss and trains {faster:.2f} times as many a second: "
         f"{verdict}."
     )
-
-
-def _crossing(gain: Callable[[float], float], pays: bool) -> float | None:
-    """The factor at which a gain that grows with it is worth something; None if none within 1/MOST² … MOST² does it."""
-    low, high = (1.0 / MOST_FACTOR**2, 1.0) if pays else (1.0, float(MOST_FACTOR**2))
-    if (gain(low) > WORTH) == (gain(high) > WORTH):
-        return None
-    for _ in range(BISECTIONS):
-        middle = (low * high) ** 0.5
-        if gain(middle) > WORTH:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def listed(names: Sequence[str]) -> str:
-    """
-    >>> listed("abc")
-    'a, b and c'
-    """
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+    return Advice(text=told, flags={"--batch": batch}, tokens_per_s=faster * chosen.tokens_per_s)
 
 
 def rate(tokens_per_s: float) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.roster import num_passes
+from evener.core.roster import equal_shares, num_passes
 
 PRECISION = 1e-9  # of a time that is found by halving
 
@@ -67,6 +67,8 @@ def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0,
     >>> fastest_shares(24, [slow_to_begin, Pace(sequence_s=3.2)])
     [16, 8]
     """
+    if all(pace is paces[0] for pace in paces):
+        return [unit * share for share in equal_shares(num_sequences // unit, len(paces))]
     left = num_sequences - least * unit * len(paces)
     soonest_s = left / math.fsum(1 / pace.sequence_s for pace in paces)  # nothing has the rest done before that
     shares = [unit * max(least, (pace.done_by(soonest_s) - 1) // unit) for pace in paces]

@@ -6,50 +6,90 @@ What is unknown is asked for; what stands in for it is written down in `Cluster.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import get_args
 
 import msgspec
 
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
-from evener.core.link import parse_link
-from evener.core.prediction import Cluster, HostRates, Job, Wire
+from evener.core.hardware import Hardware, parse_hardware
+from evener.core.link import Wire, parse_link
+from evener.core.prediction import Basis, Cluster, HostRates, Job
 from evener.core.roster import Dtype, Seat, devices_of, dtypes_of, largest_micro_batch, wished_device
 from evener.core.shape import PRESETS, GPTShape
-from evener.core.units import link_rate
+from evener.core.units import link_rate, listed, parse_bytes
 from evener.plan.compute import MATMUL_SHARE, Bound, roofline
 
 # Between two processes of a host, over Gloo: *assumptions*; 2 cores of an AMD EPYC have 1.5 GB/s.
 LOCAL_S, LOCAL_BPS = 20e-6, 1e9
+NVLINK_FROM_BPS = 65e9  # between GPUs of a host: no PCIe is that fast
 UPDATE_BYTES = 40  # of memory traffic a parameter: AdamW reads 4 values and writes 3, clipping reads and writes 3, fp32
+JITTER = 0.02  # of a rank's computing from step to step, where nobody measured how long ranks wait: *assumption*
 
 
 class NotMeasuredError(UsageError):
     """Too little was measured to predict anything."""
 
 
+class Assumed:
+    """What nobody measured, and what stands in for it; alike of many hosts, it is said once."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, dict[str, None]] = defaultdict(dict)
+
+    def add(self, text: str, host: str = "") -> None:
+        """A sentence, of one host or of all."""
+        self._of[text][host] = None
+
+    def sentences(self, num_hosts: int) -> list[str]:
+        """In the order in which they came up."""
+        return [text if "" in names else f"{_who(list(names), num_hosts)}: {text}" for text, names in self._of.items()]
+
+
+def _who(names: Sequence[str], num_hosts: int) -> str:
+    return "all hosts" if len(names) == num_hosts > 2 else listed(names)
+
+
 def cluster_of(fleet: Fleet, job: Job, wire: Wire | None = None, seats: Sequence[Seat] | None = None) -> Cluster:
     """The fleet's hosts and links for this job; with `wire`, all hosts are joined by it, whatever was measured.
 
-    `seats` are those that were found on the hosts; where nobody looked they follow from what was measured there.
+    `seats` are those that were found on the hosts; where nobody looked they follow from what is known of them.
     NotMeasuredError says which host or link has no figures, and the command that measures them.
     """
-    assumed: list[str] = []
-    rates = {name: fleet.rates.get(name, {}) for name in fleet.hosts}
+    assumed = Assumed()
+    kinds = _kinds(fleet)
+    first = {kind: name for name, kind in reversed(kinds.items())}
+    of_kind = {kind: _known(fleet.hosts[name], fleet.rates.get(name, {})) for kind, name in first.items()}
+    rates = {name: of_kind[kind] for name, kind in kinds.items()}
     if seats is None:
         seats = [seat for name, host in fleet.hosts.items() for seat in _seats(name, host, rates[name], job)]
     together = dict(zip((seat.host for seat in seats), dtypes_of(seats, job.spec.model.dtype), strict=True))
-    hosts = {}
-    for name in fleet.hosts:
-        of_host = [seat for seat in seats if seat.host == name]
-        alone = dtypes_of(of_host, job.spec.model.dtype)[0]
-        hosts[name] = _host(name, of_host, rates[name], job, list(dict.fromkeys([together[name], alone])), assumed)
-    names = list(fleet.hosts)
-    wires = {a: {b: wire or _wire(fleet, a, b, assumed) for b in names if b != a} for a in names}
+    of_host: defaultdict[str, list[Seat]] = defaultdict(list)
+    for seat in seats:
+        of_host[seat.host].append(seat)
+    hosts: dict[str, HostRates] = {}
+    alike: dict[object, tuple[HostRates, list[str]]] = {}  # hosts that are alike are looked at once, and are one object
+    for name, host in fleet.hosts.items():
+        alone = dtypes_of(of_host[name], job.spec.model.dtype)[0]
+        dtypes = tuple(dict.fromkeys([together[name], alone]))
+        devices = tuple(seat.device for seat in of_host[name])
+        key = (kinds[name], devices, dtypes)
+        if key not in alike:
+            alike[key] = _host(name, host, devices, rates[name], job, dtypes)
+        hosts[name], told = alike[key]
+        for text in told:
+            assumed.add(text, name)
+    common, wires = (wire, {}) if wire is not None else _wires(fleet, assumed)
     if job.spec.machine.threads is not None or any(host.threads is not None for host in fleet.hosts.values()):
-        assumed.append("every host was probed with the threads that its ranks will have")
-    return Cluster(seats=list(seats), hosts=hosts, wires=wires, assumed=list(dict.fromkeys(assumed)))
+        assumed.add("every host was probed with the threads that its ranks will have")
+    num_told = sum(map(len, wires.values()))
+    are_measured = num_told == len(hosts) * (len(hosts) - 1) and not any(
+        link.declared for row in fleet.links.values() for link in row.values())  # fmt: skip
+    return Cluster(seats=list(seats), hosts=hosts, wire=common, wires=wires, jitter=JITTER,
+                   are_links_measured=are_measured,
+                   assumed=assumed.sentences(len(hosts)))  # fmt: skip
 
 
 def uniform(tokens_per_s: Mapping[str, float], wire: Wire, devices: Sequence[str] = ("cpu",),
@@ -59,7 +99,7 @@ def uniform(tokens_per_s: Mapping[str, float], wire: Wire, devices: Sequence[str
     return Cluster(
         seats=[Seat(host=name, device=device, has_bf16=device != "cpu") for name in rates for device in devices],
         hosts={name: HostRates(tokens_per_s=rate, local=local) for name, rate in rates.items()},
-        wires={a: {b: wire for b in rates if b != a} for a in rates},
+        wire=wire,
         assumed=["the update of the weights is taken to be part of the tokens/s",
                  "communication takes no processor time, nor do gradients in fewer bytes"],
     )  # fmt: skip
@@ -67,8 +107,7 @@ def uniform(tokens_per_s: Mapping[str, float], wire: Wire, devices: Sequence[str
 
 def with_wire(cluster: Cluster, wire: Wire) -> Cluster:
     """The same hosts, all joined by this wire."""
-    wires = {a: dict.fromkeys(row, wire) for a, row in cluster.wires.items()}
-    return msgspec.structs.replace(cluster, wires=wires)
+    return msgspec.structs.replace(cluster, wire=wire, wires={}, are_links_measured=False)
 
 
 def only(cluster: Cluster, names: Collection[str]) -> Cluster:
@@ -84,73 +123,132 @@ def only(cluster: Cluster, names: Collection[str]) -> Cluster:
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
     """The same hosts, every link between them so many times as fast."""
-    wires = {
-        a: {b: msgspec.structs.replace(wire, bandwidth_Bps=factor * wire.bandwidth_Bps) for b, wire in row.items()}
-        for a, row in cluster.wires.items()
-    }
-    return msgspec.structs.replace(cluster, wires=wires)
+    return rewired(cluster, lambda wire: msgspec.structs.replace(wire, bandwidth_Bps=factor * wire.bandwidth_Bps))
+
+
+def rewired(cluster: Cluster, change: Callable[[Wire], Wire]) -> Cluster:
+    """The same hosts, every link between them changed."""
+    wires = {a: {b: change(wire) for b, wire in row.items()} for a, row in cluster.wires.items()}
+    return msgspec.structs.replace(cluster, wire=cluster.wire and change(cluster.wire), wires=wires)
+
+
+def _kinds(fleet: Fleet) -> dict[str, object]:
+    """By host, the same of those that are alike to the planner."""
+    written: dict[int, bytes] = {}  # what is one object is written down once
+
+    def kind(host: Host, measured: Mapping[str, Rates]) -> object:
+        for rate in measured.values():
+            if id(rate) not in written:
+                written[id(rate)] = msgspec.json.encode(rate)
+        told = (host.gpu, host.gpus, host.memory, host.node_link, host.watts, host.price_per_h)
+        return told, tuple((device, written[id(rate)]) for device, rate in measured.items())
+
+    return {name: kind(host, fleet.rates.get(name, {})) for name, host in fleet.hosts.items()}
+
+
+def _known(host: Host, measured: Mapping[str, Rates]) -> dict[str, Rates]:
+    """What was measured of a host's devices, and what its hardware's table says where nobody measured it."""
+    hardware = parse_hardware(host.gpu) if host.gpu is not None else None
+    found = dict(measured)
+    if hardware is not None:
+        names = ["cpu"] if hardware.kind == "cpu" else [f"{hardware.kind}:{i}" for i in range(host.gpus or 1)]
+        for name in names:
+            found[name] = _with_table(found.get(name, Rates()), hardware)
+    if host.memory is not None:
+        memory_bytes = parse_bytes(host.memory)
+        devices = [name for name in found if name != "cpu"] or list(found)
+        for name in devices:
+            found[name] = msgspec.structs.replace(found[name], memory_bytes=memory_bytes)
+    return found
+
+
+def _with_table(rates: Rates, hardware: Hardware) -> Rates:
+    return msgspec.structs.replace(
+        rates,
+        name=rates.name or hardware.name,
+        matmul_flops=rates.matmul_flops or hardware.matmul_flops,
+        copy_Bps=rates.copy_Bps or hardware.copy_Bps,
+        memory_bytes=rates.memory_bytes or hardware.memory_bytes,
+    )
+
+
+def hardware_of(host: Host, rates: Rates) -> Hardware | None:
+    """The row of the table that a host's device is, by what was written down or by the name that was measured."""
+    try:
+        return parse_hardware(host.gpu or rates.name) if host.gpu or rates.name else None
+    except UsageError:  # a processor's name, or a GPU that is not in the table
+        return None
 
 
 def _gpus(rates: Mapping[str, Rates]) -> list[Rates]:
-    return [rate for device, rate in rates.items() if device.startswith("cuda")]
+    return [rate for device, rate in rates.items() if device != "cpu"]
 
 
 def _seats(name: str, host: Host, rates: Mapping[str, Rates], job: Job) -> list[Seat]:
-    """On the devices that were measured, each of which has bf16 if it was measured in it.
+    """On the devices that are known, each of which has bf16 if it was measured in it or the table says so.
 
     A GPU of which nobody said what it was measured in is taken to have it.
     """
     gpus = _gpus(rates)
     if wished_device(host, job.spec.machine) == "cuda" and not gpus:
         raise _not_measured(name, "GPUs", job)
+    is_apple = any(device.startswith("mps") for device in rates)
     found = []
     for device in devices_of(name, host, len(gpus), job.spec.machine):
         rate = _rates_on(name, device, rates, job)
         known = rate.models.get(job.model) or next(iter(rate.models.values()), None)
-        dtype = (known.dtype if known else "") or ("fp32" if device == "cpu" else "bf16")
-        found.append(Seat(host=name, device=device, name=rate.name, has_bf16=dtype == "bf16"))
+        dtype = known.dtype if known else ""
+        has_bf16 = dtype == "bf16" if dtype else device != "cpu" and "bf16" in (rate.matmul_flops or ("bf16",))
+        named = device.replace("cuda", "mps") if is_apple else device
+        found.append(Seat(host=name, device=named, name=rate.name, has_bf16=has_bf16))
     return found
 
 
 def _rates_on(name: str, device: str, rates: Mapping[str, Rates], job: Job) -> Rates:
-    """What was measured on a device, or on the last of its kind."""
+    """What is known of a device, or of the last of its kind."""
     known = [rates["cpu"]] if device == "cpu" and "cpu" in rates else _gpus(rates) if device != "cpu" else []
     if not known:
         raise _not_measured(name, "processor" if device == "cpu" else "GPUs", job)
-    return known[0] if device == "cpu" else known[min(int(device.removeprefix("cuda:")), len(known) - 1)]
+    return known[0] if device == "cpu" else known[min(int(device.partition(":")[2]), len(known) - 1)]
 
 
 def _not_measured(name: str, what: str, job: Job) -> NotMeasuredError:
     return NotMeasuredError(
-        f"{name}: nobody measured its {what}", hint=f"evener probe host --model {job.model} measures it"
+        f"{name}: nobody measured its {what}", hint=f"evener probe host --model {_preset(job)} measures it"
     )
 
 
-def _host(name: str, seats: Sequence[Seat], rates: Mapping[str, Rates], job: Job, dtypes: Sequence[Dtype],
-          assumed: list[str]) -> HostRates:  # fmt: skip
-    """`dtypes`: in which its ranks may have to compute, that beside all other hosts first."""
-    devices = [seat.device for seat in seats]
+def _preset(job: Job) -> str:
+    """What can be probed: its model, or of one that is known by its size alone the preset that is nearest."""
+    if job.model in PRESETS:
+        return job.model
+    return min(PRESETS, key=lambda one: abs(math.log(_work(PRESETS[one]) / _work(job.shape))))
+
+
+def _host(name: str, host: Host, devices: Sequence[str], rates: Mapping[str, Rates], job: Job,
+          dtypes: Sequence[Dtype]) -> tuple[HostRates, list[str]]:  # fmt: skip
+    """`dtypes`: in which its ranks may have to compute, that beside all other hosts first. And what was assumed."""
+    assumed: list[str] = []
     found = [_rates_on(name, device, rates, job) for device in dict.fromkeys(devices)]
     divided = -(-len(devices) // len(found))  # ranks of one device divide it
     if divided > 1:
-        assumed.append(f"{name}: {divided} ranks divide a device: each takes {divided} times as long for everything")
+        assumed.append(f"{divided} ranks divide a device: each takes {divided} times as long for everything")
     speeds = {}
     for dtype in dtypes:
         told = assumed if dtype == dtypes[0] else []  # what a host alone may compute in is what it was measured in
         speeds[dtype] = min((_rate(name, rate, job, dtype, told) for rate in found), key=lambda one: one.tokens_per_s)
-    slowest, rate, is_gpu = speeds[dtypes[0]], found[0], devices[0] != "cpu"
+    slowest, rate = speeds[dtypes[0]], found[0]
     update_s = slowest.update_s
-    if update_s is None and rate.copy_Bps:
+    if update_s is None and rate.copy_Bps and (rate.measured or not rate.models):
         update_s = UPDATE_BYTES * job.shape.num_params() / rate.copy_Bps
-        assumed.append(f"{name}: the update's time follows from its memory bandwidth, {UPDATE_BYTES} bytes a parameter")
+        assumed.append(f"the update's time follows from the memory bandwidth, {UPDATE_BYTES} bytes a parameter")
     elif update_s is None:
-        assumed.append(f"{name}: the update of the weights is taken to be part of its tokens/s")
-    local = None
-    if len(devices) > 1 and rate.loopback_Bps:
-        local = Wire(latency_s=LOCAL_S, bandwidth_Bps=rate.loopback_Bps)
-    elif len(devices) > 1:
-        local = parse_link("pcie").wire if is_gpu else Wire(latency_s=LOCAL_S, bandwidth_Bps=LOCAL_BPS)
-        assumed.append(f"{name}: {link_rate(local.bandwidth_Bps)} between its ranks are assumed")
+        assumed.append("the update of the weights is taken to be part of the tokens/s")
+    if devices[0].startswith("mps"):
+        assumed.append("evener trains on its processor as yet; what its GPU would do is priced here")
+    if rate.sync_Bps is None and devices[0] == "cpu":
+        assumed.append("communication takes no processor time, nor do gradients in fewer bytes")
+    hardware = hardware_of(host, rate)
     memories = [one.memory_bytes for one in found if one.memory_bytes is not None]
     return HostRates(
         tokens_per_s={dtype: one.tokens_per_s / divided for dtype, one in speeds.items()},
@@ -159,12 +257,48 @@ def _host(name: str, seats: Sequence[Seat], rates: Mapping[str, Rates], job: Job
         cpus=slowest.cpus / divided if slowest.cpus else None,
         sync_Bps=rate.sync_Bps,
         sum_Bps=rate.sum_Bps.get("fp32"),
-        copy_Bps=rate.copy_Bps,
+        copy_Bps=rate.copy_Bps if rate.measured else None,
         coding_Bps=dict(rate.coding_Bps),
-        local=local,
+        local=_local(host, rate, hardware, devices, assumed) if len(devices) > 1 else None,
         memory_bytes=min(memories, default=None),
         bound_by=_bound_by(rate, job, dtypes[0], slowest),
-    )
+        watts=_watts(host, hardware, len(set(devices)), assumed),
+        price_per_h=host.price_per_h,
+        basis=_basis(rate, job),
+    ), assumed  # fmt: skip
+
+
+def _local(host: Host, rate: Rates, hardware: Hardware | None, devices: Sequence[str], assumed: list[str]) -> Wire:
+    """Between two of a host's ranks."""
+    if host.node_link is not None:
+        return parse_link(host.node_link).wire
+    if rate.loopback_Bps:
+        return Wire(latency_s=LOCAL_S, bandwidth_Bps=rate.loopback_Bps)
+    if devices[0] == "cpu":
+        local = Wire(latency_s=LOCAL_S, bandwidth_Bps=LOCAL_BPS)
+    elif hardware and hardware.local_Bps and hardware.local_Bps > NVLINK_FROM_BPS:
+        local = msgspec.structs.replace(parse_link("nvlink").wire, bandwidth_Bps=hardware.local_Bps)
+    else:
+        local = parse_link("pcie").wire
+    assumed.append(f"{link_rate(local.bandwidth_Bps)} between its ranks are assumed")
+    return local
+
+
+def _watts(host: Host, hardware: Hardware | None, num_devices: int, assumed: list[str]) -> float | None:
+    if host.watts is not None or hardware is None or hardware.watts is None:
+        return host.watts
+    if hardware.kind != "cpu":
+        assumed.append(f"{num_devices} × {hardware.watts:g} W, the rest of the machine not counted")
+    return num_devices * hardware.watts
+
+
+def _basis(rate: Rates, job: Job) -> Basis:
+    """How sure is what it trains?"""
+    if not rate.models:
+        return "assumed"
+    if job.model not in rate.models:
+        return "derived"
+    return "measured" if rate.measured else "declared"
 
 
 def _bound_by(rate: Rates, job: Job, dtype: Dtype, speed: ModelRate) -> Bound | None:
@@ -186,14 +320,14 @@ def _rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -
         rate, shape = rates.models[model], _shape(model, job)
         ratio = shape.flops_per_token() / job.shape.flops_per_token()
         if not known:
-            assumed.append(f"{name}: its rate of {job.model} follows from that of {model}, by FLOPs; "
-                           f"evener probe host --model {job.model} measures it")  # fmt: skip
+            assumed.append(f"its rate of {job.model} follows from that of {model}, by FLOPs; "
+                           f"evener probe host --model {_preset(job)} measures it")  # fmt: skip
         elif not _is_same(shape, job.shape):
-            assumed.append(f"{name}: its rate of this {model} follows from that of the preset, by FLOPs")
+            assumed.append(f"its rate of this {model} follows from that of the preset, by FLOPs")
         if rate.dtype not in ("", dtype):
             other, own = rates.matmul_flops.get(rate.dtype), rates.matmul_flops.get(dtype)
             slower = own / other if own and other else 0.5 if dtype == "fp32" else 1.0
-            assumed.append(f"{name}: was measured in {rate.dtype}; {dtype} is taken to run at {slower:.0%} of that")
+            assumed.append(f"was measured in {rate.dtype}; {dtype} is taken to run at {slower:.0%} of that")
             ratio *= slower
         params = job.shape.num_params() / shape.num_params()
         return msgspec.structs.replace(
@@ -205,9 +339,9 @@ def _rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -
     matmul_flops = rates.matmul_flops.get(dtype)
     if matmul_flops is None:
         raise NotMeasuredError(
-            f"{name}: nobody measured how fast it trains", hint=f"evener probe host --model {job.model} measures it"
+            f"{name}: nobody measured how fast it trains", hint=f"evener probe host --model {_preset(job)} measures it"
         )
-    assumed.append(f"{name}: {MATMUL_SHARE:.0%} of its matrix products' speed is assumed for the whole model")
+    assumed.append(f"{MATMUL_SHARE:.0%} of the matrix products' speed is assumed for the whole model")
     return ModelRate(tokens_per_s=MATMUL_SHARE * matmul_flops / job.shape.flops_per_token())
 
 
@@ -225,19 +359,33 @@ def _shape(model: str, job: Job) -> GPTShape:
     return PRESETS.get(model, job.shape)
 
 
-def _wire(fleet: Fleet, source: str, target: str, assumed: list[str]) -> Wire:
-    link = fleet.links.get(source, {}).get(target)
-    if link is None:
-        link = fleet.links.get(target, {}).get(source)
+def _wires(fleet: Fleet, assumed: Assumed) -> tuple[Wire | None, dict[str, dict[str, Wire]]]:
+    """Between all hosts, and where it is another one."""
+    common = parse_link(fleet.link) if fleet.link is not None else None
+    names = list(fleet.hosts)
+    pairs = {(a, b) for a in names for b in fleet.links.get(a, {}) if b in fleet.hosts}
+    pairs |= {(b, a) for a, b in pairs}
+    if common is None and len(pairs) < len(names) * (len(names) - 1):
+        source, target = next((a, b) for a in names for b in names if a != b and (a, b) not in pairs)
+        raise NotMeasuredError(
+            f"{source} → {target}: nobody measured this link",
+            hint="evener probe wire measures it; --link 1GbE assumes one",
+        )
+    if common is not None and len(pairs) < len(names) * (len(names) - 1):
+        assumed.add(common.assumed)
+    wires: dict[str, dict[str, Wire]] = {}
+    for a, b in sorted(pairs, key=lambda pair: (names.index(pair[0]), names.index(pair[1]))):
+        link = fleet.links.get(a, {}).get(b)
         if link is None:
-            raise NotMeasuredError(
-                f"{source} → {target}: nobody measured this link",
-                hint="evener probe wire measures it; --link 1GbE assumes one",
-            )
-        assumed.append(f"{source} → {target} is taken to be as fast as the way back")
-    return wire_of(link)
+            link = fleet.links[b][a]
+            if not link.declared:
+                assumed.add(f"{a} → {b} is taken to be as fast as the way back")
+        wires.setdefault(a, {})[b] = wire_of(link)
+        if link.declared:
+            assumed.add(parse_link(link.declared).assumed)
+    return (common.wire if common is not None else None), wires
 
 
 def wire_of(link: Link) -> Wire:
     """A measured link: α is half a round trip."""
-    return Wire(latency_s=link.rtt_s / 2, bandwidth_Bps=link.bandwidth_Bps)
+    return Wire(latency_s=link.rtt_s / 2, bandwidth_Bps=link.bandwidth_Bps, is_shared=link.is_shared)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.prediction import Cluster, Wire
+from evener.core.link import Wire
+from evener.core.prediction import Cluster
 
 INFINITE = float("inf")
 GLOO_SEGMENT_BYTES = 1 << 20  # of a rank's part of an all-reduce: at most so much is in one message (Gloo's source)
@@ -138,7 +140,28 @@ def pipelined_s(size_bytes: float, num_hops: int, wire: Wire) -> float:
     return (num_hops + segments - 1) * (wire.latency_s + size_bytes / (segments * wire.bandwidth_Bps))
 
 
-class Ring(msgspec.Struct, frozen=True, kw_only=True):
+class Lap(msgspec.Struct, frozen=True, kw_only=True):
+    """The links that a part goes over on its way round a ring, alike ones once."""
+
+    num: int
+    kinds: tuple[Wire, ...]
+    latencies_s: float  # of all of them together
+
+    def at_most(self, sum_Bps: float) -> Lap:
+        """The same where what arrives is added as it comes."""
+        kinds = tuple(Wire(latency_s=wire.latency_s, bandwidth_Bps=min(wire.bandwidth_Bps, sum_Bps))
+                      for wire in self.kinds)  # fmt: skip
+        return msgspec.structs.replace(self, kinds=kinds)
+
+
+def lap_of(wires: Sequence[Wire]) -> Lap:
+    """Of these links, in any order."""
+    counted = Counter(wires)
+    latencies_s = math.fsum(num * wire.latency_s for wire, num in counted.items())
+    return Lap(num=len(wires), kinds=tuple(counted), latencies_s=latencies_s)
+
+
+class Ring(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Who sends to whom. Slowest link and slowest reducer set the pace of every step."""
 
     hosts: tuple[str, ...]  # of each rank; those of one host stand together
@@ -151,16 +174,49 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True):
         """n."""
         return len(self.hosts)
 
-    @property
+    @cached_property
     def host_sizes(self) -> list[int]:
         """Ranks of each host, in order."""
         return list(Counter(self.hosts).values())
 
-    def slowest(self, *, crossing: bool) -> Wire | None:
-        """The worst of the wires between hosts, or of those inside them, in both directions; None: there is none."""
+    @cached_property
+    def to_next(self) -> Lap:
+        """All links in the direction in which ranks are counted."""
+        return lap_of(self.wires)
+
+    @cached_property
+    def to_previous(self) -> Lap:
+        """All links in the other direction."""
+        return lap_of(self.back)
+
+    @cached_property
+    def least_sum_Bps(self) -> float:
+        """γ of the slowest rank."""
+        return min(self.sum_Bps)
+
+    @property
+    def inner(self) -> Wire | None:
+        """The worst of the links inside hosts, in both directions; None: there is none."""
+        return self._slowest[0]
+
+    @property
+    def outer(self) -> Wire | None:
+        """The worst of the links between hosts."""
+        return self._slowest[1]
+
+    @cached_property
+    def shared(self) -> tuple[Wire | None, int]:
+        """The worst shared medium between hosts, and how many of the ring's links it has to carry."""
+        found = [wire for wire in self.wires if wire.is_shared]
+        return (_worst(found) if found else None), len(found)
+
+    @cached_property
+    def _slowest(self) -> tuple[Wire | None, Wire | None]:
         ends = zip(self.hosts, self.hosts[1:] + self.hosts[:1], self.wires, self.back[1:] + self.back[:1], strict=True)
-        found = [wire for here, there, *pair in ends if (here != there) == crossing for wire in pair]
-        return _worst(found) if found and self.num_ranks > 1 else None
+        kinds = {(here != there, to, back) for here, there, to, back in ends} if self.num_ranks > 1 else set()
+        inside, between = ([wire for crosses, *pair in kinds if crosses == crossing for wire in pair]
+                           for crossing in (False, True))  # fmt: skip
+        return _worst(inside) if inside else None, _worst(between) if between else None
 
 
 def ring(cluster: Cluster, hosts: Sequence[str]) -> Ring:
@@ -172,22 +228,26 @@ def ring(cluster: Cluster, hosts: Sequence[str]) -> Ring:
 
     def wire(a: str, b: str) -> Wire:
         if a != b:
-            return cluster.wires[a][b]
+            return cluster.between(a, b)
         local = cluster.hosts[a].local
         assert local is not None, f"{a} has several ranks, and no wire between them"
         return local
 
     pairs = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True)) if len(hosts) > 1 else []
-    back = [wire(b, a) for a, b in pairs]  # of the next rank, to this one
+    if cluster.wire is not None and not cluster.wires:  # alike both ways
+        there = [cluster.wire if a != b else wire(a, b) for a, b in pairs]
+        back = there
+    else:
+        there, back = [wire(a, b) for a, b in pairs], [wire(b, a) for a, b in pairs]  # from the next rank to this one
     return Ring(
         hosts=tuple(hosts),
-        wires=tuple(wire(a, b) for a, b in pairs),
+        wires=tuple(there),
         back=tuple(back[-1:] + back[:-1]),
         sum_Bps=tuple(cluster.hosts[name].sum_Bps or INFINITE for name in hosts),
     )
 
 
-def lap_s(wires: Sequence[Wire], part_bytes: float) -> float:
+def lap_s(lap: Lap, part_bytes: float) -> float:
     """n-1 steps of a ring in which each rank passes a part on: the least of two upper bounds.   [derived]
 
     A step is over when its slowest link is: (n-1)·max(α + part/β). But links wait for each other for data alone. In a
@@ -195,16 +255,16 @@ def lap_s(wires: Sequence[Wire], part_bytes: float) -> float:
     rank again, without one. So (n-1)·max(part/β) + Σα - min α is a bound as well. Equal links reach both.
 
     >>> slow, fast = Wire(latency_s=0.125, bandwidth_Bps=10), Wire(latency_s=0.125, bandwidth_Bps=100)
-    >>> lap_s([slow, fast, fast], 10)
+    >>> lap_s(lap_of([slow, fast, fast]), 10)
     2.25
     """
-    if not wires:
+    if not lap.num:
         return 0.0
-    steps = len(wires) - 1
-    latencies = [wire.latency_s for wire in wires]
-    sending_s = [part_bytes / wire.bandwidth_Bps for wire in wires]
-    lockstep_s = steps * max(alpha + busy_s for alpha, busy_s in zip(latencies, sending_s, strict=True))
-    return min(lockstep_s, steps * max(sending_s) + sum(latencies) - min(latencies))
+    steps = lap.num - 1
+    lockstep_s = steps * max(wire.latency_s + part_bytes / wire.bandwidth_Bps for wire in lap.kinds)
+    sending_s = part_bytes / min(wire.bandwidth_Bps for wire in lap.kinds)
+    least_s = min(wire.latency_s for wire in lap.kinds)
+    return min(lockstep_s, steps * sending_s + lap.latencies_s - least_s)
 
 
 def backend_s(collective: Collective, size_bytes: float, ring: Ring, backend: str) -> float:
@@ -217,7 +277,22 @@ def backend_s(collective: Collective, size_bytes: float, ring: Ring, backend: st
     """
     if ring.num_ranks == 1:
         return 0.0
-    return (_nccl_s if backend == "nccl" else _gloo_s)(collective, size_bytes, ring)
+    own_s = (_nccl_s if backend == "nccl" else _gloo_s)(collective, size_bytes, ring)
+    medium, num_links = ring.shared
+    if medium is None:
+        return own_s
+    return max(own_s, num_links * _bytes_a_link(collective, size_bytes, ring, backend) / medium.bandwidth_Bps)
+
+
+def _bytes_a_link(collective: Collective, size_bytes: float, ring: Ring, backend: str) -> float:
+    """Bytes between hosts, in the mean of the ring's links between them: a shared medium carries one after another."""
+    num_ranks, sizes = ring.num_ranks, ring.host_sizes
+    if collective in ("all_to_all", "swap"):
+        leaving = num_ranks**2 - sum(size**2 for size in sizes)
+        return leaving * size_bytes / num_ranks / len(sizes)
+    if collective == "broadcast":
+        return (len(sizes) - 1) * size_bytes / len(sizes)
+    return sent_bytes(collective, size_bytes, num_ranks, backend)
 
 
 def _gloo_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
@@ -235,19 +310,19 @@ def _gloo_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
     num_ranks = ring.num_ranks
     part = size_bytes / num_ranks
     if collective in ("all_reduce", "reduce_scatter"):
-        gamma = min(ring.sum_Bps)
+        gamma, back = ring.least_sum_Bps, ring.to_previous
         segments = max(2, math.ceil(part / GLOO_SEGMENT_BYTES))
         segment = part / segments
-        window_s = (num_ranks - 1) * segments / 2 * max(w.latency_s + segment / w.bandwidth_Bps for w in ring.back)
-        adding = max(lap_s(_at_most(ring.back, gamma), part), window_s + (num_ranks - 1) * part / gamma / 2)
-        return adding + segment / max(gamma, _worst(ring.back).bandwidth_Bps) + max(lap_s(ring.back, part), window_s)
+        window_s = (num_ranks - 1) * segments / 2 * max(w.latency_s + segment / w.bandwidth_Bps for w in back.kinds)
+        adding = max(lap_s(back.at_most(gamma), part), window_s + (num_ranks - 1) * part / gamma / 2)
+        return adding + segment / max(gamma, _worst(back.kinds).bandwidth_Bps) + max(lap_s(back, part), window_s)
     if collective == "broadcast":
         return _binomial_s(size_bytes, ring)
     if collective == "swap":
         return _all_to_all_s(part, ring)
     stall = GLOO_STALL[collective][min(num_ranks, 4) - 2]
     part += (stall - 1) * max(0.0, part - SOCKET_BYTES)
-    return lap_s(ring.wires, part) if collective == "all_gather" else _all_to_all_s(part, ring)
+    return lap_s(ring.to_next, part) if collective == "all_gather" else _all_to_all_s(part, ring)
 
 
 def _nccl_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
@@ -260,18 +335,19 @@ def _nccl_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
     part = size_bytes / num_ranks
     if collective in ("all_to_all", "swap"):
         return _all_to_all_s(part, ring)
-    inner, outer = ring.slowest(crossing=False), ring.slowest(crossing=True)
+    inner, outer = ring.inner, ring.outer
     beta = min(wire.bandwidth_Bps for wire in (inner, outer) if wire)
     if collective == "broadcast":
-        alphas = [wire.latency_s for wire in ring.wires[:-1]]
-        return pipelined_s(size_bytes, len(alphas), Wire(latency_s=sum(alphas) / len(alphas), bandwidth_Bps=beta))
-    adding = _at_most(ring.wires, min(ring.sum_Bps))
+        hops = num_ranks - 1
+        alpha_s = (ring.to_next.latencies_s - ring.wires[-1].latency_s) / hops
+        return pipelined_s(size_bytes, hops, Wire(latency_s=alpha_s, bandwidth_Bps=beta))
+    adding = ring.to_next.at_most(ring.least_sum_Bps)
     if collective == "all_gather":
-        return lap_s(ring.wires, part)
+        return lap_s(ring.to_next, part)
     if collective == "reduce_scatter":
         return lap_s(adding, part)
-    ring_s = lap_s(adding, part) + lap_s(ring.wires, part)
-    return nccl_all_reduce_s(size_bytes, ring_s, max(sizes), len(sizes), inner, outer, min(ring.sum_Bps))[0]
+    ring_s = lap_s(adding, part) + lap_s(ring.to_next, part)
+    return nccl_all_reduce_s(size_bytes, ring_s, max(sizes), len(sizes), inner, outer, ring.least_sum_Bps)[0]
 
 
 def nccl_all_reduce_s(size_bytes: float, ring_s: float, ranks_per_host: int, num_hosts: int, inner: Wire | None,
@@ -295,7 +371,7 @@ def _all_to_all_s(part_bytes: float, ring: Ring) -> float:
 
     The slowest wires of the ring stand for those that it does not have.
     """
-    inner, outer, most = ring.slowest(crossing=False), ring.slowest(crossing=True), max(ring.host_sizes)
+    inner, outer, most = ring.inner, ring.outer, max(ring.host_sizes)
     leaving = max(size * (ring.num_ranks - size) for size in ring.host_sizes)
     return max(
         inner.latency_s + (most - 1) * part_bytes / inner.bandwidth_Bps if inner else 0.0,
@@ -305,7 +381,7 @@ def _all_to_all_s(part_bytes: float, ring: Ring) -> float:
 
 def _binomial_s(size_bytes: float, ring: Ring) -> float:
     """Round i: rank r < 2^i sends to r + 2^i. What leaves or enters a host in one round shares its connection."""
-    inner, outer, total_s = ring.slowest(crossing=False), ring.slowest(crossing=True), 0.0
+    inner, outer, total_s = ring.inner, ring.outer, 0.0
     for step in (1 << i for i in range(_rounds(ring.num_ranks))):
         pairs = [(ring.hosts[r], ring.hosts[r + step]) for r in range(min(step, ring.num_ranks - step))]
         crossing = [pair for pair in pairs if pair[0] != pair[1]]
@@ -316,12 +392,8 @@ def _binomial_s(size_bytes: float, ring: Ring) -> float:
     return total_s
 
 
-def _at_most(wires: Sequence[Wire], sum_Bps: float) -> list[Wire]:
-    """The same wires where what arrives is added as it comes."""
-    return [Wire(latency_s=w.latency_s, bandwidth_Bps=min(w.bandwidth_Bps, sum_Bps)) for w in wires]
-
-
-def _worst(wires: Sequence[Wire]) -> Wire:
+def _worst(wires: Iterable[Wire]) -> Wire:
+    wires = list(wires)
     return Wire(
         latency_s=max(wire.latency_s for wire in wires), bandwidth_Bps=min(wire.bandwidth_Bps for wire in wires)
     )

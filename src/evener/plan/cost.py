@@ -12,23 +12,40 @@ processor time from the computing that hides it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from evener.core.collective import Collective
 from evener.core.prediction import Cluster, HostRates, Job, Option, RankCost
-from evener.core.roster import BUILT, NO_SYNC, Backend, Member, Roster, SyncSpec, num_passes, parse_sync
+from evener.core.roster import BUILT, NO_SYNC, Member, Roster, SyncSpec, num_passes, parse_sync
 from evener.core.step import StepCost
-from evener.plan.collectives import backend_s, ring, sent_bytes
+from evener.plan.collectives import Ring, backend_s, ring, sent_bytes
 from evener.plan.memory import memory
 from evener.plan.penalty import loss_penalty
-from evener.plan.sync import Exchange, Transfer, exchange
+from evener.plan.slowest import mean_slowest_s
+from evener.plan.sync import Exchange, Scope, Transfer, exchange, fits_bf16
 
 BACKWARD = 2 / 3  # of forward and backward: two matrix products where forward has one   [PaLM, appendix B]
 RECOMPUTED = 3 / 4  # where backward runs forward again
 CODING_PASSES = 10.0  # over the memory, of coding and decoding where nobody measured it: assumption
-ROUNDS = 4  # of the fixed point between stolen processor time and overlap: it converges by the overlap's share
+# Where computing waits for weights layer by layer: T³ = C³ + M³ of computing and communication. A *fit* to published
+# runs of FSDP on MareNostrum 5 (docs/published/scaling.csv: 3.3 % rms of a step, perfect overlap, max(C, M), 7.0), held
+# against runs of other clusters.
+OVERLAP = 3
+ROUNDS, PRECISION = 200, 1e-4  # of the fixed point between stolen processor time and overlap, of a step
+
+
+Size = tuple[Collective, float, Scope]  # a collective, the bytes of its buffer, and among whom
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """Ranks that are alike: what one of them takes, all do."""
+
+    member: Member  # the first of them
+    mean_share: float
+    num: int
 
 
 class _Times(msgspec.Struct, frozen=True):
@@ -42,6 +59,10 @@ class _Times(msgspec.Struct, frozen=True):
     def computed_s(self) -> float:
         return self.begun_s + self.compute_s
 
+    def longer(self, factor: float) -> _Times:
+        """The same where everything takes so many times as long."""
+        return _Times(factor * self.begun_s, factor * self.compute_s, factor * self.backward_s)
+
     def ready_s(self, share: float) -> float:
         """When so much of the last backward is over; when computing begins for a negative share."""
         return self.begun_s if share < 0 else self.computed_s - (1 - share) * self.backward_s
@@ -49,49 +70,48 @@ class _Times(msgspec.Struct, frozen=True):
 
 def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
     """What a step costs the ranks of a Roster. One without a share waits."""
-    num_ranks, members = roster.world_size, roster.members
+    num_ranks = roster.world_size
+    kinds, of_rank = _kinds(cluster, roster)
     work = exchange(job.shape, roster)
-    wires = ring(cluster, [member.host for member in members])
-    lasting_s = {size: backend_s(*size, wires, roster.backend)
-                 for size in {(t.collective, t.size_bytes) for t in (*work.transfers, *work.after)}}  # fmt: skip
-    stolen_s = [0.0] * num_ranks
-    for _ in range(ROUNDS):
-        times = [_times(job, cluster, roster, member, work, stolen_s[member.rank]) for member in members]
-        spans = _spans(work, times, lasting_s)
-        stolen_s = [_stolen_s(cluster, roster, member, times[member.rank], work, spans) for member in members]
-        if not any(stolen_s):
-            break
+    sizes = {_size(transfer) for transfer in (*work.transfers, *work.after)}
+    rings = {scope: ring(cluster, _of_scope(cluster, roster, scope)) for scope in {scope for *_, scope in sizes}}
+    lasting_s = {size: backend_s(size[0], size[1], rings[size[2]], roster.backend) for size in sizes}
+    sent_of = {size: _sent(size, rings[size[2]], roster) for size in sizes}
+    times, spans = _settled(job, cluster, roster, kinds, work, lasting_s, sent_of)
     last_s = max(own.computed_s for own in times)
+    late_s = _late_s(cluster, kinds, times, work.every) if num_ranks > 1 else 0.0
     in_flight_s = sum(end - start for start, end in spans) / work.every
     if work.every > 1:
         exposed_s = max(0.0, in_flight_s - last_s) if work.hidden else in_flight_s
+    elif work.interleaved:  # T³ = C³ + M³
+        exposed_s = max(0.0, (last_s**OVERLAP + in_flight_s**OVERLAP) ** (1 / OVERLAP) - last_s)
     else:
-        exposed_s = max(0.0, spans[-1][1] - last_s) if spans else 0.0
-    late_s = cluster.late_s if num_ranks > 1 and work.every == 1 else 0.0
-    after_s = sum(lasting_s[transfer.collective, transfer.size_bytes] for transfer in work.after)
-    sent = sum(_sent(transfer, num_ranks, roster.backend) for transfer in work.transfers)
+        spans = _spans(work, [own.longer(1 + late_s / last_s) for own in times], lasting_s) if late_s else spans
+        exposed_s = max(0.0, spans[-1][1] - last_s - late_s) if spans else 0.0
+    after_s = sum(lasting_s[_size(transfer)] for transfer in work.after)
+    sent = sum(transfer.num * sent_of[_size(transfer)] for transfer in work.transfers)
     sent += sum(t.size_bytes for t in work.after) * (num_ranks - 1) / num_ranks  # roots take turns: a copy is sent once
-    ranks = [
+    costs = [
         RankCost(
             cost=StepCost(
-                data_s=cluster.hosts[member.host].data_s,
+                data_s=cluster.hosts[kind.member.host].data_s,
                 compute_s=own.compute_s,
                 exposed_sync_s=exposed_s + after_s,
                 wait_s=last_s - own.computed_s + late_s,
-                optimizer_s=cluster.hosts[member.host].update_s * work.update_share,
+                optimizer_s=cluster.hosts[kind.member.host].update_s * work.update_share,
             ),
             sync_s=in_flight_s + after_s,
-            bytes=round(sent / work.every),
-            memory_bytes=memory(job.shape, roster, member.rank, recompute=job.spec.model.recompute).total,
+            bytes=round((sent - work.fewer_bytes * fits_bf16(kind.member)) / work.every),
+            memory_bytes=memory(job.shape, roster, kind.member.rank, recompute=job.spec.model.recompute).total,
         )
-        for member, own in zip(members, times, strict=True)
+        for kind, own in zip(kinds, times, strict=True)
     ]
     step_s = last_s + exposed_s + after_s + late_s
     penalty, source = loss_penalty(roster.sync, job.shape.num_params(), num_ranks, job.spec.train.steps, job.tokens)
     return Option(
         name=name or str(roster.sync),
         roster=roster,
-        ranks=ranks,
+        ranks=[costs[kind] for kind in of_rank],
         step_s=step_s,
         tokens_per_s=roster.batch * job.shape.block_size / step_s,
         speedup_vs_best_host=None,
@@ -100,6 +120,75 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         loss_source=source,
         is_built=roster.sync == NO_SYNC or roster.sync.kind in BUILT,
     )
+
+
+def _size(transfer: Transfer) -> Size:
+    return transfer.collective, transfer.size_bytes, transfer.scope
+
+
+def _of_scope(cluster: Cluster, roster: Roster, scope: Scope) -> list[str]:
+    """Hosts of the ranks of a ring: of all; of those of the host with the slowest links; or of one on each."""
+    if scope == "all":
+        return [member.host for member in roster.members]
+    hosts = roster.hosts
+    if scope == "hosts":
+        return hosts
+    slowest = min(hosts, key=lambda name: getattr(cluster.hosts[name].local, "bandwidth_Bps", math.inf))
+    return [slowest] * (roster.world_size // len(hosts))
+
+
+def _sent(size: Size, around: Ring, roster: Roster) -> float:
+    """Bytes that a rank sends."""
+    collective, size_bytes, scope = size
+    sent = sent_bytes(collective, size_bytes, around.num_ranks, roster.backend)
+    return sent * len(roster.hosts) / roster.world_size if scope == "hosts" else sent
+
+
+def _kinds(cluster: Cluster, roster: Roster) -> tuple[list[_Kind], list[int]]:
+    """Ranks that are alike, and which kind each rank is of."""
+    hosts, shares = {name: id(host) for name, host in cluster.hosts.items()}, roster.mean_shares
+    keys = [(hosts[m.host], m.is_gpu, m.dtype, m.share, m.micro_batch, share)
+            for m, share in zip(roster.members, shares, strict=True)]  # fmt: skip
+    counted = Counter(keys)
+    numbers = {key: number for number, key in enumerate(counted)}
+    of_rank = [numbers[key] for key in keys]
+    firsts = [keys.index(key) for key in counted]
+    kinds = [_Kind(roster.members[rank], shares[rank], num)
+             for rank, num in zip(firsts, counted.values(), strict=True)]  # fmt: skip
+    return kinds, of_rank
+
+
+def _settled(job: Job, cluster: Cluster, roster: Roster, kinds: Sequence[_Kind], work: Exchange,
+             lasting_s: Mapping[Size, float],
+             sent_bytes: Mapping[Size, float]) -> tuple[list[_Times], list[tuple[float, float]]]:  # fmt: skip
+    """What each kind of rank takes, and when transfers go: communication takes processor time from the computing that
+    hides it, which then hides more of it, and so on.
+    """
+    stolen_s = [0.0] * len(kinds)
+    for _ in range(ROUNDS):
+        times = [_times(job, cluster, roster, kind, work, stolen) for kind, stolen in zip(kinds, stolen_s, strict=True)]
+        spans = _spans(work, times, lasting_s)
+        before_s = stolen_s
+        stolen_s = [_stolen_s(cluster, kind.member, own, work, spans, sent_bytes)
+                    for kind, own in zip(kinds, times, strict=True)]  # fmt: skip
+        most_s = max(abs(now - then) for now, then in zip(stolen_s, before_s, strict=True))
+        if most_s <= PRECISION * max(own.computed_s for own in times):
+            break
+    return times, spans
+
+
+def _late_s(cluster: Cluster, kinds: Sequence[_Kind], times: Sequence[_Times], every: int) -> float:
+    """By how much the slowest of all is later than the slowest in the mean: measured, or what chance makes of a rank's
+    jitter, which evens out over the steps between two exchanges.
+    """
+    if cluster.late_s or not cluster.jitter:
+        return cluster.late_s if every == 1 else 0.0
+    means: Counter[float] = Counter()
+    for kind, own in zip(kinds, times, strict=True):
+        means[own.computed_s] += kind.num
+    jitter, last_s = cluster.jitter / math.sqrt(every), max(means)
+    near = tuple((mean_s / last_s, num) for mean_s, num in means.items() if mean_s > (1 - 5 * jitter) * last_s)
+    return max(0.0, mean_slowest_s(near, jitter) - 1) * last_s
 
 
 def again(job: Job) -> float:
@@ -127,15 +216,16 @@ def coding_s(host: HostRates, sync: SyncSpec) -> float:
     return max(0.0, at_low + (sync.rank - low) / (high - low) * (at_high - at_low))
 
 
-def _times(job: Job, cluster: Cluster, roster: Roster, member: Member, work: Exchange, stolen_s: float) -> _Times:
+def _times(job: Job, cluster: Cluster, roster: Roster, kind: _Kind, work: Exchange, stolen_s: float) -> _Times:
     """A rank by itself: what its share takes, in the mean of a round, and what the strategy and its communication add
     to it.
     """
+    member = kind.member
     host, sequence_s = cluster.hosts[member.host], job.shape.block_size / cluster.tokens_per_s(member)
-    more, whole = math.modf(roster.mean_shares[member.rank])  # a sequence more in some of its steps
+    more, whole = math.modf(kind.mean_share)  # a sequence more in some of its steps
     few, many = (num_passes(int(whole) + one, member.micro_batch) for one in (0, 1))
     passes_s = again(job) * (host.pass_s * (few + more * (many - few)) + sequence_s * (whole + more))
-    last_s = again(job) * (host.pass_s + sequence_s * member.micro_batches[-1]) if member.share else 0.0
+    last_s = again(job) * (host.pass_s + sequence_s * member.last_pass) if member.share else 0.0
     packing_s = work.moved_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
     packing_s += work.coded_bytes / work.every * coding_s(host, roster.sync)
     return _Times(
@@ -145,21 +235,28 @@ def _times(job: Job, cluster: Cluster, roster: Roster, member: Member, work: Exc
     )
 
 
-def _spans(
-    work: Exchange, times: Sequence[_Times], lasting_s: Mapping[tuple[Collective, float], float]
-) -> list[tuple[float, float]]:
+def _spans(work: Exchange, times: Sequence[_Times], lasting_s: Mapping[Size, float]) -> list[tuple[float, float]]:
     """When each transfer starts and ends."""
     spans: list[tuple[float, float]] = []
-    ended_s = 0.0
+    ended_s, last = 0.0, _last_ready(times)
     for transfer in work.transfers:
-        start_s = max(ended_s, *(own.ready_s(transfer.ready) for own in times))
-        ended_s = start_s + lasting_s[transfer.collective, transfer.size_bytes]
+        start_s = max(ended_s, *(own.ready_s(transfer.ready) for own in last))
+        ended_s = start_s + transfer.num * lasting_s[_size(transfer)]
         spans.append((start_s, ended_s))
     return spans
 
 
-def _stolen_s(cluster: Cluster, roster: Roster, member: Member, own: _Times, work: Exchange,
-              spans: Sequence[tuple[float, float]]) -> float:  # fmt: skip
+def _last_ready(times: Sequence[_Times]) -> list[_Times]:
+    """Without those that have everything ready before another has: what is ready is linear in the share."""
+    found: list[_Times] = []
+    for own in sorted(times, key=lambda own: -own.computed_s):
+        if not any(all(other.ready_s(share) >= own.ready_s(share) for share in (-1.0, 0.0, 1.0)) for other in found):
+            found.append(own)
+    return found
+
+
+def _stolen_s(cluster: Cluster, member: Member, own: _Times, work: Exchange, spans: Sequence[tuple[float, float]],
+              sent_bytes: Mapping[Size, float]) -> float:  # fmt: skip
     """Seconds by which computing grows because transfers beside it took processor time."""
     host = cluster.hosts[member.host]
     if member.is_gpu or not host.sync_Bps or not host.cpus or work.every > 1:
@@ -167,9 +264,5 @@ def _stolen_s(cluster: Cluster, roster: Roster, member: Member, own: _Times, wor
     beside = 0.0
     for transfer, (start_s, end_s) in zip(work.transfers, spans, strict=True):
         share = (min(end_s, own.computed_s) - start_s) / (end_s - start_s) if end_s > start_s else 0.0
-        beside += max(0.0, share) * _sent(transfer, roster.world_size, roster.backend)
+        beside += max(0.0, share) * transfer.num * sent_bytes[_size(transfer)]
     return beside / host.sync_Bps / host.cpus
-
-
-def _sent(transfer: Transfer, num_ranks: int, backend: Backend) -> float:
-    return sent_bytes(transfer.collective, transfer.size_bytes, num_ranks, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -23,13 +24,26 @@ def first_roster_by_speed(job: Job, cluster: Cluster, seats: Sequence[Seat]) -> 
     """
     roster = job.roster(seats)
     if job.spec.train.micro_batch is None:
-        members = [msgspec.structs.replace(member, micro_batch=_fitting(job, cluster, roster, member))
-                   for member in roster.members]  # fmt: skip
+        fitting: dict[object, int] = {}  # of members that are alike
+        members = []
+        on_host = Counter(member.host for member in roster.members)
+        for member in roster.members:
+            kind = (id(cluster.hosts[member.host]), on_host[member.host], member.is_gpu, member.dtype)
+            if kind not in fitting:
+                fitting[kind] = _fitting(job, cluster, roster, member)
+            is_same = fitting[kind] == member.micro_batch
+            members.append(member if is_same else msgspec.structs.replace(member, micro_batch=fitting[kind]))
         roster = msgspec.structs.replace(roster, members=members)
     if job.spec.machine.shares != "auto":
         return roster
-    paces, every = [pace(job, cluster, member) for member in roster.members], roster.sync.every
-    of_round = [pace.of_round(every) for pace in paces]  # what replicas that drift do in a step need not be alike
+    every = roster.sync.every
+    alike: dict[object, Pace] = {}
+    of_round = []  # what replicas that drift do in a step need not be alike
+    for member in roster.members:
+        paced = (id(cluster.hosts[member.host]), member.dtype, member.micro_batch)
+        if paced not in alike:
+            alike[paced] = pace(job, cluster, member).of_round(every)
+        of_round.append(alike[paced])
     return roster.divided(fastest_shares(every * roster.batch, of_round, least=every))
 
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.prediction import Cluster, HostRates, Job, Option, Wire
+from evener.core.link import Wire
+from evener.core.prediction import Cluster, HostRates, Job, Option
 from evener.core.roster import DDP, Member, Roster, Seat
 from evener.core.rundir import Manifest
 from evener.core.step import StepRecord, aligned
 from evener.core.typical import RankSummary, Typical, typical
+from evener.plan.cluster import rewired, with_wire
 from evener.plan.cost import again, price
 from evener.plan.options import name_of
 
@@ -43,7 +45,7 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
                 f"{name} had no share in this run, and nothing else is known of its speed",
                 hint="evener probe host measures it, and evener plan --fleet uses that",
             )
-    cluster = msgspec.structs.replace(prior, hosts=hosts, late_s=found.late_s)
+    cluster = msgspec.structs.replace(prior, hosts=hosts, late_s=found.late_s, jitter=0.0, are_links_measured=True)
     if roster.sync != DDP:
         if not has_prior and len(roster.hosts) > 1:
             raise UsageError(
@@ -90,7 +92,7 @@ def _unknown(manifest: Manifest) -> Cluster:
                for member in roster.members],
         hosts={member.host: HostRates(tokens_per_s={member.dtype: UNKNOWN_RATE}, local=FASTEST_WIRE,
                                       memory_bytes=memory.get(member.host)) for member in roster.members},
-        wires={a: {b: FASTEST_WIRE for b in roster.hosts if b != a} for a in roster.hosts},
+        wire=FASTEST_WIRE,
     )  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def _host(base: HostRates, job: Job, ranks: Sequence[tuple[Member, RankSummary]]
         return base
     compute_s = max(token_s * tokens - stolen_s, 0.1 * token_s * tokens) / again(job)
     share = round(tokens / job.shape.block_size)
-    passes_s = base.pass_s * len(msgspec.structs.replace(member, share=share).micro_batches)
+    passes_s = base.pass_s * msgspec.structs.replace(member, share=share).num_passes
     known = base.tokens_per_s[member.dtype]
     factor = compute_s / (passes_s + tokens / known) if known < UNKNOWN_RATE else 1.0  # of both its parts
     rate = tokens / (compute_s - passes_s * factor)
@@ -132,6 +134,7 @@ def _host(base: HostRates, job: Job, ranks: Sequence[tuple[Member, RankSummary]]
         base,
         pass_s=base.pass_s * factor,
         tokens_per_s={dtype: rate * other / known for dtype, other in base.tokens_per_s.items()},
+        basis="measured",
         update_s=rank.typical.optimizer_s or 0.0,
         data_s=rank.typical.data_s or 0.0,
         cpus=base.cpus or max((one.cpus for _, one in ranks if one.cpus is not None), default=None),
@@ -145,15 +148,13 @@ def _with_measured_wires(job: Job, roster: Roster, cluster: Cluster, found: Typi
         return cluster
     if not has_prior:
         wire = Wire(latency_s=0.0, bandwidth_Bps=sent / measured_s)
-        wires = {a: dict.fromkeys(row, wire) for a, row in cluster.wires.items()}
         hosts = {name: msgspec.structs.replace(host, local=wire) for name, host in cluster.hosts.items()}
-        return msgspec.structs.replace(cluster, wires=wires, hosts=hosts)
+        return msgspec.structs.replace(with_wire(cluster, wire), hosts=hosts)
     factor = price(job, cluster, roster).ranks[0].sync_s / measured_s
-    wires = {a: {b: _faster(wire, factor) for b, wire in row.items()} for a, row in cluster.wires.items()}
     hosts = {name: msgspec.structs.replace(host, local=_faster(host.local, factor) if host.local else None)
              for name, host in cluster.hosts.items()}  # fmt: skip
-    return msgspec.structs.replace(cluster, wires=wires, hosts=hosts)
+    return msgspec.structs.replace(rewired(cluster, lambda wire: _faster(wire, factor)), hosts=hosts)
 
 
 def _faster(wire: Wire, factor: float) -> Wire:
-    return Wire(latency_s=wire.latency_s / factor, bandwidth_Bps=wire.bandwidth_Bps * factor)
+    return msgspec.structs.replace(wire, latency_s=wire.latency_s / factor, bandwidth_Bps=wire.bandwidth_Bps * factor)

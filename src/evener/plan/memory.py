@@ -21,7 +21,7 @@ import msgspec
 
 from evener.core.roster import Roster
 from evener.core.shape import MLP_EXPANSION, GPTShape
-from evener.plan.sync import BLOCKS, bucket_bytes, buckets, element_bytes, fragment_bytes
+from evener.plan.sync import BLOCKS, bucket_bytes, buckets, buckets_of, element_bytes, fragment_bytes
 from evener.plan.sync import gradients as in_their_order
 
 FP32 = 4
@@ -75,21 +75,19 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     """
     sync, num_ranks, most = roster.sync, roster.world_size, math.ceil(roster.mean_shares[rank])
     member = msgspec.structs.replace(roster.members[rank], share=most)  # of its largest step
-    sequences = max(member.micro_batches, default=0)
+    sequences = member.largest_pass
     device = "cuda" if member.is_gpu else "cpu"
     weights = FP32 * shape.num_params()
-    gradients_held = len(member.micro_batches) > 1 or sync.kind not in ("none", "fsdp", "diloco")
+    gradients_held = member.num_passes > 1 or sync.kind not in ("none", "fsdp", "hsdp", "diloco")
     micro_batch = _MicroBatch(shape, sequences, 4 if member.dtype == "fp32" else 2, device)
     moments = micro_batch.moments(recompute, gradients_held)
     worst = max(moments, key=_Moment.total)
-    gradients, activations = sum(worst.gradients), sum(worst.activations)
-    recycled = max(sum(moment.activations) for moment in moments) + sum(_gradients(shape))
+    gradients, activations = worst.gradients, worst.activations
+    recycled = max(moment.activations for moment in moments) + _gradient_bytes(shape)
     heap = int(HOLES * recycled) if device == "cpu" else 0
     extra = of_bucket = saving = 0  # saving: what a checkpoint of the rank's own state is made of, beside what it is of
     optimizer = 2 * weights
-    tensors = in_their_order(shape)
-    dense = [tensor for tensor in tensors if not (sync.sparse and tensor.is_lookup)]
-    largest = max(size for size, _ in buckets(dense, bucket_bytes(roster)))
+    largest = max(size for size, _ in buckets_of(shape, sync.sparse, bucket_bytes(roster)))
     if sync.kind == "packed":
         of_bucket = 2 * largest  # what is sent and what comes, where no part of it fits into bf16
     elif sync.kind in ("bf16", "int8", "int4"):
@@ -102,7 +100,8 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     elif sync.kind == "zero1":
         optimizer //= num_ranks
     elif sync.kind == "diloco":
-        part = max(size for size, _ in buckets(tensors[::-1], fragment_bytes(sync, weights)))  # exchanged at a time
+        fragments = buckets(in_their_order(shape)[::-1], fragment_bytes(sync, weights))
+        part = max(size for size, _ in fragments)  # exchanged at a time
         extra = 2 * weights  # agreed, outer momentum; the difference is there when gradients and activations are gone
         saving = 5 * weights  # these, its weights, its optimizer's state
         if sync.bits < 32:  # what was rounded off
@@ -110,13 +109,14 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
             extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _coding_bytes(part, sync.bits)
         if sync.streamed:
             extra += 2 * part  # a difference on its way, and the weights it was taken of
-    elif sync.kind == "fsdp":
-        root, block = _root_bytes(shape), max(sum(_block_gradients(shape, layer)) for layer in range(shape.num_layers))
+    elif sync.kind in ("fsdp", "hsdp"):
+        parts = num_ranks if sync.kind == "fsdp" else max(1, num_ranks // len(roster.hosts))
+        root, block = _root_bytes(shape), _block_bytes(shape, shape.num_layers - 1)  # the last has a table if any has
         extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered
         gradients = min(gradients, weights)
-        weights, gradients, optimizer = weights // num_ranks, gradients // num_ranks, optimizer // num_ranks
+        weights, gradients, optimizer = weights // parts, gradients // parts, optimizer // parts
     if sync.sparse:
-        tables = 1 + sum(map(shape.has_value_embedding, range(shape.num_layers)))
+        tables = 1 + shape.num_value_embeddings(shape.num_layers)
         extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # everybody's touched rows
     return Memory(
         weights=weights,
@@ -165,13 +165,13 @@ def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, devi
 
 
 class _Moment(msgspec.Struct, frozen=True):
-    """What is held besides weights and optimizer: sizes of tensors."""
+    """What is held besides weights and optimizer, in bytes."""
 
-    gradients: list[int]
-    activations: list[int]
+    gradients: int
+    activations: int
 
     def total(self) -> int:
-        return sum(self.gradients) + sum(self.activations)
+        return self.gradients + self.activations
 
 
 class _MicroBatch:
@@ -181,34 +181,47 @@ class _MicroBatch:
         self.shape, self.N, self.e, self.device = shape, sequences * shape.block_size, element_bytes, device
 
     def moments(self, recompute: bool, gradients_held: bool) -> list[_Moment]:
-        """In their order. Gradients that are held stand for a copy to which those of this backward are added."""
-        shape, N, e = self.shape, self.N, self.e
-        C, V, layers = shape.width, shape.vocab_size, range(shape.num_layers)
-        stream, logits, table = FP32 * N * C, FP32 * N * V, FP32 * V * C
-        casts = [e * C * C * factor for factor in (3, 1, MLP_EXPANSION, MLP_EXPANSION)] if e < FP32 else []
-        inside = [saved(shape, layer, N, e, self.device) + casts for layer in layers]
-        during = [[stream, *casts] for _ in layers] if recompute else inside  # until forward and autocast end
-        after = [[stream] for _ in layers] if recompute else inside
-        start = [stream] * ((shape.norm == "rmsnorm") + (shape.dropout > 0))
-        head = [stream, e * N * C, *([e * V * C] if e < FP32 else [])]
-        held = _gradients(shape) if gradients_held else []
+        """In their order. Gradients that are held stand for a copy to which those of this backward are added.
 
-        end_of_forward = [*start, *_flat(during), *head, e * N * V, *([logits] if e < FP32 else []), logits]
-        of_logits = [*start, *_flat(after), *head, *[logits] * 3]  # log-softmax, its gradient, the logits' gradient
-        of_head = [*start, *_flat(after), *head, e * N * V, *([e * V * C] if e < FP32 else [])]
+        From a layer to the second one before it backward frees as much and adds as much each time: the worst of all
+        layers is one of the two first or the two last.
+        """
+        shape, N, e = self.shape, self.N, self.e
+        C, V, num_layers = shape.width, shape.vocab_size, shape.num_layers
+        stream, logits, table = FP32 * N * C, FP32 * N * V, FP32 * V * C
+        casts = e * (3 + 1 + 2 * MLP_EXPANSION) * C * C if e < FP32 else 0
+        start = stream * ((shape.norm == "rmsnorm") + (shape.dropout > 0))
+        head = stream + e * N * C + (e * V * C if e < FP32 else 0)
+        held = _gradient_bytes(shape) if gradients_held else 0
+
+        def inside(layer: int) -> int:
+            """Of a block, from its forward to its backward."""
+            return sum(saved(shape, layer, N, e, self.device)) + casts
+
+        def kept(layers: int) -> int:
+            """Of so many of the first blocks, once autocast's copies are gone where they are computed again."""
+            if recompute:
+                return layers * stream
+            with_table = shape.num_value_embeddings(layers)
+            last, other = inside(num_layers - 1), inside(max(0, num_layers - 2))
+            return with_table * last + (layers - with_table) * other
+
+        during = kept(num_layers) + (num_layers * casts if recompute else 0)  # until forward and autocast end
+        after = kept(num_layers)
+        end_of_forward = start + during + head + e * N * V + (logits if e < FP32 else 0) + logits
+        of_logits = start + after + head + 3 * logits  # log-softmax, its gradient, the logits' gradient
+        of_head = start + after + head + e * N * V + (e * V * C if e < FP32 else 0)
         moments = [
             _Moment(held, end_of_forward),
             _Moment(held, of_logits),
-            _Moment(held or [table], [*of_head, *([table] if held else [])]),
+            _Moment(held or table, of_head + (table if held else 0)),
         ]
-        gradients = [table]
-        for layer in reversed(layers):
-            waiting = [table] if held and shape.tied_head else []  # the head's, until the embedding's is there
-            activations = [*start, *_flat(after[:layer]), *inside[layer], *waiting, *self._temporaries()]
-            moments.append(_Moment(held or gradients, activations))
-            gradients = [*gradients, *_block_gradients(shape, layer)]
+        for layer in sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers)), reverse=True):
+            waiting = table if held and shape.tied_head else 0  # the head's, until the embedding's is there
+            activations = start + kept(layer) + inside(layer) + waiting + sum(self._temporaries())
+            moments.append(_Moment(held or table + _gradients_from(shape, layer + 1), activations))
         copies = (2 if e == FP32 else 1) if shape.tied_head else 0  # head's and embedding's, and in fp32 their sum
-        moments.append(_Moment(_gradients(shape), [stream, *[table] * (copies + bool(held))]))
+        moments.append(_Moment(_gradient_bytes(shape), stream + table * (copies + bool(held))))
         return moments
 
     def _temporaries(self) -> list[int]:
@@ -225,12 +238,8 @@ def _coding_bytes(size: int, bits: int) -> int:
     return int(size * (1 + 2 * element_bytes(bits, BLOCKS.get(bits, 1)) / FP32))
 
 
-def _flat(lists: list[list[int]]) -> list[int]:
-    return [size for one in lists for size in one]
-
-
 def _matrices(shape: GPTShape) -> list[tuple[int, int]]:
-    tables = 1 + (not shape.tied_head) + sum(map(shape.has_value_embedding, range(shape.num_layers)))
+    tables = 1 + (not shape.tied_head) + shape.num_value_embeddings(shape.num_layers)
     positions = [(shape.block_size, shape.width)] if shape.positions == "learned" else []
     return [(shape.vocab_size, shape.width)] * tables + positions + _block_matrices(shape) * shape.num_layers
 
@@ -240,18 +249,26 @@ def _block_matrices(shape: GPTShape) -> list[tuple[int, int]]:
     return [(3 * C, C), (C, C), (hidden, C), (C, hidden)]
 
 
-def _block_gradients(shape: GPTShape, layer: int) -> list[int]:
+def _block_bytes(shape: GPTShape, layer: int) -> int:
+    """Of the gradients of one block."""
     groups = shape.params_by_group()
-    matrices = [FP32 * rows * columns for rows, columns in _block_matrices(shape)]
-    vectors = FP32 * (groups["attention"] + groups["MLP"]) // shape.num_layers - sum(matrices)
-    table = [FP32 * shape.vocab_size * shape.width] if shape.has_value_embedding(layer) else []
-    return [*matrices, vectors + FP32 * 2 * groups["norms"] // (2 * shape.num_layers + 1), *table]
+    table = shape.vocab_size * shape.width if shape.has_value_embedding(layer) else 0
+    norms = 2 * groups["norms"] // (2 * shape.num_layers + 1)
+    return FP32 * ((groups["attention"] + groups["MLP"]) // shape.num_layers + norms + table)
 
 
-def _gradients(shape: GPTShape) -> list[int]:
-    """Sizes of the gradients of all parameters, vectors together."""
-    matrices = [FP32 * rows * columns for rows, columns in _matrices(shape)]
-    return [*matrices, FP32 * shape.num_params() - sum(matrices)]
+def _gradients_from(shape: GPTShape, layer: int) -> int:
+    """Bytes of the gradients of the blocks from this one on."""
+    num = shape.num_layers - layer
+    tables = shape.num_value_embeddings(shape.num_layers) - shape.num_value_embeddings(layer)
+    table = FP32 * shape.vocab_size * shape.width
+    plain = _block_bytes(shape, shape.num_layers - 1) - table * shape.has_value_embedding(shape.num_layers - 1)
+    return num * plain + tables * table
+
+
+def _gradient_bytes(shape: GPTShape) -> int:
+    """Of the gradients of all parameters."""
+    return FP32 * shape.num_params()
 
 
 def _root_bytes(shape: GPTShape) -> int:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import msgspec
 
 from evener.core.prediction import Cluster, Job, Option
-from evener.core.roster import BUILT, Roster, SyncSpec, asked_sync, harms_fp16, parse_sync, shares_text
-from evener.core.units import size
+from evener.core.roster import BUILT, DDP, Roster, SyncSpec, asked_sync, harms_fp16, parse_sync, shares_text
+from evener.core.units import listed, size
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gradients, is_thin
 
 CANDIDATES = tuple(map(parse_sync, (
-    "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1",
+    "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "hsdp", "zero1",
     "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30",
 )))  # fmt: skip
 BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
+MOST_IN_ALL_SETS = 5  # hosts of which every set is looked at
+MOST_ONE_BY_ONE = 8  # hosts that are left out one by one; more are looked at in fewer sets
+MOST_IN_TURN = 16
+MOST_IN_RING = 64  # hosts whose order is looked for; of more the file's stays
 WORTH_LOSS = 1.05  # what costs loss must gain as much over what is exact
 
 
 def as_trained(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, name: str = "") -> Option:
     """What `train` does on these hosts, on all if None."""
-    seats = [seat for seat in cluster.seats if hosts is None or seat.host in hosts]
+    wanted = set(cluster.hosts if hosts is None else hosts)
+    seats = [seat for seat in cluster.seats if seat.host in wanted]
     roster = first_roster_by_speed(job, cluster, seats)
     return in_best_buckets(job, cluster, roster, name=name or name_of(job, roster))
 
@@ -38,6 +46,8 @@ def in_best_buckets(job: Job, cluster: Cluster, roster: Roster, name: str = "") 
     """
     usual = price(job, cluster, roster, name=name)
     if roster.world_size == 1 or roster.bucket_bytes or roster.sync.kind not in BUCKETED:
+        return usual
+    if WORTH * (usual.step_s - (usual.slowest.cost.exposed_sync_s or 0.0)) > usual.step_s:  # nothing to gain
         return usual
     other = BUCKET_BYTES if bucket_bytes(roster) else CODED_BUCKET_BYTES
     priced = price(job, cluster, msgspec.structs.replace(roster, bucket_bytes=other), name=name)
@@ -54,8 +64,18 @@ def name_of(job: Job, roster: Roster) -> str:
 
 
 def on_one(job: Job, cluster: Cluster, name: str) -> Option:
-    """One host, in the arithmetic that suits it."""
-    return as_trained(_of_any_hosts(job), cluster, [name], name=f"{name} alone")
+    """One host, in the arithmetic that suits it, by ddp where something speaks against how its ranks were to agree."""
+    asked = _of_any_hosts(job)
+    option = as_trained(asked, cluster, [name], name=f"{name} alone")
+    if not objection(option, job.spec.train.loss_budget / 100):
+        return option
+    return as_trained(asking_for(asked, DDP), cluster, [name], name=f"{name} alone")
+
+
+def asking_for(job: Job, sync: SyncSpec) -> Job:
+    """The job with this strategy."""
+    train = msgspec.structs.replace(job.spec.train, sync=str(sync))
+    return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train))
 
 
 def on_the_best(alone: Sequence[Option], cluster: Cluster) -> list[Option]:
@@ -66,26 +86,87 @@ def on_the_best(alone: Sequence[Option], cluster: Cluster) -> list[Option]:
 
 
 def on_fewer(job: Job, cluster: Cluster) -> list[Option]:
-    """Without the slowest host, the two slowest, … while two are left; of a large fleet half stay at least."""
+    """Some of the hosts, two at least, for every set that is worth a look."""
     ranked = by_speed(job, cluster)
-    counts = [len(ranked) - num_left_out for num_left_out in (1, 2, 3, 4, 5, 6)]
+    return [as_trained(_of_any_hosts(job), cluster, names, name=_name_on(job, names, ranked))
+            for names in host_sets(job, cluster)]  # fmt: skip
+
+
+def host_sets(job: Job, cluster: Cluster) -> list[list[str]]:
+    """Hosts that may do better without the others, two at least, from many to few.
+
+    Of a few hosts all sets are looked at. Of more those that cannot hold the model are left out first, then one by one,
+    each time the one without which the rest trains most; of many it is the fastest, of numbers that halve, and where
+    the next one is clearly slower.
+    """
+    if len(cluster.names) <= MOST_IN_ALL_SETS:
+        return _all_sets(cluster)
+    names = _that_fit(job, cluster)
+    found = [names] if 2 <= len(names) < len(cluster.names) else []
+    if len(names) <= MOST_ONE_BY_ONE:
+        return found + _without_the_worst(job, cluster, names)
+    speeds = speeds_of(job, cluster)
+    ranked = sorted(names, key=lambda name: -speeds[name])
+    if len(names) <= MOST_IN_TURN:
+        return found + [ranked[:count] for count in range(len(names) - 1, 1, -1)]
+    steps = [i for i in range(2, len(names)) if speeds[ranked[i]] < ALIKE * speeds[ranked[i - 1]]]
+    halves = [len(names) >> i for i in range(1, len(names).bit_length()) if len(names) >> i >= 2]
+    counts = sorted({*steps[-MOST_ONE_BY_ONE:], *halves}, reverse=True)
+    return found + [ranked[:count] for count in counts]
+
+
+def _that_fit(job: Job, cluster: Cluster) -> list[str]:
+    """Hosts that can hold what they have to together; none where that leaves nobody."""
+    names = cluster.names
+    while len(names) > 1:
+        option = as_trained(job if len(names) == len(cluster.names) else _of_any_hosts(job), cluster, names)
+        too_small = too_small_for(option, cluster)
+        if not too_small:
+            return names
+        names = [name for name in names if name not in too_small]
+    return []
+
+
+def _all_sets(cluster: Cluster) -> list[list[str]]:
+    """Of sets that are alike the first."""
+    names = cluster.names
+    is_uniform = len(cluster.kinds_of_wires) == 1
+    found: dict[object, list[str]] = {}
+    for num in range(len(names) - 1, 1, -1):
+        for rest in itertools.combinations(names, num):
+            kinds = tuple(sorted(id(cluster.hosts[name]) for name in rest)) if is_uniform else rest
+            found.setdefault(kinds, list(rest))
+    return list(found.values())
+
+
+def _without_the_worst(job: Job, cluster: Cluster, names: list[str]) -> list[list[str]]:
     found = []
-    for num in counts:
-        if num < max(2, len(ranked) // 2 if len(ranked) > 8 else 0):
-            break
-        left_out = ranked[num:]
-        name = _name_without(job, cluster, left_out) if len(left_out) <= 2 else f"{_sync(job)} on the {num} fastest"
-        found.append(as_trained(_of_any_hosts(job), cluster, ranked[:num], name=name))
+    is_uniform = len(cluster.kinds_of_wires) == 1
+    while len(names) > 2:
+        first = {id(cluster.hosts[name]) if is_uniform else name: name for name in names}  # of those that are alike one
+        rests = [[other for other in names if other != name] for name in first.values()]
+        names = max(rests, key=lambda rest: speed(as_trained(_of_any_hosts(job), cluster, rest)))
+        found.append(names)
     return found
 
 
-def on_those_that_fit(job: Job, cluster: Cluster, alone: Sequence[Option]) -> list[Option]:
+def alone_on_each(job: Job, cluster: Cluster) -> dict[str, Option]:
+    """Each host by itself, of hosts that are alike the first."""
+    devices: dict[str, list[str]] = {name: [] for name in cluster.names}
+    for seat in cluster.seats:
+        devices[seat.host].append(seat.device)
+    first: dict[object, str] = {}
+    for name, of_host in devices.items():
+        first.setdefault((id(cluster.hosts[name]), tuple(of_host)), name)
+    return {name: on_one(job, cluster, name) for name in first.values()}
+
+
+def on_those_that_fit(job: Job, cluster: Cluster) -> list[Option]:
     """Without the hosts that cannot hold the model, while two are left."""
-    too_small = [option.roster.hosts[0] for option in alone if not fits_in(option, cluster)]
-    if not too_small or len(cluster.names) - len(too_small) < 2:
+    left = _that_fit(job, cluster)
+    if not 2 <= len(left) < len(cluster.names):
         return []
-    left = [name for name in cluster.names if name not in too_small]
-    return [as_trained(_of_any_hosts(job), cluster, left, name=_name_without(job, cluster, too_small))]
+    return [as_trained(_of_any_hosts(job), cluster, left, name=_name_on(job, left, by_speed(job, cluster)))]
 
 
 def otherwise_divided(job: Job, cluster: Cluster) -> list[Option]:
@@ -101,13 +182,14 @@ def in_best_ring(job: Job, cluster: Cluster) -> Cluster:
 
     Shares that were asked for are those of the ranks as the file's hosts are counted: then it stays.
     """
-    wires = {wire for row in cluster.wires.values() for wire in row.values()}
-    if job.spec.machine.are_shares_told or len(wires) < 2:
+    if job.spec.machine.are_shares_told or not 2 < len(cluster.names) <= MOST_IN_RING:
+        return cluster
+    if len(cluster.kinds_of_wires) < 2:
         return cluster
     names, roster = cluster.names, job.roster(cluster.seats)
-    links = cluster.wires
+    links = {a: {b: cluster.between(a, b) for b in names if b != a} for a in names}
     if roster.backend == "gloo":  # each rank sends to the one before it
-        links = {a: {b: cluster.wires[b][a] for b in names if b != a} for a in names}
+        links = {a: {b: cluster.between(b, a) for b in names if b != a} for a in names}
     order = best_ring(names, links)
     seats = sorted(cluster.seats, key=lambda seat: order.index(seat.host))
     ordered = msgspec.structs.replace(cluster, seats=seats)
@@ -119,7 +201,7 @@ def in_best_ring(job: Job, cluster: Cluster) -> Cluster:
 def slowest_Bps(roster: Roster, cluster: Cluster) -> float:
     """Of the links that a ring in the order of the ranks uses."""
     links = ring(cluster, [member.host for member in roster.members])
-    used = links.back if roster.backend == "gloo" else links.wires
+    used = (links.to_previous if roster.backend == "gloo" else links.to_next).kinds
     return min((wire.bandwidth_Bps for wire in used), default=1.0)
 
 
@@ -137,14 +219,22 @@ def by_speed(job: Job, cluster: Cluster) -> list[str]:
     return sorted(speeds, key=lambda name: -speeds[name])
 
 
-def _name_without(job: Job, cluster: Cluster, left_out: Sequence[str]) -> str:
+def _name_on(job: Job, names: Sequence[str], ranked: Sequence[str]) -> str:
+    """Of a way on these hosts, `ranked` being all of them from the fastest to the slowest."""
+    taken, sync = set(names), asked_sync(job.spec)
+    left_out = [name for name in ranked if name not in taken]
     if len(left_out) <= 2:
-        return f"{_sync(job)} without {', '.join(sorted(left_out))}"
-    return f"{_sync(job)} on {', '.join(name for name in cluster.names if name not in left_out)}"
+        return f"{sync} without {', '.join(sorted(left_out))}"
+    if taken == set(ranked[: len(names)]):
+        return f"{sync} on the {len(names)} fastest"
+    return f"{sync} on {listed(names)}"
 
 
-def _sync(job: Job) -> SyncSpec:
-    return asked_sync(job.spec)
+def candidates(job: Job, cluster: Cluster) -> list[SyncSpec]:
+    """Strategies that are worth a look on these machines."""
+    sizes = Counter(seat.host for seat in cluster.seats).values()
+    are_groups = len(sizes) > 1 and min(sizes) == max(sizes) > 1  # hosts of several ranks each
+    return [sync for sync in CANDIDATES if makes_sense(sync, job) and (sync.kind != "hsdp" or are_groups)]
 
 
 def makes_sense(sync: SyncSpec, job: Job) -> bool:
@@ -198,21 +288,33 @@ def simplest(options: Sequence[Option], best: Option, chosen: str) -> Option:
     return min(near, key=lambda option: (len(option.roster.hosts), option.name != chosen, option.step_s))
 
 
+def best_of(options: Sequence[Option], cluster: Cluster) -> list[Option]:
+    """The two fastest that fit, or the fastest if none does."""
+    fitting = [option for option in options if fits_in(option, cluster)]
+    return sorted(fitting, key=speed, reverse=True)[:2] or list(options[:1])
+
+
 def fits_in(option: Option, cluster: Cluster) -> bool:
     return not what_does_not_fit(option, cluster)
 
 
+def too_small_for(option: Option, cluster: Cluster) -> dict[str, int]:
+    """Hosts that have too little memory for it, and what they need; none where nobody knows."""
+    if all(host.memory_bytes is None for host in cluster.hosts.values()):
+        return {}
+    needs: dict[str, int] = {}
+    for member, rank in zip(option.roster.members, option.ranks, strict=True):
+        need, before = rank.memory_bytes or 0, needs.get(member.host, 0)
+        needs[member.host] = before + need if member.device == "cpu" else max(before, need)
+    known = {name: cluster.hosts[name].memory_bytes for name in needs}
+    return {name: need for name, need in needs.items() if need > MEMORY_SHARE * (known[name] or math.inf)}
+
+
 def what_does_not_fit(option: Option, cluster: Cluster) -> str:
     """Which host has too little memory; "" where all have enough, or nobody knows."""
-    for name in option.roster.hosts:
-        members = [member for member in option.roster.members if member.host == name]
-        needs = [option.ranks[member.rank].memory_bytes or 0 for member in members]
-        has = cluster.hosts[name].memory_bytes
-        if has is None:
-            continue
-        need = max(needs) if members[0].is_gpu else sum(needs)
-        if need > MEMORY_SHARE * has:
-            return f"{name} has {size(has)}, a run may fill {size(MEMORY_SHARE * has)} and needs {size(need)}"
+    for name, need in too_small_for(option, cluster).items():
+        has = cluster.hosts[name].memory_bytes or 0
+        return f"{name} has {size(has)}, a run may fill {size(MEMORY_SHARE * has)} and needs {size(need)}"
     return ""
 
 
@@ -220,7 +322,15 @@ def obstacle(option: Option, cluster: Cluster, loss_budget: float) -> str:
     """Why an option cannot be chosen, however fast it is."""
     if too_large := what_does_not_fit(option, cluster):
         return f"does not fit: {too_large}"
+    return objection(option, loss_budget)
+
+
+def objection(option: Option, loss_budget: float) -> str:
+    """What speaks against its strategy, on whatever machines."""
     if not option.is_built:
+        sizes = Counter(member.host for member in option.roster.members).values()
+        if option.roster.sync.kind == "hsdp" and min(sizes) != max(sizes):
+            return "hosts with unlike numbers of ranks cannot shard alike"
         return "train cannot run it yet"
     if harms_fp16(option.roster):
         return "what is left to send would be of another loss scale than the next step's"

@@ -11,23 +11,26 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from evener.core.errors import UsageError
+from evener.core.errors import UsageError, did_you_mean
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
-from evener.core.link import FABRICS, parse_link
+from evener.core.hardware import parse_hardware
+from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction
 from evener.core.resolve import shape_of
-from evener.core.roster import Seat, SyncSpec, devices_of
+from evener.core.roster import Seat
 from evener.core.rundir import Manifest
-from evener.core.shape import PRESETS, GPTShape
+from evener.core.shape import PRESETS, GPTShape, shape_of_size
 from evener.core.spec import RunSpec, make_spec
 from evener.core.step import StepRecord, noise_scale
 from evener.core.units import plural
 from evener.plan.advice import rate
-from evener.plan.cluster import cluster_of, only, uniform, with_wire
-from evener.plan.cost import price
+from evener.plan.bill import Offer
+from evener.plan.cluster import cluster_of, only, with_wire
 from evener.plan.fit import as_it_was, fit
 from evener.plan.options import in_best_ring
 from evener.plan.search import predict, why_left_out
+
+MOST_RANKS = 1 << 16  # that are looked at one by one
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,26 +39,21 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     cluster: Cluster
     source: str
+    price_per_kwh: float | None = None  # of electricity
     asks_fabrics: bool = False  # what other links would bring
     measured: Option | None = None  # a run as it was; None where it is asked what another would be
     changes: list[str] = []  # sentences: what a run's records changed in what was measured before
 
 
-class Fabric(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link would bring."""
-
-    link: str
-    payload_Bps: float
-    ddp: Option
-    bf16: Option  # with gradients in 16 bit
-
-
-def of_fleet(fleet: Fleet, spec: RunSpec, vocab_size: int | None, link: str | None, source: str) -> Question:
+def of_fleet(fleet: Fleet, spec: RunSpec, vocab_size: int | None, link: str | None, source: str,
+             params: str | None = None) -> Question:  # fmt: skip
     """What was measured, in the fleet's file; `vocab_size` of the corpus, the preset's own if None."""
-    job = Job(spec=spec, shape=shape_of(spec, vocab_size))
+    job, assumed = job_of(spec, vocab_size, params)
     known = parse_link(link) if link is not None else None
     cluster = cluster_of(fleet, job, known.wire if known else None)
-    return Question(job=job, cluster=assuming(cluster, [known.assumed] if known else []), source=source)
+    if known is not None:
+        assumed.append(known.assumed)
+    return Question(job=job, cluster=assuming(cluster, assumed), source=source, price_per_kwh=fleet.price_per_kwh)
 
 
 def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, seats: Sequence[Seat], *,
@@ -82,41 +80,121 @@ def ring_order(fleet: Fleet, spec: RunSpec, shape: GPTShape) -> list[str]:
         return list(fleet.hosts)
 
 
-def of_words(spec: RunSpec, vocab_size: int | None, nodes: int | None, rates: str | None, link: str | None,
-             per_node: int, node_link: str | None) -> Question:  # fmt: skip
-    """Machines that nobody has yet. Several ranks on a node are GPUs."""
-    if rates is None:
+class Words(msgspec.Struct, frozen=True, kw_only=True):
+    """Machines that nobody has yet, as flags describe them."""
+
+    nodes: int | None = None  # [as many as rates or GPUs are listed]
+    rates: str | None = None  # tokens/s of one rank alone: one for all nodes, or one for each
+    gpus: str | None = None  # hardware by name, "h100" or "4090,3090": one for all nodes, or one for each
+    per_node: int = 1  # ranks on each; more than one are GPUs
+    link: str | None = None  # between nodes
+    node_link: str | None = None  # between the ranks of a node
+    memory: str | None = None  # of each GPU, or of a host without any: one for all nodes, or one for each
+    watts: float | None = None  # of a node
+    price_per_h: float | None = None  # of a node
+
+
+def of_words(words: Words, spec: RunSpec, vocab_size: int | None, params: str | None = None) -> Question:
+    """Machines that nobody has yet: what a fleet's file with the same words would say."""
+    if words.rates is None and words.gpus is None:
         raise UsageError(
-            "how fast is one rank alone? --compute-tokens-per-s N",
+            "how fast is one rank alone? --compute-tokens-per-s N, or --gpu NAME",
             hint="evener probe host measures it on a machine that you have",
         )
-    each = parse_rates(rates)
-    if nodes is None:
-        nodes = len(each)
-    if len(each) not in (1, nodes):
-        raise UsageError(
-            f"--compute-tokens-per-s {rates}: {plural(len(each), 'rate')} for {plural(nodes, 'node')}",
-            hint="one rate for all of them, or one for each",
-        )
-    links = []
-    if nodes > 1:
-        if link is None:
-            raise UsageError("which link is between the nodes? --link 1GbE", hint="100Mbit, 2.5GbE, 400G, wifi, wan, …")
-        links.append(parse_link(link))
-    if per_node > 1:
-        links.append(parse_link(node_link or "nvlink"))
-    num_gpus = per_node if per_node > 1 or spec.machine.device == "cuda" else 0
-    cluster = uniform(
-        {f"node{i + 1}": each[i % len(each)] for i in range(nodes)},
-        links[0].wire if links else parse_link("1GbE").wire,
-        devices_of("node1", Host(address="node1", ranks=per_node), num_gpus, spec.machine),
-        local=links[-1].wire if per_node > 1 else None,
-    )
-    assumed = [one.assumed for one in links]
-    if per_node > 1:
+    job, assumed = job_of(spec, vocab_size, params)
+    fleet = fleet_of_words(words, job)
+    if words.per_node > 1 and words.gpus is None and spec.machine.device == "auto":
         assumed.append("several ranks on a node are GPUs, with NCCL and bf16")
-    job = Job(spec=spec, shape=shape_of(spec, vocab_size))
-    return Question(job=job, cluster=assuming(cluster, assumed), source="what you said", asks_fabrics=nodes > 1)
+    return Question(job=job, cluster=assuming(cluster_of(fleet, job), assumed), source="what you said",
+                    asks_fabrics=len(fleet.hosts) > 1)  # fmt: skip
+
+
+def chosen_hosts(question: Question, names: str | None) -> Question:
+    """The same about these of its hosts alone ("node1,node3"); all of them if None."""
+    if names is None:
+        return question
+    known = question.cluster.names
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"--hosts {names}: there is no host {name}", hint=did_you_mean(name, known[:20]))
+    if not wanted:
+        raise UsageError(f"--hosts {names!r}: it names no host", hint=f"--hosts {known[0]}")
+    return msgspec.structs.replace(question, cluster=only(question.cluster, wanted))
+
+
+def rented(question: Question, offer: Offer) -> Question:
+    """The same job on a machine that somebody lets."""
+    words = Words(gpus=offer.gpu, per_node=offer.num_gpus, price_per_h=offer.price_per_h)
+    machine = msgspec.structs.replace(question.job.spec.machine, shares="auto", device="auto", ranks=1, threads=None)
+    job = msgspec.structs.replace(question.job, spec=msgspec.structs.replace(question.job.spec, machine=machine))
+    return Question(job=job, cluster=cluster_of(fleet_of_words(words, job), job), source=f"--rent {offer}")
+
+
+def _check_ranks(num_ranks: int, job: Job) -> None:
+    """Before they are made."""
+    if num_ranks > MOST_RANKS:
+        raise UsageError(f"{num_ranks} ranks, more than {MOST_RANKS}", hint="--scale 1,8,…,65536 goes as far")
+    if num_ranks > job.spec.train.batch and not job.spec.machine.are_shares_told:
+        raise UsageError(
+            f"{num_ranks} ranks, more than the {job.spec.train.batch} sequences of one batch",
+            hint=f"--batch {num_ranks} or more gives every rank something to do",
+        )
+
+
+def job_of(spec: RunSpec, vocab_size: int | None, params: str | None) -> tuple[Job, list[str]]:
+    """What is trained, by a preset or by a number of parameters alone, and what was assumed of it."""
+    if params is None:
+        return Job(spec=spec, shape=shape_of(spec, vocab_size)), []
+    model = spec.model
+    base = msgspec.structs.replace(PRESETS["gpt2"], vocab_size=vocab_size or PRESETS["gpt2"].vocab_size,
+                                   block_size=model.block_size or PRESETS["gpt2"].block_size)  # fmt: skip
+    shape = shape_of_size(params, base)
+    named = msgspec.structs.replace(spec, model=msgspec.structs.replace(model, model=params))
+    told = f"{params} parameters: {shape.num_layers} layers of {shape.width}, otherwise like GPT-2"
+    return Job(spec=named, shape=shape), [told]
+
+
+def fleet_of_words(words: Words, job: Job) -> Fleet:
+    """The fleet that a few words describe; UsageError where they describe none."""
+    each = parse_rates(words.rates) if words.rates is not None else [None]
+    gpus = words.gpus.split(",") if words.gpus is not None else [None]
+    memory = words.memory.split(",") if words.memory is not None else [None]
+    lists = {"--compute-tokens-per-s": (each, "rate"), "--gpu": (gpus, "name"), "--memory": (memory, "size")}
+    nodes = words.nodes if words.nodes is not None else max(len(values) for values, _ in lists.values())
+    for flag, (values, noun) in lists.items():
+        if len(values) not in (1, nodes):
+            raise UsageError(f"{flag}: {plural(len(values), noun)} for {plural(nodes, 'node')}",
+                             hint="one for all of them, or one for each")  # fmt: skip
+    if nodes > 1 and words.link is None:
+        raise UsageError("which link is between the nodes? --link 1GbE", hint="100Mbit, 2.5GbE, 400G, wifi, wan, …")
+    _check_ranks(nodes * words.per_node, job)
+    wish = job.spec.machine.device
+    is_gpu = wish == "cuda" or (words.per_node > 1 and wish == "auto")
+    of_rate: dict[tuple[float, bool], dict[str, Rates]] = {}
+    hosts, rates = {}, {}
+    for i in range(nodes):
+        rate, gpu = each[i % len(each)], gpus[i % len(gpus)]
+        has_gpus = is_gpu if gpu is None else parse_hardware(gpu).kind != "cpu"
+        name = f"node{i + 1}"
+        hosts[name] = Host(
+            address=name,
+            gpu=gpu,
+            gpus=words.per_node if has_gpus and gpu is not None else None,
+            ranks=None if has_gpus else words.per_node,
+            memory=memory[i % len(memory)],
+            node_link=words.node_link,
+            watts=words.watts,
+            price_per_h=words.price_per_h,
+        )
+        if rate is not None:
+            known = ModelRate(tokens_per_s=rate)
+            devices = [f"cuda:{k}" for k in range(words.per_node)] if has_gpus else ["cpu"]
+            of_host = Rates(models={job.model: known})
+            rates[name] = of_rate.setdefault((rate, has_gpus), dict.fromkeys(devices, of_host))
+    if words.link is not None:
+        parse_link(words.link)  # also where one node has no use for it
+    return Fleet(hosts=hosts, link=words.link, rates=rates)
 
 
 def of_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]],
@@ -167,18 +245,6 @@ def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Q
     return msgspec.structs.replace(question, job=job, cluster=cluster, measured=measured)
 
 
-def fabrics(question: Question, chosen: Option) -> list[Fabric]:
-    """What the chosen option would do over every link that has a name."""
-    narrow = chosen.roster.agreeing_by(SyncSpec(kind="bf16"))
-    found = []
-    for name in FABRICS:
-        wire = parse_link(name).wire
-        cluster = with_wire(question.cluster, wire)
-        ddp, bf16 = (price(question.job, cluster, roster) for roster in (chosen.roster, narrow))
-        found.append(Fabric(link=name, payload_Bps=wire.bandwidth_Bps, ddp=ddp, bf16=bf16))
-    return found
-
-
 def figures(question: Question, fleet: Fleet, path: str,
             measured: str) -> tuple[dict[str, dict[str, Rates]], dict[str, dict[str, Link]]]:  # fmt: skip
     """A run's refitted figures as a fleet's file has them, (rates, links): of the preset's own shape, at a time.
@@ -208,8 +274,9 @@ def figures(question: Question, fleet: Fleet, path: str,
         known = fleet.links.get(name, {})
         links[name] = {
             target: msgspec.structs.replace(known[target], duplex_Bps=wire.bandwidth_Bps, measured=measured)
-            for target, wire in cluster.wires[name].items()
-            if target in known
+            for target in known
+            if target in cluster.names
+            for wire in [cluster.between(name, target)]
         }
     return rates, links
 
@@ -261,7 +328,7 @@ def parse_rates(text: str) -> list[float]:
         found = [float(word) for word in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < one < 1e15 for one in found):
+    if not found or not all(1e-6 <= one < 1e15 for one in found):
         raise UsageError(
             f"--compute-tokens-per-s {text}: expected a rate above 0, or one for each node", hint="for example 60,30"
         )

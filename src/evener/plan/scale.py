@@ -17,12 +17,16 @@ from typing import Literal
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.prediction import Cluster, Job, Wire
+from evener.core.link import Wire
+from evener.core.prediction import Cluster, Job
 from evener.core.roster import Member, backend_of, equal_shares
 from evener.core.step import StepCost
-from evener.plan.collectives import lap_s, nccl_all_reduce_s
+from evener.plan.collectives import Ring, backend_s, lap_s, nccl_all_reduce_s
+from evener.plan.cost import BACKWARD, RECOMPUTED, again
 from evener.plan.goodput import checkpoint_interval_s, useful_share
-from evener.plan.sync import BUCKET_BYTES, GRADIENT_BYTES, buckets, gradients
+from evener.plan.options import WORTH
+from evener.plan.slowest import Slowest, slowest_of
+from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, GRADIENT_BYTES, buckets, gradients
 
 LIMITS: list[tuple[str, Callable[[float], bool], str]] = [
     ("compute_s slow_factor", lambda x: 0 < x < math.inf, "more than 0"),
@@ -33,10 +37,10 @@ LIMITS: list[tuple[str, Callable[[float], bool], str]] = [
     ("jitter", lambda x: 0 <= x <= 3, "between 0 and 3"),
     ("backward_share slow_share", lambda x: 0 <= x <= 1, "between 0 and 1"),
 ]
-MOST_RANKS = 1 << 20
-JITTER, MTBF_DAYS = 0.02, 300.0  # *assumptions*
+MOST_RANKS = 1 << 16
+MOST_POINTS = 64
+MTBF_DAYS = 300.0  # *assumption*
 CHECKPOINT_S, RESTART_S = 20.0, 300.0  # *assumptions*: to write all weights, and from a failure to the next step
-INTERVALS = 512  # of a trapezoid rule over a function that fades at both ends: the error falls exponentially
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +51,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int  # largest number of them in one backward; the last backward alone hides communication
     sequence_tokens: int
     update_s: float = 0.0
-    backward_share: float = 2 / 3  # of compute_s: two matrix products where forward has one   [PaLM, appendix B]
+    backward_share: float = BACKWARD  # of compute_s
     gradient_bytes: int  # reduced once a step
     buckets: list[tuple[int, float]] = []  # (bytes, share of backward when it is there), see plan.sync.buckets;
     # empty: DDP's 25 MiB each, ready evenly over backward
+    small_buckets: list[tuple[int, float]] = []  # instead of them where that is clearly faster; empty: never
     per_node: int = 8
     inner: Wire  # between two ranks of a node
     outer: Wire  # between two nodes: all that a node has, so eight adapters of 50 GB/s are 400 GB/s
@@ -111,6 +116,15 @@ def scale(scenario: Scenario, counts: Sequence[int]) -> list[Point]:
 
 
 def _point(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None) -> Point:
+    usual = _with_buckets(scenario, num_ranks, alone_tokens_per_s)
+    if not scenario.small_buckets or num_ranks == 1:
+        return usual
+    other = msgspec.structs.replace(scenario, buckets=scenario.small_buckets)
+    small = _with_buckets(other, num_ranks, alone_tokens_per_s)
+    return small if usual.step_s > WORTH * small.step_s else usual
+
+
+def _with_buckets(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None) -> Point:
     shares = (
         equal_shares(scenario.sequences, num_ranks) if scenario.kind == "strong" else [scenario.sequences] * num_ranks
     )
@@ -118,7 +132,7 @@ def _point(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None)
     slowest = _slowest(scenario, shares)
     transfers = _transfers(scenario, num_ranks)
     first = Member(rank=0, host="", device="cuda:0", dtype="bf16", share=shares[0], micro_batch=scenario.micro_batch)
-    last_pass = first.micro_batches[-1] / first.share
+    last_pass = first.last_pass / first.share
 
     def exposed_s(compute_s: float) -> float:
         backward_s = scenario.backward_share * last_pass * compute_s if scenario.overlap else 0.0
@@ -170,17 +184,20 @@ def scenario_of(job: Job, cluster: Cluster, *, strong: bool, jitter: float | Non
         raise UsageError("--scale: all its ranks are alike", hint="one rate: --compute-tokens-per-s 500")
     alone = job.roster(cluster.seats[:1])
     (first,), names = alone.members, cluster.names
-    outer, local = cluster.wires[names[0]][names[1]], cluster.hosts[names[0]].local
-    jitter, mtbf_days = JITTER if jitter is None else jitter, MTBF_DAYS if mtbf_days is None else mtbf_days
+    host, outer = cluster.hosts[names[0]], cluster.between(names[0], names[1])
+    jitter, mtbf_days = cluster.jitter if jitter is None else jitter, MTBF_DAYS if mtbf_days is None else mtbf_days
     return Scenario(
-        compute_s=job.tokens / cluster.tokens_per_s(first),
+        compute_s=again(job) * (job.tokens / cluster.tokens_per_s(first) + host.pass_s * first.num_passes),
+        backward_share=RECOMPUTED if job.spec.model.recompute else BACKWARD,
+        update_s=host.update_s,
         sequences=first.share,
         micro_batch=min(first.micro_batch, first.share),
         sequence_tokens=job.shape.block_size,
         gradient_bytes=GRADIENT_BYTES * job.shape.num_params(),
         buckets=buckets(gradients(job.shape)),
+        small_buckets=buckets(gradients(job.shape), CODED_BUCKET_BYTES),
         per_node=len(cluster.seats) // len(names),
-        inner=local or outer,
+        inner=host.local or outer,
         outer=outer,
         has_trees=backend_of(cluster.seats, job.spec.machine.backend) == "nccl",
         kind="strong" if strong else "weak",
@@ -224,11 +241,15 @@ def parse_counts(text: str) -> list[int]:
                 raise wrong
             ratio, last = found[-1] / found[-2], int(words[i + 1])
             while ratio > 1 and round(found[-1] * ratio) < last:
-                found.append(round(found[-1] * ratio))
+                found.append(max(found[-1] + 1, round(found[-1] * ratio)))
+                if len(found) > MOST_POINTS:
+                    break
         elif word.isdecimal() and 1 <= int(word) <= MOST_RANKS and (not found or int(word) > found[-1]):
             found.append(int(word))
         else:
             raise wrong
+        if len(found) > MOST_POINTS:
+            raise UsageError(f"--scale: more than {MOST_POINTS} numbers of ranks", hint="for example 1,2,4,…,4096")
     return found
 
 
@@ -247,22 +268,24 @@ def all_reduce_s(size_bytes: float, num_ranks: int, scenario: Scenario) -> tuple
     >>> [(round(time_s * 1e3, 2), name) for time_s, name in (all_reduce_s(25e6, n, fabric) for n in (8, 16, 4096))]
     [(0.05, 'ring'), (0.16, 'ring'), (0.59, 'tree')]
     """
-    n, k, nodes = num_ranks, min(num_ranks, scenario.per_node), -(-num_ranks // scenario.per_node)
-    crossing = nodes if nodes > 1 else 0
-
-    def links(sum_Bps: float) -> list[Wire]:
-        """Of the ring, where what arrives is added as it comes."""
-        inner, outer = (
-            Wire(latency_s=wire.latency_s, bandwidth_Bps=min(wire.bandwidth_Bps, sum_Bps))
-            for wire in (scenario.inner, scenario.outer)
-        )
-        return [inner] * (n - crossing) + [outer] * crossing
-
-    ring_s = lap_s(links(scenario.sum_Bps), size_bytes / n) + lap_s(links(math.inf), size_bytes / n)
+    around = _ring(scenario, num_ranks)
     if not scenario.has_trees:
-        return ring_s, "ring"
-    inner, outer = scenario.inner if k > 1 else None, scenario.outer if nodes > 1 else None
-    return nccl_all_reduce_s(size_bytes, ring_s, k, nodes, inner, outer, scenario.sum_Bps)
+        return backend_s("all_reduce", size_bytes, around, "gloo"), "ring"
+    part = size_bytes / num_ranks
+    ring_s = lap_s(around.to_next.at_most(scenario.sum_Bps), part) + lap_s(around.to_next, part)
+    k, nodes = min(num_ranks, scenario.per_node), len(around.host_sizes)
+    _, algorithm = nccl_all_reduce_s(size_bytes, ring_s, k, nodes, around.inner, around.outer, scenario.sum_Bps)
+    return backend_s("all_reduce", size_bytes, around, "nccl"), algorithm
+
+
+def _ring(scenario: Scenario, num_ranks: int) -> Ring:
+    """Through all ranks of a node before it leaves it."""
+    k = scenario.per_node
+    nodes = [f"{rank // k}" for rank in range(num_ranks)]
+    wires = tuple(scenario.inner if here == there else scenario.outer
+                  for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))  # fmt: skip
+    return Ring(hosts=tuple(nodes), wires=wires, back=wires[-1:] + wires[:-1],
+                sum_Bps=(scenario.sum_Bps,) * num_ranks)  # fmt: skip
 
 
 def _transfers(scenario: Scenario, num_ranks: int) -> list[tuple[float, float, str]]:
@@ -292,70 +315,7 @@ def exposed(transfers: Sequence[tuple[float, float, str]], backward_s: float) ->
     return max(0.0, end_s - backward_s)
 
 
-# The slowest rank
-
-
-class Slowest:
-    """The maximum of independent times. `log_cdf(x)` is the logarithm of the probability that none exceeds x.
-
-    Where the times are fixed, `atoms` are their possible values; else they have a density.
-    """
-
-    def __init__(self, log_cdf: Callable[[float], float], atoms: Sequence[float] = ()) -> None:
-        self.log_cdf, self.atoms = log_cdf, sorted(set(atoms))
-
-    def mean(self) -> float:
-        """E[max] = ∫ (1 - F(x)) dx.
-
-        >>> exponential = Slowest(lambda x: 4 * math.log(-math.expm1(-x)))
-        >>> round(exponential.mean(), 6), round(1 + 1 / 2 + 1 / 3 + 1 / 4, 6)
-        (2.083333, 2.083333)
-        """
-        if self.atoms:
-            gaps = zip(self.atoms, self.atoms[1:], strict=False)
-            return self.atoms[0] + sum((high - low) * -math.expm1(self.log_cdf(low)) for low, high in gaps)
-        low, high = math.log(self._crossing(-37.0)), math.log(self._crossing(-1e-14))
-        width = (high - low) / INTERVALS
-        inside = (math.exp(low + i * width) for i in range(1, INTERVALS))  # x = eʸ, dx = x·dy
-        middle = math.fsum(x * -math.expm1(self.log_cdf(x)) for x in inside)
-        return width * (middle + math.exp(low) / -math.expm1(-width))  # below it all x count: a geometric series
-
-    def quantile(self, share: float) -> float:
-        """The time that this share of all maxima does not exceed."""
-        if self.atoms:
-            return next(x for x in self.atoms if x == self.atoms[-1] or self.log_cdf(x) >= math.log(share))
-        return self._crossing(math.log(share))
-
-    def _crossing(self, log_share: float) -> float:
-        low, high = -60.0, 60.0
-        for _ in range(52):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.log_cdf(math.exp(middle)) >= log_share else (middle, high)
-        return math.exp(high)
-
-
 def _slowest(scenario: Scenario, shares: Sequence[int]) -> Slowest:
     """Of ranks whose compute time is share · lognormal with mean 1 · slow_factor with probability slow_share."""
     groups = [(scenario.compute_s * s / scenario.sequences, shares.count(s)) for s in sorted(set(shares)) if s]
-    factors = [(1.0, 1 - scenario.slow_share), (scenario.slow_factor, scenario.slow_share)]
-    factors = [(factor, weight) for factor, weight in factors if weight]
-    variance = math.log1p(scenario.jitter**2)
-    spread = math.sqrt(2 * variance)
-
-    def tail(ratio: float) -> float:
-        """Probability that a rank takes longer than `ratio` times its mean."""
-        if not spread:
-            return float(ratio < 1)
-        return math.erfc((math.log(ratio) + variance / 2) / spread) / 2
-
-    def log_cdf(x: float) -> float:
-        found = 0.0
-        for mean_s, num in groups:
-            beyond = sum(weight * tail(x / (mean_s * factor)) for factor, weight in factors)
-            if beyond >= 1:
-                return -math.inf
-            found += num * math.log1p(-beyond)
-        return found
-
-    atoms = [] if spread else [mean_s * factor for mean_s, _ in groups for factor, _ in factors]
-    return Slowest(log_cdf, atoms)
+    return slowest_of(groups, scenario.jitter, scenario.slow_share, scenario.slow_factor)

@@ -6,21 +6,23 @@ import msgspec
 
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction
-from evener.core.roster import DDP, NO_SYNC, SyncSpec
-from evener.core.units import seconds
-from evener.plan.advice import advice_of, listed, rate, verdict_of
+from evener.core.roster import DDP, NO_SYNC
+from evener.core.units import listed, seconds
+from evener.plan.advice import rate, verdict_of
 from evener.plan.cluster import with_wire
 from evener.plan.cost import price
 from evener.plan.options import (
-    CANDIDATES,
     WORTH,
+    alone_on_each,
     as_trained,
+    asking_for,
+    best_of,
     by_speed,
+    candidates,
     fastest,
     fits_in,
     in_best_ring,
     larger,
-    makes_sense,
     obstacle,
     on_fewer,
     on_one,
@@ -41,7 +43,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: O
     order of the fastest ring, unless their own has to be kept. `measured` is a way as a run has shown it to be, and
     stands for what it would be priced at.
     """
-    given, loss_budget = cluster, job.spec.train.loss_budget / 100
+    given, loss_budget, is_ours = cluster, job.spec.train.loss_budget / 100, job.spec.train.sync == "auto"
     if not keep_order:
         cluster = in_best_ring(job, cluster)
     job = with_sync(job, cluster)
@@ -49,15 +51,15 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: O
     if measured is not None and measured.name == chosen.name:
         chosen = measured
     options = [chosen, *([measured] if measured is not None else [])]
-    alone = [on_one(job, cluster, name) for name in cluster.names] if len(cluster.names) > 1 else []
+    alone = list(alone_on_each(job, cluster).values()) if len(cluster.names) > 1 else []
     if alone:
         options += on_the_best(alone, cluster)
-        options += on_fewer(job, cluster)
-        options += on_those_that_fit(job, cluster, alone)
+        options += best_of(on_fewer(job, cluster), cluster)
+        options += on_those_that_fit(job, cluster)
     if len(cluster.seats) > 1:
         options += otherwise_divided(job, cluster)
-        options += [as_trained(_asking_for(job, sync), cluster, name=str(sync))
-                    for sync in CANDIDATES if sync != chosen.roster.sync and makes_sense(sync, job)]  # fmt: skip
+        options += [as_trained(asking_for(job, sync), cluster, name=str(sync))
+                    for sync in candidates(job, cluster) if sync != chosen.roster.sync]  # fmt: skip
     options = list({option.name: option for option in reversed(options)}.values())[::-1]
     fitting = [option for option in alone if fits_in(option, cluster)]
     baseline = max(map(speed, fitting), default=None) if alone else chosen.tokens_per_s
@@ -76,13 +78,14 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: O
         recommended=best.name if best else "",
         chosen=chosen.name,
         options=options,
+        is_sync_ours=is_ours,
     )
-    advice = advice_of(prediction)
+    notes = []
     if cluster is not given:
         gain = slowest_Bps(chosen.roster, cluster) / slowest_Bps(job.roster(given.seats), given)
         order = " → ".join(cluster.names)
-        advice.append(f"The ring goes {order}: its slowest link is {gain:.1f} times that of the file's order.")
-    return msgspec.structs.replace(prediction, verdict=verdict_of(prediction), advice=advice)
+        notes.append(f"The ring goes {order}: its slowest link is {gain:.1f} times that of the file's order.")
+    return msgspec.structs.replace(prediction, verdict=verdict_of(prediction), notes=notes)
 
 
 def with_sync(job: Job, cluster: Cluster) -> Job:
@@ -92,18 +95,13 @@ def with_sync(job: Job, cluster: Cluster) -> Job:
     """
     if job.spec.train.sync != "auto":
         return job
-    plain = _asking_for(job, DDP)
+    plain = asking_for(job, DDP)
     if len(cluster.seats) == 1:
         return plain
-    priced = [as_trained(_asking_for(job, sync), cluster) for sync in (DDP, *CANDIDATES) if makes_sense(sync, job)]
+    priced = [as_trained(asking_for(job, sync), cluster) for sync in (DDP, *candidates(job, cluster))]
     able = [option for option in priced if not obstacle(option, cluster, job.spec.train.loss_budget / 100)]
     best = fastest(able) or priced[0]
-    return plain if best.tokens_per_s < WORTH * priced[0].tokens_per_s else _asking_for(job, best.roster.sync)
-
-
-def _asking_for(job: Job, sync: SyncSpec) -> Job:
-    train = msgspec.structs.replace(job.spec.train, sync=str(sync))
-    return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train))
+    return plain if best.tokens_per_s < WORTH * priced[0].tokens_per_s else asking_for(job, best.roster.sync)
 
 
 def in_a_line(prediction: Prediction) -> str:
@@ -155,7 +153,8 @@ def what_if(prediction: Prediction) -> list[Option]:
         for name in ("2.5GbE", "10GbE"):
             wire = parse_link(name).wire
             found.append(price(job, with_wire(cluster, wire), roster, name=f"{name} between all hosts"))
-        found += on_fewer(job, cluster)[:1] or [on_one(job, cluster, by_speed(job, cluster)[0])]
+        without = best_of(on_fewer(job, cluster), cluster)[:1]
+        found += without or [on_one(job, cluster, by_speed(job, cluster)[0])]
         found += otherwise_divided(job, cluster) if job.spec.machine.shares != "auto" else []
     if roster.world_size > 1:
         found.append(as_trained(larger(job, 4), cluster, name="batch and accumulation × 4"))

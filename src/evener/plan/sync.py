@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal
 
 import msgspec
 
 from evener.core.collective import Collective
-from evener.core.roster import Kind, Roster, SyncSpec
+from evener.core.roster import Kind, Member, Roster, SyncSpec
 from evener.core.shape import MLP_EXPANSION, GPTShape
 from evener.plan.collectives import ring_all_reduce_bytes
 
@@ -23,7 +25,11 @@ FIRST_BUCKET_BYTES = 1 << 20
 CODED_BUCKET_BYTES = 4 << 20
 FRAGMENT_BYTES = 25 << 20  # of weights that DiLoCo agrees upon at a time: what is held beside them is that large
 FRAGMENTS = 10  # when streamed, at most: smaller ones are taken up sooner after they were sent, larger ones are fewer
+MOST_LAYERS = 512  # that are looked at one by one: of deeper models neighbours count as one
 BLOCKS = {8: 256, 4: 64}  # numbers that share a scale, by their bits
+
+
+Scope = Literal["all", "host", "hosts"]
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +54,8 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     collective: Collective
     size_bytes: float  # of the whole buffer
     ready: float  # share of backward that is over when it may start; negative: when computing begins
+    num: int = 1  # so many alike, one after another
+    scope: Scope = "all"  # among all ranks; those of a host; or those that hold the same part, one on each host
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +66,14 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     coded_bytes: float = 0.0  # gradients that a rank makes small and large again, in an exchange
     moved_bytes: float = 0.0  # memory traffic of what else it does with them
     every: int = 1  # steps between two exchanges
+    fewer_bytes: float = 0.0  # that a rank sends whose gradients fit into bf16, where those of others do not
     hidden: bool = False  # it runs beside the next steps' computing
+    interleaved: bool = False  # computing waits for it layer by layer: neither hides all of the other
     update_share: float = 1.0  # of the parameters that a rank updates itself
 
 
-def gradients(shape: GPTShape) -> list[Gradient]:
+@lru_cache(maxsize=64)
+def gradients(shape: GPTShape) -> tuple[Gradient, ...]:
     """All tensors in the order of backward: head, last block … first block, embeddings.
 
     A tensor is ready when the arithmetic before it is done: backward costs each matrix the same per parameter, and each
@@ -77,22 +88,27 @@ def gradients(shape: GPTShape) -> list[Gradient]:
     bias, has_norms = int(shape.bias), shape.norm == "layernorm"
     order: list[tuple[str, int, int, float]] = []  # name, rows, columns, FLOPs of backward up to it, per token
     order.append(("head", 0 if shape.tied_head else vocab, width, 4.0 * vocab * width))
-    tables = [vocab * shape.has_value_embedding(layer) for layer in range(shape.num_layers)]
-    norm = [("norm", (1 + bias) if has_norms else 0, width, 0.0)]
-    order += norm
-    for layer in reversed(range(shape.num_layers)):
+    norms = (1 + bias) if has_norms else 0
+    order.append(("norm", norms, width, 0.0))
+    thick = -(-shape.num_layers // MOST_LAYERS)
+    for end in range(shape.num_layers, 0, -thick):
+        layers = range(max(0, end - thick), end)
+        num, tables = len(layers), vocab * sum(map(shape.has_value_embedding, layers))
         order += [  # of a linear layer the bias comes first
-            (f"{layer} down bias", bias, width, 0.0),
-            (f"{layer} down", width, hidden, 4.0 * width * hidden),
-            (f"{layer} up bias", bias, hidden, 0.0),
-            (f"{layer} up", hidden, width, 4.0 * width * hidden),
-            *norm,
-            (f"{layer} out bias", bias, width, 0.0),
-            (f"{layer} out", width, width, 4.0 * width * width),
-            (f"{layer} value embedding", tables[layer], width, 8.0 * width * shape.block_size),
-            (f"{layer} qkv bias", bias, 3 * width, 0.0),
-            (f"{layer} qkv", 3 * width, width, 12.0 * width * width),
-            *norm,
+            (f"{end - 1} {name}", tables if name == "value embedding" else num * rows, columns, num * flops)
+            for name, rows, columns, flops in (
+                ("down bias", bias, width, 0.0),
+                ("down", width, hidden, 4.0 * width * hidden),
+                ("up bias", bias, hidden, 0.0),
+                ("up", hidden, width, 4.0 * width * hidden),
+                ("norm", norms, width, 0.0),
+                ("out bias", bias, width, 0.0),
+                ("out", width, width, 4.0 * width * width),
+                ("value embedding", vocab, width, 8.0 * width * shape.block_size),
+                ("qkv bias", bias, 3 * width, 0.0),
+                ("qkv", 3 * width, width, 12.0 * width * width),
+                ("norm", norms, width, 0.0),
+            )
         ]
     order.append(("position embedding", shape.block_size if shape.positions == "learned" else 0, width, 0.0))
     order.append(("token embedding", vocab, width, 0.0))
@@ -108,7 +124,18 @@ def gradients(shape: GPTShape) -> list[Gradient]:
                     name=name, rows=rows, columns=columns, ready=done / total, is_lookup=is_lookup, is_linear=is_linear
                 )
             )
-    return found
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def dense_gradients(shape: GPTShape) -> tuple[Gradient, ...]:
+    """Without the tables that are only looked up."""
+    return tuple(tensor for tensor in gradients(shape) if not tensor.is_lookup)
+
+
+def exchanged(shape: GPTShape, sync: SyncSpec) -> tuple[Gradient, ...]:
+    """What goes whole and not row by row."""
+    return dense_gradients(shape) if sync.sparse else gradients(shape)
 
 
 def bucket_bytes(roster: Roster) -> int | None:
@@ -131,6 +158,12 @@ def buckets(tensors: Sequence[Gradient], most_bytes: int | None = None) -> list[
     """
     return [(GRADIENT_BYTES * sum(tensor.num_params for tensor in bucket), bucket[-1].ready)
             for bucket in bucketed(tensors, most_bytes)]  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def buckets_of(shape: GPTShape, sparse: bool, most_bytes: int | None) -> list[tuple[int, float]]:
+    """Of the tensors that go whole."""
+    return buckets(dense_gradients(shape) if sparse else gradients(shape), most_bytes)
 
 
 def bucketed(tensors: Sequence[Gradient], most_bytes: int | None = None) -> list[list[Gradient]]:
@@ -160,11 +193,10 @@ def exchange(shape: GPTShape, roster: Roster) -> Exchange:
     503.3
     209.8
     """
-    tensors = gradients(shape)
+    work = STRATEGIES[roster.sync.kind].exchange(shape, roster)
     if not roster.sync.sparse:
-        return STRATEGIES[roster.sync.kind].exchange(shape, roster, tensors)
-    work = STRATEGIES[roster.sync.kind].exchange(shape, roster, [tensor for tensor in tensors if not tensor.is_lookup])
-    rows = [_rows(shape, roster, tensor) for tensor in tensors if tensor.is_lookup]
+        return work
+    rows = [_rows(shape, roster, tensor) for tensor in gradients(shape) if tensor.is_lookup]
     transfers = sorted([*work.transfers, *rows], key=lambda transfer: transfer.ready)
     return msgspec.structs.replace(work, transfers=transfers)
 
@@ -172,11 +204,11 @@ def exchange(shape: GPTShape, roster: Roster) -> Exchange:
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table."""
 
-    exchange: Callable[[GPTShape, Roster, Sequence[Gradient]], Exchange]
+    exchange: Callable[[GPTShape, Roster], Exchange]
     is_exact: bool = True  # up to the rounding of sums in another order
 
 
-def _none(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+def _none(shape: GPTShape, roster: Roster) -> Exchange:
     return Exchange(transfers=[])
 
 
@@ -184,8 +216,12 @@ def _all_reduces(found: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
     return [Transfer(collective="all_reduce", size_bytes=factor * size, ready=ready) for size, ready in found]
 
 
-def _ddp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
-    return Exchange(transfers=_all_reduces(buckets(tensors, bucket_bytes(roster))))
+def _ddp(shape: GPTShape, roster: Roster) -> Exchange:
+    return Exchange(transfers=_all_reduces(_buckets(shape, roster)))
+
+
+def _buckets(shape: GPTShape, roster: Roster) -> list[tuple[int, float]]:
+    return buckets_of(shape, roster.sync.sparse, bucket_bytes(roster))
 
 
 def _rows(shape: GPTShape, roster: Roster, tensor: Gradient) -> Transfer:
@@ -212,16 +248,22 @@ def _to_all_and_back(sizes: Sequence[tuple[float, float, float]], num_ranks: int
     return [_swap(size / num_ranks, ready, num_ranks) for there, back, ready in sizes for size in (there, back)]
 
 
-def _packed(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+def _packed(shape: GPTShape, roster: Roster) -> Exchange:
     """Under bf16, with one micro-batch a rank, the gradients of linear layers in two bytes; sums in four."""
-    fits = all(member.dtype == "bf16" and len(member.micro_batches) <= 1 for member in roster.members)
-    sizes, narrow = [], {t.ready: 2.0 * t.num_params for t in tensors if fits and t.is_linear}
-    begin = -math.inf
-    for size, ready in buckets(tensors, bucket_bytes(roster)):
-        saved = sum(half for at, half in narrow.items() if begin < at <= ready)
-        sizes.append((size - saved, float(size), ready))
-        begin = ready
-    return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
+    all_fit, sizes, total_saved = all(map(fits_bf16, roster.members)), [], 0.0
+    for bucket in bucketed(exchanged(shape, roster.sync), bucket_bytes(roster)):
+        size, saved = _bytes_of(bucket), sum(2.0 * tensor.num_params for tensor in bucket if tensor.is_linear)
+        sizes.append((size - saved if all_fit else size, size, bucket[-1].ready))
+        total_saved += saved
+    num_ranks = roster.world_size
+    one_saves = total_saved if num_ranks == 2 else total_saved * (num_ranks - 1) / num_ranks
+    return Exchange(transfers=_to_all_and_back(sizes, num_ranks), coded_bytes=_coded(shape, roster),
+                    fewer_bytes=0.0 if all_fit else one_saves)  # fmt: skip
+
+
+def fits_bf16(member: Member) -> bool:
+    """Are the gradients of its linear layers numbers in bf16? Those of several micro-batches were summed in fp32."""
+    return member.dtype == "bf16" and member.num_passes <= 1
 
 
 def element_bytes(bits: int, block: int) -> float:
@@ -233,32 +275,32 @@ def element_bytes(bits: int, block: int) -> float:
     return bits / 8 + (2 / block if bits < 16 else 0.0)
 
 
-def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster, Sequence[Gradient]], Exchange]:
+def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster], Exchange]:
     """Gradients in fewer bits, a bf16 scale for each block, and error feedback."""
 
-    def narrow(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+    def narrow(shape: GPTShape, roster: Roster) -> Exchange:
         factor = element_bytes(bits, block) / GRADIENT_BYTES
-        sizes = [(factor * size, factor * size, ready) for size, ready in buckets(tensors, bucket_bytes(roster))]
-        return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_bytes_of(tensors))
+        sizes = [(factor * size, factor * size, ready) for size, ready in _buckets(shape, roster)]
+        return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_coded(shape, roster))
 
     return narrow
 
 
-def _powersgd(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+def _powersgd(shape: GPTShape, roster: Roster) -> Exchange:
     """Each matrix of a bucket as a product of two thin ones: the left factors and the vectors, then the right ones.
 
     [Vogels et al. 2019]
     """
     rank = roster.sync.rank
     transfers = []
-    for bucket in bucketed(tensors, bucket_bytes(roster)):
+    for bucket in bucketed(exchanged(shape, roster.sync), bucket_bytes(roster)):
         thin = [tensor for tensor in bucket if is_thin(tensor.rows, tensor.columns, rank)]
         rest = sum(tensor.num_params for tensor in bucket) - sum(tensor.num_params for tensor in thin)
         left, right = (GRADIENT_BYTES * rank * sum(side) for side in
                        ([tensor.rows for tensor in thin], [tensor.columns for tensor in thin]))  # fmt: skip
         ready = bucket[-1].ready
         transfers += _all_reduces([(left + GRADIENT_BYTES * rest, ready), *([(right, ready)] if thin else [])])
-    return Exchange(transfers=transfers, coded_bytes=_bytes_of(tensors))
+    return Exchange(transfers=transfers, coded_bytes=_coded(shape, roster))
 
 
 def is_thin(rows: int, columns: int, rank: int) -> bool:
@@ -270,33 +312,69 @@ def _bytes_of(tensors: Sequence[Gradient]) -> float:
     return float(GRADIENT_BYTES * sum(tensor.num_params for tensor in tensors))
 
 
-def _fsdp(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
-    """Every micro-batch gathers each layer's weights in forward and again in backward; gradients are reduce-scattered.
+def _coded(shape: GPTShape, roster: Roster) -> float:
+    return _bytes_of(exchanged(shape, roster.sync))
 
-    [PyTorch FSDP2, reshard_after_forward.] Gathers and reductions are in the arithmetic's type.
+
+def _fsdp(shape: GPTShape, roster: Roster) -> Exchange:
+    """Every micro-batch gathers each layer's weights in forward and again in backward, whether or not that runs forward
+    again; gradients are reduce-scattered once a step.
+
+    [PyTorch FSDP2, reshard_after_forward; *measured*, torch 2.13: 2L + 1 gathers with and without recomputing.] What
+    belongs to no layer is gathered once there. It counts twice here: published runs of 7B over TCP took as long as that
+    says, and 15 % longer than with once. Gathers and reductions are in the arithmetic's type.
     """
-    element = 4 if any(member.dtype == "fp32" for member in roster.members) else 2
-    size = float(element * shape.num_params())
-    num_passes = max(len(member.micro_batches) for member in roster.members)
+    return _sharded(shape, roster, roster.world_size, "all", [])
+
+
+def _hsdp(shape: GPTShape, roster: Roster) -> Exchange:
+    """FSDP among the ranks of a host, and an all-reduce of what each holds with its like on the other hosts.
+
+    [PyTorch FSDP2 on a mesh of two dimensions]
+    """
+    of_host = roster.world_size // len(roster.hosts)
+    size = _element(roster) * shape.num_params()
     layers = shape.num_layers + 1
-    gathers = [Transfer(collective="all_gather", size_bytes=size / layers, ready=-1.0)
-               for _ in range(2 * num_passes * layers)]  # fmt: skip
-    scatters = [Transfer(collective="reduce_scatter", size_bytes=size / layers, ready=(i + 1) / layers)
-                for i in range(layers)]  # fmt: skip
-    return Exchange(transfers=[*gathers, *scatters], update_share=1 / roster.world_size)
+    # All ranks of a host reduce their parts at the same time over its connection: as if one reduced the whole.
+    between = [Transfer(collective="all_reduce", size_bytes=size / layers, ready=(i + 1) / layers, scope="hosts")
+               for i in range(layers)]  # fmt: skip
+    return _sharded(shape, roster, of_host, "host", between)
 
 
-def _zero1(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+def _sharded(shape: GPTShape, roster: Roster, num_parts: int, scope: Scope, between: Sequence[Transfer]) -> Exchange:
+    element, layers = _element(roster), shape.num_layers
+    groups = shape.params_by_group()
+    root = element * (groups["token embeddings"] + groups["position embeddings"] + groups["head"])
+    block = (element * shape.num_params() - root) / layers
+    num_passes = max(member.num_passes for member in roster.members)
+    transfers = [
+        Transfer(collective="all_gather", size_bytes=root, ready=-1.0, num=2 * num_passes, scope=scope),
+        Transfer(collective="all_gather", size_bytes=block, ready=-1.0, num=2 * num_passes * layers, scope=scope),
+        *(Transfer(collective="reduce_scatter", size_bytes=block, ready=(i + 1) / (layers + 1), scope=scope)
+          for i in range(layers)),
+        Transfer(collective="reduce_scatter", size_bytes=root, ready=1.0, scope=scope),
+        *between,
+    ]  # fmt: skip
+    return Exchange(transfers=sorted(transfers, key=lambda transfer: transfer.ready), update_share=1 / num_parts,
+                    interleaved=True)  # fmt: skip
+
+
+def _element(roster: Roster) -> float:
+    """Bytes of a number as it travels."""
+    return 4.0 if any(member.dtype == "fp32" for member in roster.members) else 2.0
+
+
+def _zero1(shape: GPTShape, roster: Roster) -> Exchange:
     """DDP; then each rank updates its part of the weights and broadcasts it.   [torch, ZeroRedundancyOptimizer]"""
     part = GRADIENT_BYTES * shape.num_params() / roster.world_size
     return Exchange(
-        transfers=_all_reduces(buckets(tensors, bucket_bytes(roster))),
+        transfers=_all_reduces(_buckets(shape, roster)),
         after=[Transfer(collective="broadcast", size_bytes=part, ready=1.0) for _ in range(roster.world_size)],
         update_share=1 / roster.world_size,
     )
 
 
-def _diloco(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exchange:
+def _diloco(shape: GPTShape, roster: Roster) -> Exchange:
     """H steps alone, then an exchange of what they changed: all-reduced, or in fewer bits as gradients are.
 
     [Douillard et al. 2023; streamed: 2025]
@@ -309,7 +387,7 @@ def _diloco(shape: GPTShape, roster: Roster, tensors: Sequence[Gradient]) -> Exc
         transfers = _to_all_and_back([(size, size, 1.0)], roster.world_size)
     return Exchange(
         transfers=transfers,
-        coded_bytes=_bytes_of(tensors) if sync.bits < 32 else 0.0,
+        coded_bytes=_coded(shape, roster) if sync.bits < 32 else 0.0,
         moved_bytes=num_params * GRADIENT_BYTES * 24.0,  # a dozen operations, each read and written
         every=sync.every,
         hidden=sync.streamed,
@@ -325,6 +403,7 @@ STRATEGIES: dict[Kind, Strategy] = {
     "int4": Strategy(exchange=_narrow(4, BLOCKS[4]), is_exact=False),
     "powersgd": Strategy(exchange=_powersgd, is_exact=False),
     "fsdp": Strategy(exchange=_fsdp),
+    "hsdp": Strategy(exchange=_hsdp),
     "zero1": Strategy(exchange=_zero1),
     "diloco": Strategy(exchange=_diloco, is_exact=False),
 }

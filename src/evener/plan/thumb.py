@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from evener.core.prediction import Wire
+from evener.core.link import Wire
 from evener.core.roster import num_passes
 from evener.core.shape import preset_shape
 from evener.core.units import link_rate, size

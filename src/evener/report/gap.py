@@ -219,10 +219,14 @@ def _pace(c: _Compared, rank: int, ratio: float) -> str:
 
 def _derived(c: _Compared, rank: int) -> str | None:
     """The assumption that stands for a rate which nobody measured."""
-    name = f"{c.member(rank).host}: "
-    marks = ("its rate of", "was measured in", "of its matrix products")
-    told = (line for line in c.prediction.cluster.assumed if line.startswith(name))
-    return next((line for line in told if any(mark in line for mark in marks)), None)
+    marks = ("its rate of", "was measured in", "of the matrix products")
+    for line in c.prediction.cluster.assumed:
+        who, _, what = line.partition(": ")
+        names = who.replace(" and ", ", ").split(", ")
+        is_told = c.member(rank).host in names or who == "all hosts" or who.endswith(" more")
+        if is_told and any(mark in what for mark in marks):
+            return line
+    return None
 
 
 def _known(c: _Compared, rank: int) -> str:

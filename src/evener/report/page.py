@@ -280,7 +280,7 @@ def _beside(summary: Summary) -> Beside | None:
     if prediction is None:
         return None
     told, *causes = explain_prediction(summary, prediction)
-    assumed = prediction.cluster.assumed
+    assumed = prediction.cluster.assumptions
     if option is None:
         return Beside(told, causes, assumed, step=[], last="", of_last=[], of_others={})
     names = [option.roster.name_of(member.rank) for member in option.roster.members]

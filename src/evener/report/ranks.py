@@ -70,7 +70,7 @@ def contention_of(summary: Summary) -> Contention | None:
 
 def sequences(summary: Summary) -> list[int]:
     """Sequences in the first micro-batch of every rank: what the contention measurement times."""
-    return [max(member.micro_batches, default=0) for member in summary.manifest.roster.members]
+    return [member.largest_pass for member in summary.manifest.roster.members]
 
 
 def token_alone_s(summary: Summary) -> float | None:

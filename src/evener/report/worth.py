@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evener.core.units import link_rate, plural, seconds
-from evener.plan.advice import listed, rate
+from evener.core.units import link_rate, listed, plural, seconds
+from evener.plan.advice import rate
 from evener.plan.options import WORTH
 from evener.plan.search import flags_of_recommended
 from evener.report.ranks import last_done

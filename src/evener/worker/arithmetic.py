@@ -7,6 +7,8 @@ import importlib.util
 import os
 import platform
 import shutil
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,11 @@ from evener.core.spec import RunSpec
 from evener.plan.compute import compile_pays
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
+    """The context in which forward runs in this arithmetic."""
+    return nullcontext() if dtype == "fp32" else torch.autocast(device.type, TORCH_DTYPES[dtype])
 
 
 def has_bf16(device: torch.device) -> bool:

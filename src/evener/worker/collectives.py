@@ -291,9 +291,8 @@ def main() -> int:
     try:
         run(from_json(sys.argv[1], CollectiveSpec))
     except EvenerError as error:
-        told = {"error": str(error), "hint": error.hint, "kind": type(error).__name__}
         if os.environ.get("RANK", "0") == "0":
-            print(msgspec.json.encode(told).decode())
+            print(error.as_line(), flush=True)
         return error.exit_status
     return 0
 

@@ -28,7 +28,7 @@ COPY_BYTES = 1 << 26  # beyond any cache
 
 def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
     """Alone and together, of every rank; takes about 3 · (ranks + 1) forward and backward passes."""
-    samples = dataset.global_batch(run.spec.train.seed, 0, max(run.member.micro_batches, default=1))
+    samples = dataset.global_batch(run.spec.train.seed, 0, run.member.largest_pass or 1)
     tokens, targets = dataset.load(samples, run.device)
     source = torch.ones(COPY_BYTES // 4, device=run.device)
     target = torch.empty_like(source)

@@ -179,7 +179,7 @@ def main() -> int:
         for device in devices(spec.device):
             tell(measure(device, spec))
     except EvenerError as error:
-        print(msgspec.json.encode({"error": str(error), "hint": error.hint, "kind": type(error).__name__}).decode())
+        print(error.as_line(), flush=True)
         return error.exit_status
     return 0
 

@@ -1,0 +1,91 @@
+"""How long does the slowest of many ranks take, when each takes now longer, now shorter?
+
+A step is as long as that of its slowest rank, so what a rank's time varies by costs more the more ranks there are.
+Expectations are integrals, not samples: the same ranks give the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+INTERVALS = 512  # of a trapezoid rule over a function that fades at both ends: the error falls exponentially
+
+
+class Slowest:
+    """The maximum of independent times. `log_cdf(x)` is the logarithm of the probability that none exceeds x.
+
+    Where the times are fixed, `atoms` are their possible values; else they have a density.
+    """
+
+    def __init__(self, log_cdf: Callable[[float], float], atoms: Sequence[float] = ()) -> None:
+        self.log_cdf, self.atoms = log_cdf, sorted(set(atoms))
+
+    def mean(self) -> float:
+        """E[max] = ∫ (1 - F(x)) dx.
+
+        >>> exponential = Slowest(lambda x: 4 * math.log(-math.expm1(-x)))
+        >>> round(exponential.mean(), 6), round(1 + 1 / 2 + 1 / 3 + 1 / 4, 6)
+        (2.083333, 2.083333)
+        """
+        if self.atoms:
+            gaps = zip(self.atoms, self.atoms[1:], strict=False)
+            return self.atoms[0] + sum((high - low) * -math.expm1(self.log_cdf(low)) for low, high in gaps)
+        low, high = math.log(self._crossing(-37.0)), math.log(self._crossing(-1e-14))
+        width = (high - low) / INTERVALS
+        inside = (math.exp(low + i * width) for i in range(1, INTERVALS))  # x = eʸ, dx = x·dy
+        middle = math.fsum(x * -math.expm1(self.log_cdf(x)) for x in inside)
+        return width * (middle + math.exp(low) / -math.expm1(-width))  # below it all x count: a geometric series
+
+    def quantile(self, share: float) -> float:
+        """The time that this share of all maxima does not exceed."""
+        if self.atoms:
+            return next(x for x in self.atoms if x == self.atoms[-1] or self.log_cdf(x) >= math.log(share))
+        return self._crossing(math.log(share))
+
+    def _crossing(self, log_share: float) -> float:
+        low, high = -60.0, 60.0
+        for _ in range(52):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.log_cdf(math.exp(middle)) >= log_share else (middle, high)
+        return math.exp(high)
+
+
+def slowest_of(groups: Sequence[tuple[float, int]], jitter: float, slow_share: float = 0.0,
+               slow_factor: float = 1.0) -> Slowest:  # fmt: skip
+    """Of (mean seconds, ranks): each takes its mean · lognormal with mean 1, and a share of them a factor longer for
+    good. `jitter` is the lognormal's coefficient of variation.
+    """
+    factors = [(1.0, 1 - slow_share), (slow_factor, slow_share)]
+    factors = [(factor, weight) for factor, weight in factors if weight]
+    variance = math.log1p(jitter**2)
+    spread = math.sqrt(2 * variance)
+
+    def tail(ratio: float) -> float:
+        """Probability that a rank takes longer than `ratio` times its mean."""
+        if not spread:
+            return float(ratio < 1)
+        return math.erfc((math.log(ratio) + variance / 2) / spread) / 2
+
+    def log_cdf(x: float) -> float:
+        found = 0.0
+        for mean_s, num in groups:
+            beyond = sum(weight * tail(x / (mean_s * factor)) for factor, weight in factors)
+            if beyond >= 1:
+                return -math.inf
+            found += num * math.log1p(-beyond)
+        return found
+
+    atoms = [] if spread else [mean_s * factor for mean_s, _ in groups for factor, _ in factors]
+    return Slowest(log_cdf, atoms)
+
+
+@lru_cache(maxsize=4096)
+def mean_slowest_s(groups: tuple[tuple[float, int], ...], jitter: float) -> float:
+    """The mean of the slowest of (mean seconds, ranks).
+
+    >>> [round(mean_slowest_s(((1.0, num),), 0.02), 3) for num in (1, 2, 64)]
+    [1.0, 1.011, 1.048]
+    """
+    return slowest_of(groups, jitter).mean()

@@ -1,0 +1,214 @@
+"""Devices by name: what people type and what PyTorch prints, and the figures beside those of other public tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.hardware import HARDWARE, KEYS, parse_hardware
+
+# What torch.cuda.get_device_name prints, as public repositories have it.
+BY_TORCH = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100-PCIE-40GB": "a100-40-pcie",
+    "NVIDIA A100 80GB PCIe": "a100-80-pcie",
+    "Tesla V100-SXM2-16GB": "v100-16",
+    "Tesla V100-SXM2-32GB": "v100-32",
+    "Tesla V100-PCIE-16GB": "v100-16-pcie",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10": "a10",
+    "Tesla T4": "t4",
+    "NVIDIA RTX A6000": "rtx-a6000",
+    "NVIDIA GeForce RTX 5090": "5090",
+    "NVIDIA GeForce RTX 4090": "4090",
+    "NVIDIA GeForce RTX 4080": "4080",
+    "NVIDIA GeForce RTX 4070": "4070",
+    "NVIDIA GeForce RTX 3090": "3090",
+    "NVIDIA GeForce RTX 3060": "3060",
+    "AMD Instinct MI300X": "mi300x",
+    "AMD Instinct MI300X OAM": "mi300x",
+    "AMD Instinct MI250X/MI250": "mi250",
+}
+TYPED = {
+    "RTX 4090": "4090",
+    "rtx4090": "4090",
+    " GeForce-RTX-4090 24 GB ": "4090",
+    "a6000": "rtx-a6000",
+    "RTX A6000": "rtx-a6000",
+    "H100 SXM5": "h100",
+    "h100 80gb": "h100",
+    "H100-PCIe-80GB": "h100-pcie",
+    "a100 40 gb": "a100-40",
+    "a100sxm40gb": "a100-40",
+    "A100 PCIe 80GB": "a100-80-pcie",
+    "V100-32GB": "v100-32",
+    "MI300X": "mi300x",
+    "Apple M2 Max": "m2-max",
+    "m2max": "m2-max",
+}
+
+
+@pytest.mark.parametrize(("text", "short"), [*BY_TORCH.items(), *TYPED.items(), *((name, name) for name in HARDWARE)])
+def test_a_name_is_known_however_it_is_written(text, short):
+    assert parse_hardware(text) is HARDWARE[short]
+    assert parse_hardware(text.upper()) is HARDWARE[short]
+
+
+def test_no_two_rows_answer_to_one_name():
+    assert len({*KEYS.values()}) == len(HARDWARE)
+    assert all(parse_hardware(row.name) is row for row in HARDWARE.values())
+
+
+@pytest.mark.parametrize(("text", "hint"), [
+    ("a100", "--gpu a100-40 or --gpu a100-80"),
+    ("NVIDIA A100 PCIe", "--gpu a100-40-pcie or --gpu a100-80-pcie"),
+    ("V100", "--gpu v100-16 or --gpu v100-32"),
+])  # fmt: skip
+def test_of_several_none_is_chosen(text, hint):
+    with pytest.raises(UsageError, match=f"--gpu {text}: there are several") as raised:
+        parse_hardware(text)
+    assert raised.value.hint == hint
+
+
+# Devices of their own, each slower or smaller than the one whose name theirs begins or ends with.
+OTHERS = ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "RTX 4080 SUPER",
+          "NVIDIA GeForce RTX 3060 Ti", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GB200", "H100 96GB",
+          "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100S-PCIE-32GB", "MI300A", "m2 ultra", "2x4090"]  # fmt: skip
+JUNK = ["", " ", "-", "nvidia", "gb", "pcie", "gpu", "cpu", "cpu:", "cpu:x", "cpu:-1", "cpu:1.5", "cpu:٣", "h1.00",
+        "cpu:" + "9" * 5000, "\0", "4090\n4090"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*OTHERS, *JUNK], ids=lambda text: text[:20])
+def test_what_nobody_wrote_down_is_refused_with_a_hint(text):
+    with pytest.raises(UsageError, match="expected a device's name, or cpu:8") as raised:
+        parse_hardware(text)
+    assert raised.value.hint
+
+
+def test_a_near_miss_is_told():
+    with pytest.raises(UsageError) as raised:
+        parse_hardware("h1000")
+    assert raised.value.hint == 'did you mean "h100"?'
+
+
+@pytest.mark.parametrize("text", ["cpu:0", "cpu:1025", "cpu:999999999"])
+def test_there_are_limits_to_cores(text):
+    with pytest.raises(UsageError, match="expected 1 to 1024 cores"):
+        parse_hardware(text)
+
+
+def test_cores_add_up():
+    one, eight = parse_hardware("cpu:1"), parse_hardware("CPU: 8")
+    assert (one.name, eight.name) == ("1 processor core", "8 processor cores")
+    assert one.memory_bytes is None
+    for dtype, rate in one.matmul_flops.items():
+        assert eight.matmul_flops[dtype] == pytest.approx(8 * rate)
+    assert eight.copy_Bps == pytest.approx(8 * one.copy_Bps)
+    assert eight.watts == 30
+
+
+ROWS = [*HARDWARE.items(), ("cpu:4", parse_hardware("cpu:4"))]
+
+
+@pytest.mark.parametrize(("short", "row"), ROWS, ids=[short for short, _ in ROWS])
+def test_a_row_is_sane(short, row):
+    assert len(row.source) > 20
+    assert row.kind == "cuda" or row.local_Bps is None
+    assert row.matmul_flops.keys() <= {"fp32", "bf16", "fp16"}
+    assert all(rate >= row.matmul_flops["fp32"] > 1e10 for rate in row.matmul_flops.values())
+    if row.kind != "cpu":  # operations a byte, 26 of Apple's to 419 of the L40S
+        assert 20 < max(row.matmul_flops.values()) / row.copy_Bps < 450
+    if row.kind == "cuda":
+        assert row.copy_Bps > row.local_Bps >= 15e9
+        assert 0.01 < row.watts / (row.copy_Bps / 1e9) < 0.6
+        assert row.memory_bytes >= 12e9
+
+
+def test_half_precision_is_where_there_are_units_for_it():
+    without = {short for short, row in HARDWARE.items() if "bf16" not in row.matmul_flops}
+    assert without == {"t4", "v100-16", "v100-32", "v100-16-pcie", "v100-32-pcie"} | {
+        short for short, row in HARDWARE.items() if row.kind == "mps"
+    }
+    for row in HARDWARE.values():
+        assert row.matmul_flops.get("bf16", row.matmul_flops["fp16"]) == row.matmul_flops["fp16"]
+
+
+# total_memory of torch's _CudaDeviceProperties or of deviceQuery in public repositories, MiB: the least that was found.
+REPORTED_MIB = {
+    "h100": 81082, "h100-pcie": 81008, "h200": 143156, "b200": 182631, "a100-40": 40339, "a100-80": 81920,
+    "v100-16": 16130, "l40s": 45589, "t4": 14930, "rtx-a6000": 48676, "4090": 24563, "4080": 16049, "3090": 24259,
+    "3060": 11931, "5090": 32117, "mi300x": 196592, "mi250": 65520,
+    "l4": 22.03 * 1024, "a10": 22587,  # the L4's in GiB; an A10G's, which has the memory of an A10
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("short", REPORTED_MIB)
+def test_no_memory_is_promised_that_is_not_there(short):
+    assert 0.87 < HARDWARE[short].memory_bytes / (REPORTED_MIB[short] * 2**20) <= 1
+
+
+# karpathy/nanochat, common.py at 92d63d4 (2026-07): get_peak_flops (dense bf16) and get_peak_bandwidth.
+NANOCHAT = {
+    "h100": (989e12, 3.35e12), "h100-pcie": (756e12, 2.0e12), "h200": (989e12, 4.8e12), "b200": (2.25e15, 8.0e12),
+    "a100-80": (312e12, 2.0e12), "l40s": (362e12, 864e9), "l4": (121e12, 300e9), "mi300x": (1.3074e15, 5.3e12),
+    "5090": (209.5e12, 1.79e12), "4090": (165.2e12, 1.01e12), "3090": (71e12, 936e9),
+}  # fmt: skip
+# Others' for what it leaves out: mosaicml/composer, speed_monitor.py at 6405188 (2026-04); pytorch/torchtitan, utils.py
+# at b5bcd76 (2026-08). All dense, in bf16, or in fp16 where there is none.
+OTHER_PEAKS = {"a10": 125e12, "v100-16": 125e12, "v100-32-pcie": 112e12, "t4": 65e12, "rtx-a6000": 154.85e12,
+               "a100-40": 312e12, "a100-40-pcie": 312e12}  # fmt: skip
+# In fp32: composer again, and Lightning's fabric/utilities/throughput.py at 7f0c343 (2026-07).
+FP32_PEAKS = {
+    "h100": 67e12, "h100-pcie": 51e12, "h200": 67e12, "a100-40": 19.5e12, "a10": 31.2e12, "v100-16": 15.7e12,
+    "v100-16-pcie": 14e12, "t4": 8.1e12, "4090": 82.6e12, "4080": 48.7e12, "l4": 30.3e12, "rtx-a6000": 38.7e12,
+    "3090": 35.6e12,
+}  # fmt: skip
+
+
+def test_peaks_are_those_of_other_programs():
+    for short, (flops, bandwidth) in NANOCHAT.items():
+        row = HARDWARE[short]
+        assert row.matmul_flops["bf16"] == pytest.approx(flops, rel=0.001), short
+        assert row.copy_Bps == pytest.approx(bandwidth, rel=0.04), short  # it rounds, and has 8 TB/s for a B200
+    for short, flops in OTHER_PEAKS.items():
+        assert HARDWARE[short].matmul_flops["fp16"] == pytest.approx(flops, rel=0.001), short
+    for short, flops in FP32_PEAKS.items():
+        assert HARDWARE[short].matmul_flops["fp32"] == pytest.approx(flops, rel=0.001), short
+    # both give a whole board of two dies, or a die of the next faster one: 362.1, and 191.5 of an MI250X
+    assert 2 * HARDWARE["mi250"].matmul_flops["bf16"] == pytest.approx(362.1e12, rel=0.001)
+
+
+def test_operations_a_byte_are_those_that_were_published():
+    def intensity(short: str, dtype: str) -> float:
+        return HARDWARE[short].matmul_flops[dtype] / HARDWARE[short].copy_Bps
+
+    # NVIDIA, Matrix Multiplication Background User's Guide (DU-09799-001, 2023-02): 138.9 FLOPS:B of a V100
+    assert intensity("v100-16", "fp16") == pytest.approx(138.9, abs=0.05)
+    # mikasenghaas, Accelerator Intensity (gist d63ded0): 163, 200, 295 of 4090, A100 and H100
+    assert [int(intensity(short, "bf16")) for short in ("4090", "a100-40", "h100")] == [163, 200, 295]
+
+
+# TFLOP/s that PyTorch's products of up to 10240 × 10240 reached on others' devices, fp32 and bf16 (T4, M3 Max: fp16):
+# zzc0721/torch-performance-test-data, database.md at 0785868; the 3060 and the L4 in its issues 131 and 120.
+REACHED = {
+    "b200": (66.24, 1696.03), "h100": (52.11, 783.66), "h200": (51.34, 790.29), "a100-40": (18.11, 246.33),
+    "a100-80": (19.18, 264.53), "l40s": (46.88, 269.15), "rtx-a6000": (23.92, 123.34), "t4": (4.17, 41.91),
+    "5090": (67.57, 242.18), "4090": (54.77, 173.31), "3090": (24.84, 76.68), "3060": (8.16, 25.47),
+    "l4": (15.38, 70.89), "m3-max": (11.50, 12.84),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("short", REACHED)
+def test_what_devices_reach_is_most_of_their_peak(short):
+    """A rate with sparsity, or of sums in fp16, would be twice as high; boost clocks go beyond the printed ones."""
+    fp32, half = (1e12 * reached for reached in REACHED[short])
+    flops = HARDWARE[short].matmul_flops
+    assert 0.5 < fp32 / flops["fp32"] < 1.05
+    assert 0.55 < half / flops.get("bf16", flops["fp16"]) < 1.2

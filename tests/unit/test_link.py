@@ -1,0 +1,75 @@
+"""What a person calls a link, and what a collective gets of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.core.errors import UsageError
+from evener.core.link import ETHERNET_SHARE, NAMED, parse_link
+from evener.plan.collectives import backend_s, ring
+from tests.unit.planner import cluster_of
+
+
+@pytest.mark.parametrize(
+    ("text", "Bps", "latency_s"),
+    [
+        ("8x400Gbit", 8 * ETHERNET_SHARE * 50e9, 10e-6),
+        ("2 x 25 GbE", 2 * ETHERNET_SHARE * 3.125e9, 50e-6),
+        ("1Gbit,5ms", ETHERNET_SHARE * 125e6, 2.5e-3),
+        ("117MB/s, 400us", 117e6, 200e-6),
+        ("1Gb/s", ETHERNET_SHARE * 125e6, 50e-6),
+        ("wan:50Mbit", 6.25e6, 20e-3),
+        ("wan,80ms", 12.5e6, 40e-3),
+        ("wifi", 300e6 / 8 / 2, 2e-3),
+        ("Wi-Fi:200Mbit,6ms", 200e6 / 8 / 2, 3e-3),
+    ],
+)
+def test_a_link_in_words(text, Bps, latency_s):
+    wire = parse_link(text).wire
+    assert wire.bandwidth_Bps == pytest.approx(Bps)
+    assert wire.latency_s == pytest.approx(latency_s)
+    assert wire.is_shared == text.lower().startswith("wi")
+
+
+@pytest.mark.parametrize("text", ["1 GB", "1gb", "1gb/s", "10 Gb"])
+def test_bits_and_bytes_are_not_guessed(text):
+    """A factor of 8 lies between them: "1 GB" and "1gb" were taken for two links."""
+    with pytest.raises(UsageError, match="bits or bytes") as told:
+        parse_link(text)
+    assert told.value.hint.split(" or ")[0].endswith("Gbit")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1GbE,", "1GbE,5", "1GbE,ms", "1GbE,-1ms", "1GbE,1e9s", "1GbE,99999s", "wifi:", "wifi:fast", "nvlink:1GbE",
+     "0xGbE", "x400Gbit", "9999x1Gbit", "99999999999Gbit", "1GbE:2GbE", ",5ms", ":1GbE"],
+)  # fmt: skip
+def test_what_is_no_link_is_one_line(text):
+    with pytest.raises(UsageError) as told:
+        parse_link(text)
+    assert "\n" not in str(told.value)
+
+
+def test_an_air_carries_what_all_its_hosts_send_one_after_another():
+    """n hosts in a ring send 2(n-1)/n · S each, all of it over the air twice: to the access point, and from there."""
+    size, air_Bps = 100e6, 200e6 / 8
+    for num in (2, 3, 4, 8):
+        machines = cluster_of(*[100.0] * num, wire=parse_link("wifi:200Mbit").wire)
+        took_s = backend_s("all_reduce", size, ring(machines, machines.names), "gloo")
+        over_the_air = num * 2 * (num - 1) / num * size * 2
+        assert took_s == pytest.approx(over_the_air / air_Bps, rel=0.02)
+
+
+def test_a_cable_for_each_takes_the_same_however_many_there_are():
+    wire = parse_link("117MB/s").wire
+    times = []
+    for num in (2, 8):
+        machines = cluster_of(*[100.0] * num, wire=wire)
+        times.append(backend_s("all_reduce", 100e6, ring(machines, machines.names), "gloo"))
+    assert times[1] / times[0] == pytest.approx((2 * 7 / 8) / (2 * 1 / 2), rel=0.02)
+
+
+def test_names_say_what_they_assume():
+    for name in NAMED:
+        assert "assumed" in parse_link(name).assumed
+    assert "2.5 ms one way" in parse_link("1Gbit,5ms").assumed
