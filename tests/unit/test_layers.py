@@ -14,6 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "evener"
 LAYERS = {  # layer: the layers that it may import
     "core": set(),
+    "agent": {"core"},
     "corpus": {"core"},
     "plan": {"core"},
     "hosts": {"core"},

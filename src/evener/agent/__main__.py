@@ -1,0 +1,174 @@
+"""What keeps a run alive while hosts come and go? This program, on each: it agrees with the others on a world, starts
+its host's ranks in it, sees how they end, and begins again.
+
+    python -m evener.agent FILE       FILE holds an AgentSpec
+
+It needs no controller and no torch. Exit status 0: the run has ended as it should; 1: it failed too often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.agent.council import Council, Kept, Phase, Statement
+from evener.agent.gossip import Gossip
+from evener.agent.ranks import Ranks, free_port
+from evener.core.decoding import from_json
+from evener.core.files import write_atomic
+from evener.core.world import AgentSpec, World
+
+SAY_S = 0.2  # between statements, where nothing new is to be said
+LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
+KEPT_FILE = "host/kept.json"
+REGROUP = 75  # the exit status of ranks that have saved and want another world (sysexits.h: EX_TEMPFAIL)
+REFUSED = 2  # of ranks that were asked for what can't be: it would be the same in any world
+TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's failed
+
+
+class Agent:
+    """One host's, of one run."""
+
+    def __init__(self, spec: AgentSpec) -> None:
+        self._spec, self._path = spec, Path(spec.folder, KEPT_FILE)
+        kept = (
+            from_json(self._path.read_bytes(), Kept)
+            if self._path.exists()
+            else Kept(World(number=0, hosts=[*spec.hosts]))
+        )
+        is_back = kept.life > 0
+        kept = Kept(kept.world, kept.vote, kept.life + 1)
+        join_by = time.monotonic() + (spec.silent_s if is_back else spec.join_s)
+        self._council = Council(spec.host, kept, silent_s=spec.silent_s, join_by=join_by)
+        if is_back and self._council.is_member:
+            self._council.phase, self._council.why = Phase.REGROUP, "its agent was started again"
+        self._gossip = Gossip(spec.key.encode(), self._hear)
+        self._news = asyncio.Event()  # somebody said something
+        self._kept: Kept | None = None  # as it is on the disk
+        self._ranks: Ranks | None = None
+        self._failures: list[dict[str, Any]] = []  # of the last world that failed here
+        self._ended_at: float | None = None
+
+    async def main(self) -> int:
+        place = self._spec.hosts[self._spec.host]
+        await self._gossip.listen((place.address, self._spec.port))
+        others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
+                  if name != self._spec.host}  # fmt: skip
+        try:
+            said, said_at = None, 0.0
+            while (status := self._look()) is None:
+                now = time.monotonic()
+                state = self._council.kept, self._council.phase, self._council.store
+                if state != said or now - said_at >= SAY_S:
+                    said, said_at = state, now
+                    self._gossip.say(self._council.say(now), others)
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SAY_S / 2):
+                        await self._news.wait()
+            return status
+        finally:
+            await self._gossip.close()
+            if self._ranks is not None:
+                self._ranks.end()
+
+    def _hear(self, statement: Statement) -> None:
+        self._council.hear(statement, time.monotonic())
+        self._news.set()
+
+    def _look(self) -> int | None:
+        """Do what is to be done now; the exit status, where that is all."""
+        now, council = time.monotonic(), self._council
+        if council.look(now):
+            print(
+                f"evener: {council.world.why}: world {council.world.number} is {', '.join(council.world.hosts)}",
+                flush=True,
+            )
+            self._end_ranks()
+        if council.kept != self._kept:
+            write_atomic(self._path, msgspec.json.encode(council.kept))  # before anybody hears of it
+            self._kept = council.kept
+        if council.world.is_over:
+            if not self._linger(now):
+                return None
+            if "EVENER_FAILURES" in os.environ:
+                os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
+            return 1
+        if council.has_ended and council.phase in (Phase.FAILED, Phase.REGROUP):
+            council.phase = Phase.DONE  # all had taken the last step by then
+        match council.phase:
+            case Phase.WAITING if council.is_member and not council.is_cut_off(now):
+                self._begin()
+            case Phase.RUNNING:
+                self._see(now)
+            case Phase.DONE:
+                return 0 if self._linger(now) else None
+        return None
+
+    def _begin(self) -> None:
+        """Start this host's ranks, once it is known where the store is."""
+        council, spec = self._council, self._spec
+        first = council.world.hosts[0]
+        if first == spec.host:
+            store = council.store = free_port(spec.hosts[first].address)
+        else:
+            told = council.of(first)
+            store = told.store if told else 0
+        if store:
+            self._ranks = Ranks(spec, council.world, store)
+            council.phase = Phase.RUNNING
+
+    def _see(self, now: float) -> None:
+        """How are the ranks?"""
+        assert self._ranks is not None
+        council, status = self._council, self._ranks.status()
+        if status is None:
+            if council.is_cut_off(now):
+                print("evener: too few of the hosts are in reach: the ranks are ended until more are", flush=True)
+                self._end_ranks()
+                council.phase = Phase.REGROUP
+            return
+        failures = self._ranks.failures()
+        self._end_ranks()
+        codes = {one["exitcode"] for one in failures}
+        if status == 0:
+            council.phase = Phase.DONE
+        elif codes == {REFUSED}:
+            council.phase = Phase.REFUSED
+        elif codes == {REGROUP} or status == TOLD_TO_END:
+            council.phase = Phase.REGROUP
+        else:
+            council.phase = Phase.FAILED
+        if failures and council.phase in (Phase.FAILED, Phase.REFUSED):
+            council.why = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
+            self._failures = failures
+
+    def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.end()
+            self._ranks = None
+
+    def _linger(self, now: float) -> bool:
+        """Do the others know that the run has ended, or must they have heard it by now?"""
+        self._ended_at = self._ended_at or now
+        council = self._council
+        told = [council.of(host) for host in council.world.hosts if host != council.host]
+        all_know = all(one is not None and (council.world.is_over or one.phase == Phase.DONE) for one in told)
+        return all_know or now - self._ended_at > LINGER_S
+
+
+def main() -> int:
+    spec = from_json(Path(sys.argv[1]).read_bytes(), AgentSpec)
+    return asyncio.run(Agent(spec).main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""How are this host's ranks started in a world, and ended? torchrun's part, by `evener.worker.agent`, once for each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from evener.core.world import AgentSpec, World
+
+END_S = 5.0  # for the kernel to take what was killed
+WORLD_FILE = "host/world.json"  # as EVENER_WORLD tells the ranks
+
+
+class Ranks:
+    """The ranks of one world on this host."""
+
+    def __init__(self, spec: AgentSpec, world: World, store: int) -> None:
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        path = Path(spec.folder, WORLD_FILE)
+        path.write_bytes(msgspec.json.encode(world))
+        env = os.environ | {"EVENER_FAILURES": str(write), "EVENER_WORLD": str(path)}
+        try:
+            self._process = subprocess.Popen(argv(spec, world, store), env=env, pass_fds=[write])
+        finally:
+            os.close(write)
+        self._told = os.fdopen(read, "rb", buffering=0)
+
+    def status(self) -> int | None:
+        """Of torchrun, once it has ended."""
+        return self._process.poll()
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Which ranks ended, and how; once torchrun has."""
+        with contextlib.suppress(ValueError):
+            found: list[dict[str, Any]] = json.loads(self._told.read() or b"")
+            return found
+        return []
+
+    def end(self) -> None:
+        """Kill them all: what they did is no part of any world that follows."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._process.pid)
+            launcher.suspend()  # it starts nobody meanwhile
+            found = [*launcher.children(recursive=True), launcher]
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(found, timeout=END_S)
+        self._process.wait()
+        self._told.close()
+
+
+def argv(spec: AgentSpec, world: World, store: int) -> list[str]:
+    """The command of this host's launcher in a world whose store is on this port of the first host."""
+    place, first = spec.hosts[spec.host], spec.hosts[world.hosts[0]]
+    address = f"[{first.address}]" if ":" in first.address else first.address
+    return [
+        sys.executable, "-P", "-m", "evener.worker.agent",
+        f"--nnodes={len(world.hosts)}",
+        f"--nproc-per-node={place.num_ranks}",
+        "--rdzv-backend=evener",
+        f"--rdzv-endpoint={address}:{store}",
+        f"--rdzv-conf=rank={world.hosts.index(spec.host)}",
+        f"--rdzv-id={spec.run}-{world.number}",
+        f"--local-addr={place.address}",
+        "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",
+        f"--log-dir={spec.folder}/host/ranks",
+        *(["-m", "--", *spec.program[1:]] if spec.program[0] == "-m" else ["--", *spec.program]),
+    ]  # fmt: skip
+
+
+def free_port(address: str) -> int:
+    """For the store of a world, on its first host."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        listener.bind((address, 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,49 @@
+"""Which hosts are in a run from now on? Worlds follow each other; what follows a world only its own hosts can say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True):
+    """The hosts whose ranks train together until the next world begins."""
+
+    number: int  # 0, 1, 2 …: no number is given twice
+    hosts: list[str]  # by rank; the first one has the store
+    why: str = ""  # it follows the one before
+    step: int = -1  # the last that had been taken when it was decided
+    failures: int = 0  # that began a world, one after the other, without a new step in between
+    is_over: bool = False  # nothing follows: it has failed too often
+
+    def is_quorum(self, hosts: Iterable[str]) -> bool:
+        """May these decide what follows? No two sides of a cut can: more than half of the world's hosts, or half of
+        them with the first.
+
+        >>> World(number=0, hosts=["a", "b"]).is_quorum(["a"]), World(number=0, hosts=["a", "b"]).is_quorum(["b", "c"])
+        (True, False)
+        """
+        there = set(self.hosts).intersection(hosts)
+        return 2 * len(there) > len(self.hosts) or (2 * len(there) == len(self.hosts) and self.hosts[0] in there)
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host brings to a world."""
+
+    address: str  # that the others reach, and that alone is listened on
+    num_ranks: int
+
+
+class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent of one host must know of a run."""
+
+    run: str  # the run's id
+    host: str  # this one
+    hosts: dict[str, Part]  # that may take part; the first world's, in the order of their ranks
+    port: int  # on which agents hear each other
+    key: str  # which the run's agents alone know
+    folder: str  # of the run, on this host
+    program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
+    silent_s: float = 12.0  # after which a host that says nothing is gone
+    join_s: float = 180.0  # that hosts wait for each other at the start: Python may come from a cold, slow disk

@@ -1,0 +1,252 @@
+"""Histories of kills, cuts, one-way cuts, lost messages and returns, simulated: there is one world of each number, and
+when all is well again everybody is in the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from evener.agent.council import MAX_FAILURES, Council, Kept, Phase, Statement
+from evener.core.world import World
+
+TICK_S = 0.2
+SILENT_S = 3.0
+NAMES = "abcdef"
+
+
+class Host:
+    """One host: its council, what it keeps on its disk, and ranks that are no more than a phase."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.kept = name, Kept(world)
+        self.council: Council | None = None
+        self.fails_at = float("inf")
+
+    def boot(self, now: float) -> Council:
+        is_back = self.kept.life > 0
+        self.kept = Kept(self.kept.world, self.kept.vote, self.kept.life + 1)
+        self.council = Council(self.name, self.kept, silent_s=SILENT_S, join_by=now + (SILENT_S if is_back else 10))
+        if is_back and self.council.is_member:
+            self.council.phase = Phase.REGROUP
+        return self.council
+
+
+class Net:
+    """Hosts, and what lies between them."""
+
+    def __init__(self, seed: int, num_hosts: int, lost: float = 0.1) -> None:
+        self.random, self.lost, self.now = random.Random(seed), lost, 0.0
+        first = World(number=0, hosts=list(NAMES[:num_hosts]))
+        self.hosts = {name: Host(name, first) for name in first.hosts}
+        self.decided = {0: first}
+        self.cut: set[tuple[str, str]] = set()  # nothing goes from the first to the second
+        self.under_way: list[tuple[float, str, Statement]] = []
+        for host in self.hosts.values():
+            host.boot(0.0)
+
+    @property
+    def alive(self) -> dict[str, Council]:
+        return {name: host.council for name, host in self.hosts.items() if host.council is not None}
+
+    def tick(self) -> None:
+        self.now += TICK_S
+        due = [one for one in self.under_way if one[0] <= self.now]
+        self.under_way = [one for one in self.under_way if one[0] > self.now]
+        for _, to, statement in due:
+            if to in self.alive:
+                self.alive[to].hear(statement, self.now)
+        for name in self.random.sample(sorted(self.alive), len(self.alive)):
+            council = self.alive[name]
+            council.look(self.now)
+            self.hosts[name].kept = council.kept
+            world = self.decided.setdefault(council.world.number, council.world)
+            assert world == council.world, (world, council.world)
+            self.go_on(council)
+            statement = council.say(self.now)
+            for to in self.hosts:
+                if to != name and (name, to) not in self.cut and self.random.random() >= self.lost:
+                    self.under_way.append((self.now + self.random.uniform(0, 0.3), to, statement))
+        running = [number for number, world in self.decided.items() if self.runs(world)]
+        assert len(running) <= 1, running
+
+    def runs(self, world: World) -> bool:
+        """Do all its ranks train?"""
+        there = [self.alive.get(name) for name in world.hosts]
+        return all(one is not None and one.world.number == world.number and one.phase == Phase.RUNNING for one in there)
+
+    def go_on(self, council: Council) -> None:
+        """As ranks do: they begin, fail with each other, and leave for a host that waits."""
+        if not council.is_member:
+            return
+        peers = [self.alive.get(name) for name in council.world.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.world.number == council.world.number]
+        if council.phase == Phase.WAITING and not council.is_cut_off(self.now):
+            council.phase = Phase.RUNNING
+        elif council.phase == Phase.RUNNING:
+            council.step += 1
+            gone = any(peer is None or peer.world.number > council.world.number for peer in peers)
+            if ((gone or Phase.FAILED in phases) and self.random.random() < 0.3) or council.is_cut_off(self.now):
+                council.phase = Phase.FAILED
+            elif Phase.REGROUP in phases or (council.host == council.world.hosts[0] and council.waiting(self.now)):
+                council.phase = Phase.REGROUP
+
+    def until(self, is_so: Callable[[], bool], within_s: float) -> float:
+        """Seconds until it is."""
+        began = self.now
+        while not is_so():
+            assert self.now - began < within_s, (self.decided, {name: one.say(0) for name, one in self.alive.items()})
+            self.tick()
+        return self.now - began
+
+    def last(self) -> World:
+        return self.decided[max(self.decided)]
+
+
+def all_run(net: Net) -> bool:
+    return set(net.last().hosts) == set(net.hosts) and net.runs(net.last())
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_one_world_of_each_number_whatever_happens(seed: int) -> None:
+    net = Net(seed, 2 + seed % 4)
+    chance = net.random
+    for _ in range(chance.randint(1, 60)):
+        one, other = chance.sample(sorted(net.hosts), 2)
+        match chance.randint(0, 9):
+            case 0 | 1:
+                net.hosts[one].council = None
+            case 2 | 3 if net.hosts[one].council is None:
+                net.hosts[one].boot(net.now)
+            case 4:
+                net.cut |= {(one, other), (other, one)}
+            case 5:
+                net.cut.add((one, other))
+            case 6 | 7:
+                net.cut = set()
+            case 8 if one in net.alive:
+                net.alive[one].phase = Phase.FAILED if net.alive[one].is_member else Phase.WAITING
+                net.alive[one].step += 1
+            case _:
+                pass
+        for _ in range(chance.choice([1, 3, 10, 40])):
+            net.tick()
+    net.cut = set()
+    for host in net.hosts.values():
+        if host.council is None:
+            host.boot(net.now)
+    net.until(lambda: all_run(net), 60)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 5, 6])
+def test_two_quorums_have_a_host_in_common(num_hosts: int) -> None:
+    world = World(number=0, hosts=list(NAMES[:num_hosts]))
+    sides = [set(side) for num in range(num_hosts + 1) for side in itertools.combinations(world.hosts, num)]
+    quorums = [side for side in sides if world.is_quorum(side)]
+    assert all(one & other for one in quorums for other in quorums)
+    assert len(quorums) == len(sides) / 2  # and of two sides one always is a quorum
+    assert not world.is_quorum("xyz")
+
+
+def well(num_hosts: int) -> Net:
+    net = Net(1, num_hosts, lost=0.0)
+    net.until(lambda: all_run(net), 5)
+    for _ in range(50):
+        net.tick()
+    assert set(net.decided) == {0}  # nothing happens while all is well
+    return net
+
+
+@pytest.mark.parametrize("gone", "abc")
+def test_whoever_goes_the_others_go_on(gone: str) -> None:
+    net = well(3)
+    net.hosts[gone].council = None
+    left = [name for name in "abc" if name != gone]
+    took_s = net.until(lambda: net.last().hosts == left and net.runs(net.last()), 30)
+    assert took_s < SILENT_S + 3
+    assert net.last() == World(number=1, hosts=left, why=f"{gone} is out of reach", step=net.last().step)
+    net.hosts[gone].boot(net.now)
+    net.until(lambda: all_run(net), 10)
+    assert net.last().hosts == [*left, gone]
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "cut_off", "goes_on"),
+    [(3, "c", "ab"), (4, "a", "bcd"), (4, "bd", "ac"), (4, "ad", "ad"), (5, "ab", "cde")],
+)
+def test_only_one_side_of_a_cut_goes_on(num_hosts: int, cut_off: str, goes_on: str) -> None:
+    """The one with more hosts; of two halves the one with the first host."""
+    net = well(num_hosts)
+    others = set(net.hosts) - set(cut_off)
+    net.cut = {pair for one in cut_off for other in others for pair in ((one, other), (other, one))}
+    net.until(lambda: net.runs(net.last()) and net.last().hosts == list(goes_on), 30)
+    waiting = net.alive[next(name for name in net.hosts if name not in goes_on)]
+    for _ in range(100):
+        net.tick()
+    assert (waiting.world.number, waiting.is_cut_off(net.now)) == (0, True)
+    assert net.last().number == 1
+    net.cut = set()
+    net.until(lambda: all_run(net), 30)
+
+
+def test_one_direction_is_a_cut() -> None:
+    net = well(3)
+    net.cut = {("b", "c")}
+    net.until(lambda: net.runs(net.last()) and net.last().hosts == ["a", "b"], 30)
+    for _ in range(200):
+        net.tick()
+    assert net.last().number == 1  # c, whom a hears well, does not make them begin again and again
+
+
+def test_a_rank_that_is_killed_begins_the_next_world_at_once() -> None:
+    net = well(3)
+    net.alive["b"].phase = Phase.FAILED
+    assert net.until(lambda: net.last().number == 1 and net.runs(net.last()), 5) < SILENT_S
+    assert (net.last().hosts, net.last().failures) == (["a", "b", "c"], 1)
+    assert net.last().why in ("a failed", "b failed", "c failed")  # whose word came first: the others fail with it
+
+
+def test_what_fails_again_and_again_without_a_step_is_over() -> None:
+    net = well(2)
+    net.go_on = lambda council: None  # type: ignore[method-assign]
+    for number in range(1, MAX_FAILURES + 2):
+        net.alive["b"].phase = Phase.FAILED
+        net.until(lambda: {one.world.number for one in net.alive.values()} == {number}, 10)  # noqa: B023
+    assert net.last().is_over
+    net.alive["b"].phase = Phase.FAILED
+    for _ in range(50):
+        net.tick()
+    assert net.last().number == MAX_FAILURES + 1
+
+
+def test_whoever_is_done_ends_it() -> None:
+    net = well(2)
+    net.go_on = lambda council: None  # type: ignore[method-assign]
+    net.alive["a"].phase = Phase.DONE
+    net.alive["b"].phase = Phase.FAILED
+    for _ in range(50):
+        net.tick()
+    assert net.last().number == 0
+
+
+def test_a_host_that_leaves_has_a_vote_and_no_seat() -> None:
+    net = well(2)
+    for council in net.alive.values():
+        council.phase = Phase.REGROUP
+    net.alive["a"].phase = Phase.LEAVING
+    net.until(lambda: net.runs(net.last()) and net.last().hosts == ["b"], 5)
+
+
+def test_an_old_word_is_none() -> None:
+    world = World(number=0, hosts=["a", "b"])
+    a, b = (Council(name, Kept(world, life=1), silent_s=SILENT_S) for name in "ab")
+    first, second = b.say(0.0), b.say(0.0)
+    a.hear(second, 1.0)
+    a.hear(first, 9.0)
+    assert a.say(2.0).hears == ["b"]
+    assert a.say(9.0).hears == []
+    a.hear(Council("b", Kept(world, life=2), silent_s=SILENT_S).say(0.0), 9.0)
+    assert a.say(9.0).hears == ["b"]

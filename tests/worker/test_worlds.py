@@ -1,0 +1,162 @@
+"""Agents of three hosts on one machine, with real launchers, whose ranks do next to nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from evener.core.world import AgentSpec, Part
+from tests.conftest import ENV, TIMEOUT_S, free_port
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a loopback address of its own: Linux")
+
+# It lasts until there is a file, and tells what world it is in; its launcher's end is its own.
+RANK = """
+import json, os, pathlib, sys, time
+world = json.loads(pathlib.Path(os.environ["EVENER_WORLD"]).read_text())
+print("world", world["number"], "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+go, launcher = pathlib.Path(sys.argv[1]), os.getppid()
+while not go.exists() and os.getppid() == launcher:
+    time.sleep(0.05)
+raise SystemExit(int(go.read_text() or 0) if go.exists() else 9)
+"""
+
+
+class Hosts:
+    """A run's agents."""
+
+    def __init__(self, folder: Path, names: str) -> None:
+        self.folder, self.port = folder, free_port()
+        self.parts = {name: Part(address=f"127.0.0.{i + 1}", num_ranks=1) for i, name in enumerate(names)}
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        (folder / "rank.py").write_text(RANK)
+        for name in names:
+            (folder / name / "host" / "ranks").mkdir(parents=True)
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        home = self.folder / name
+        program = [str(self.folder / "rank.py"), str(self.folder / "go")]
+        spec = AgentSpec(run="r1", host=name, hosts=self.parts, port=self.port, key="secret", folder=str(home),
+                         program=program, silent_s=4.0)  # fmt: skip
+        (home / "agent.json").write_bytes(msgspec.json.encode(spec))
+        argv = [sys.executable, "-m", "evener.agent", str(home / "agent.json")]
+        with (home / "log").open("ab") as log:
+            self.agents[name] = subprocess.Popen(argv, env=ENV | {"EVENER_HOST": name}, stdout=log, stderr=log,
+                                                 start_new_session=True)  # fmt: skip
+
+    def ranks(self, name: str) -> list[psutil.Process]:
+        return [one for one in psutil.Process(self.agents[name].pid).children(recursive=True)
+                if str(self.folder / "rank.py") in one.cmdline() and one.cmdline()[1:2] != ["-P"]]  # fmt: skip
+
+    def told(self, name: str) -> str:
+        """What its ranks said, in the order of their worlds."""
+        logs = sorted(
+            (self.folder / name / "host" / "ranks").glob("*/*/*/stdout.log"), key=lambda log: log.stat().st_mtime
+        )
+        return "".join(log.read_text() for log in logs)
+
+    def until(self, is_so: Callable[[], bool]) -> float:
+        began = time.monotonic()
+        while not is_so():
+            logs = {name: (self.folder / name / "log").read_text()[-3000:] for name in self.parts}
+            assert time.monotonic() - began < TIMEOUT_S, logs
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def until_in(self, world: int, names: str) -> None:
+        size = len(names)
+        self.until(
+            lambda: all(f"world {world} rank {i} of {size}\n" in self.told(name) for i, name in enumerate(names))
+        )
+
+    def kill(self, name: str) -> None:
+        """All at once, as when its power goes."""
+        agent = psutil.Process(self.agents[name].pid)
+        for process in [agent, *agent.children(recursive=True)]:
+            process.kill()
+        self.agents[name].wait()
+
+    def end(self, status: str = "") -> list[int]:
+        whole = self.folder / "whole"
+        whole.write_text(status)
+        whole.rename(self.folder / "go")
+        return [agent.wait(TIMEOUT_S) for agent in self.agents.values()]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[[str], Hosts]]:
+    made: list[Hosts] = []
+
+    def make(names: str) -> Hosts:
+        made.append(Hosts(tmp_path, names))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for name, agent in one.agents.items():
+            if agent.poll() is None:
+                one.kill(name)
+
+
+def test_a_rank_that_is_killed_is_started_again_with_the_others(hosts: Callable[[str], Hosts]) -> None:
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    (rank,) = fleet.ranks("b")
+    rank.send_signal(signal.SIGKILL)
+    fleet.until_in(1, "abc")
+    assert "evener: b failed: world 1 is a, b, c" in (fleet.folder / "c" / "log").read_text()
+    assert fleet.end() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("gone", "left"), [("a", "bc"), ("b", "ac")])
+def test_whoever_loses_its_power_the_others_go_on_and_take_it_back(
+    hosts: Callable[[str], Hosts], gone: str, left: str
+) -> None:
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    fleet.kill(gone)
+    fleet.until_in(1, left)
+    fleet.start(gone)
+    (rank,) = fleet.ranks(left[1])
+    fleet.until(lambda: "world 1" in (fleet.folder / gone / "log").read_text())  # it has heard
+    rank.kill()
+    fleet.until_in(2, left + gone)
+    assert fleet.end() == [0, 0, 0]
+
+
+def test_an_agent_that_is_killed_comes_back(hosts: Callable[[str], Hosts]) -> None:
+    """Its supervisor starts it again, before anybody has missed it."""
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    fleet.kill("a")
+    fleet.start("a")
+    fleet.until_in(1, "ab")
+    assert fleet.end() == [0, 0]
+
+
+def test_what_fails_always_ends(hosts: Callable[[str], Hosts]) -> None:
+    """What the ranks refuse, at once."""
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    assert fleet.end("2") == [1, 1]
+
+
+def test_one_host_of_two_waits_without_the_first(hosts: Callable[[str], Hosts]) -> None:
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    os.kill(fleet.agents["a"].pid, signal.SIGSTOP)
+    fleet.until(lambda: "too few of the hosts are in reach" in (fleet.folder / "b" / "log").read_text())
+    assert not fleet.ranks("b")
+    os.kill(fleet.agents["a"].pid, signal.SIGCONT)
+    fleet.until(lambda: "world 2 rank 1 of 2\n" in fleet.told("b") or "world 1 rank 1 of 2\n" in fleet.told("b"))
+    assert fleet.end() == [0, 0]
