@@ -110,7 +110,7 @@ def all_run(net: Net) -> bool:
     return set(net.last().hosts) == set(net.hosts) and net.runs(net.last())
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_one_world_of_each_number_whatever_happens(seed: int) -> None:
     net = Net(seed, 2 + seed % 4)
     chance = net.random

@@ -178,7 +178,8 @@ def refused(done: Done, message: str, hint: str) -> None:
     for rank, log in enumerate(done.logs):
         lines = [line.removeprefix(f"[rank{rank}]: ") for line in log.splitlines()]
         told, *advice, place = lines[next(i for i, line in enumerate(lines) if line.startswith("error: ")) :]
-        assert re.sub(r"^error: rank \d+: ", "error: ", told).startswith(f"error: {message}"), log  # another's, or its own
+        own = re.sub(r"^error: rank \d+: ", "error: ", told)  # else it tells another's
+        assert own.startswith(f"error: {message}"), log
         assert "".join(advice).startswith(f"hint:  {hint}" if hint else ""), log
         assert re.match(r"at:    \S*/own\.py:\d+: ", place), log
         assert "Traceback" not in log
