@@ -44,7 +44,7 @@ def measure() -> None:
             for part in ("data_s", "compute_s", BLOCKED, "optimizer_s"):
                 recorder.lap(part)
             recorder.pause()
-            recorder.end(want_stop=False, sync_s=lambda: 0.0, step=step, epoch=0, tokens=1, global_tokens=2, bytes=0,
+            recorder.end(wish=0.0, sync_s=lambda: 0.0, step=step, epoch=0, tokens=1, global_tokens=2, bytes=0,
                          lr=0.0, loss_sum=OnHost(torch.ones((), dtype=torch.float64)),
                          grad_norm=OnHost(torch.ones(())))  # fmt: skip
             empty.append(time.perf_counter() - began)

@@ -9,6 +9,7 @@ import pytest
 
 from evener.core.machine import this_machine
 from evener.core.roster import Seat, first_roster
+from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec, parse_args
 from evener.worker.agree import Identity, identity, mismatch, seated
 from evener.worker.group import Group
@@ -84,4 +85,4 @@ with evener.join(spec) as run:
 def test_a_program_of_ones_own_computes_in_what_it_says(dtype: str, expected: str) -> None:
     """evener does not run its forward: without a word its arithmetic is torch's own."""
     spec = parse_args(["--dtype", dtype, "--device", "cpu"])
-    assert seated(Group("cpu"), this_machine(), spec, None).members[0].dtype == expected
+    assert seated(Group("cpu"), RunDir("absent"), this_machine(), spec, None).members[0].dtype == expected

@@ -275,7 +275,7 @@ def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
         recorder.begin()
         recorder.hear()
         recorder.pause()
-        recorder.end(want_stop=False, weight=weight, sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4,
+        recorder.end(wish=0.0, weight=weight, sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4,
                      bytes=0, lr=0.0, loss_sum=OnHost(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
     assert recorder.flush() is False
     assert (recorder.news[0].step, recorder.news[0].weight) == (1.0, 2.0)
@@ -288,7 +288,7 @@ def test_what_a_rank_tells_of_its_share_is_input_and_computing(tmp_path):
     for part in ("data_s", "compute_s", BLOCKED, "data_s", "compute_s", "optimizer_s"):
         recorder.lap(part)
     recorder.pause()
-    recorder.end(want_stop=False, sync_s=lambda: 0.0, step=0, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
+    recorder.end(wish=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
                  loss_sum=OnHost(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
     recorder.hear()
     cost = recorder.last.cost
@@ -384,7 +384,7 @@ for step in range(5):
     held = [Queued(value, clock) if rank == 0 else OnHost(torch.tensor(value, dtype=torch.float64))
             for value in (10.0 * step + rank, 2.0, 3.0, [0.5, 0.9])]
     begin, end = clock.mark(), clock.mark()
-    recorder.end(want_stop=False, sync_s=lambda begin=begin, end=end: clock.seconds(begin, end), step=step, epoch=0,
+    recorder.end(wish=0.0, sync_s=lambda begin=begin, end=end: clock.seconds(begin, end), step=step, epoch=0,
                  tokens=2, global_tokens=4, bytes=0, lr=0.0, loss_sum=held[0], grad_norm=held[1],
                  mine_sq=held[2], whole_sq=held[1], fidelity=held[3])
 clock.newest = None
@@ -416,7 +416,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.worker.clock import HostClock
-from evener.worker.record import OnHost, Recorder
+from evener.worker.record import STOP, OnHost, Recorder
 
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 dist.init_process_group("gloo")
@@ -432,7 +432,7 @@ for step in range(4):
         store.set(f"step {step}", "begun")
     elif step < 3:
         store.wait([f"step {step + 1}"])  # ends no step before the other has begun the next
-    recorder.end(want_stop=step == 3 and rank == 0, weight=5.0 if step == 2 and rank == 1 else math.nan,
+    recorder.end(wish=STOP if step == 3 and rank == 0 else 0.0, weight=5.0 if step == 2 and rank == 1 else math.nan,
                  sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
                  loss_sum=OnHost(torch.tensor(10.0 * step + rank)), grad_norm=None)
 assert recorder.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,9 @@ import msgspec
 import psutil
 import pytest
 
+from evener.core.roster import Seat, first_roster
+from evener.core.rundir import RunDir
+from evener.core.spec import parse_args
 from evener.core.world import AgentSpec, Part
 from tests.conftest import ENV, TIMEOUT_S, free_port
 
@@ -34,8 +38,9 @@ raise SystemExit(int(go.read_text() or 0) if go.exists() else 9)
 class Hosts:
     """A run's agents."""
 
-    def __init__(self, folder: Path, names: str) -> None:
+    def __init__(self, folder: Path, names: str, program: Callable[[Path], list[str]] | None = None) -> None:
         self.folder, self.port = folder, free_port()
+        self._program = program or (lambda home: [str(folder / "rank.py"), str(folder / "go")])
         self.parts = {name: Part(address=f"127.0.0.{i + 1}", num_ranks=1) for i, name in enumerate(names)}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "rank.py").write_text(RANK)
@@ -45,18 +50,19 @@ class Hosts:
 
     def start(self, name: str) -> None:
         home = self.folder / name
-        program = [str(self.folder / "rank.py"), str(self.folder / "go")]
         spec = AgentSpec(run="r1", host=name, hosts=self.parts, port=self.port, key="secret", folder=str(home),
-                         program=program, silent_s=4.0)  # fmt: skip
+                         program=self._program(home), silent_s=8.0)  # fmt: skip
         (home / "agent.json").write_bytes(msgspec.json.encode(spec))
         argv = [sys.executable, "-m", "evener.agent", str(home / "agent.json")]
         with (home / "log").open("ab") as log:
-            self.agents[name] = subprocess.Popen(argv, env=ENV | {"EVENER_HOST": name}, stdout=log, stderr=log,
-                                                 start_new_session=True)  # fmt: skip
+            env = ENV | {"EVENER_HOST": name, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            env |= {"EVENER_ROSTER": str(home / "roster.json")} if (home / "roster.json").exists() else {}
+            self.agents[name] = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def ranks(self, name: str) -> list[psutil.Process]:
+        """And not their launcher, which has -P."""
         return [one for one in psutil.Process(self.agents[name].pid).children(recursive=True)
-                if str(self.folder / "rank.py") in one.cmdline() and one.cmdline()[1:2] != ["-P"]]  # fmt: skip
+                if one.cmdline()[1:2] != ["-P"]]  # fmt: skip
 
     def told(self, name: str) -> str:
         """What its ranks said, in the order of their worlds."""
@@ -160,3 +166,79 @@ def test_one_host_of_two_waits_without_the_first(hosts: Callable[[str], Hosts]) 
     os.kill(fleet.agents["a"].pid, signal.SIGCONT)
     fleet.until(lambda: "world 2 rank 1 of 2\n" in fleet.told("b") or "world 1 rank 1 of 2\n" in fleet.told("b"))
     assert fleet.end() == [0, 0]
+
+
+class Training(Hosts):
+    """A run of evener's own worker on three hosts; it ends by itself."""
+
+    STEPS = 160
+
+    def __init__(self, folder: Path, corpus: Path) -> None:
+        flags = self.flags(corpus)
+        spec = parse_args(flags)
+        seats = [Seat(host=name, device="cpu") for name in "abc"]
+        for name in "abc":
+            (folder / name).mkdir()
+            (folder / name / "roster.json").write_bytes(
+                msgspec.json.encode(first_roster(spec, seats, spec.model.block_size))
+            )
+        super().__init__(folder, "abc", lambda home: ["-m", "evener.worker", *flags, "--out", str(home)])
+
+    @classmethod
+    def flags(cls, corpus: Path) -> list[str]:
+        train = f"--model tiny --batch 12 --steps {cls.STEPS} --lr 3e-4 --dtype fp32 --dropout 0 --shares equal"
+        return f"--data {corpus} {train} --device cpu --threads 1 --eval-every 0 --checkpoint-every 20".split()
+
+    def losses(self) -> dict[int, float]:
+        """By step, as the ranks wrote them down who were in the newest world that took it."""
+        found: dict[int, tuple[int, float]] = {}
+        for rank, name in enumerate("abc"):
+            for record in RunDir(self.folder / name).records(rank):
+                if record.loss is not None and record.epoch >= found.get(record.step, (-1, 0.0))[0]:
+                    found[record.step] = record.epoch, record.loss
+        return {step: loss for step, (_, loss) in sorted(found.items())}
+
+    def saved(self, name: str) -> int:
+        return max(RunDir(self.folder / name).checkpoint_steps(), default=0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
+    """Losses of one process that nobody disturbs."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    argv = [sys.executable, "-m", "evener.worker", *Training.flags(corpus), "--out", str(out)]
+    subprocess.run(argv, env=ENV, check=True, capture_output=True, timeout=TIMEOUT_S)
+    return [record.loss or 0.0 for record in RunDir(out).records(0)]
+
+
+def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
+    """A rank is killed, the first host loses its power, is back and let in: every loss is that of one process."""
+    fleet = Training(tmp_path, corpus)
+    try:
+        fleet.until(lambda: fleet.saved("a") >= 20)
+        next(one for one in fleet.ranks("b")).kill()
+        fleet.until(lambda: fleet.saved("c") >= 60)
+        fleet.kill("a")
+        fleet.until(lambda: "world 2 is b, c" in (tmp_path / "c" / "log").read_text())
+        fleet.start("a")
+        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
+    finally:
+        for name, agent in fleet.agents.items():
+            if agent.poll() is None:
+                fleet.kill(name)
+    losses = fleet.losses()
+    assert list(losses) == list(range(Training.STEPS))
+    assert list(losses.values()) == pytest.approx(undisturbed, rel=1e-5)
+    worlds = [
+        json.loads(line) for name in "abc" for line in (tmp_path / name / "events.jsonl").read_text().splitlines()
+    ]
+    seen = {event["number"]: event for event in worlds if event["event"] == "world"}
+    assert [sorted(event["hosts"]) for _, event in sorted(seen.items())] == [
+        ["a", "b", "c"],
+        ["a", "b", "c"],
+        ["b", "c"],
+        ["a", "b", "c"],
+    ]
+    manifests = [RunDir(tmp_path / name).manifest() for name in "abc"]
+    assert {manifest.verdict for manifest in manifests} == {"finished"}
+    assert all(manifest.result is not None and manifest.result.replicas_agree for manifest in manifests)

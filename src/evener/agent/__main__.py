@@ -24,12 +24,11 @@ from evener.agent.gossip import Gossip
 from evener.agent.ranks import Ranks, free_port
 from evener.core.decoding import from_json
 from evener.core.files import write_atomic
-from evener.core.world import AgentSpec, World
+from evener.core.world import REGROUP, WAITING_FILE, AgentSpec, World
 
 SAY_S = 0.2  # between statements, where nothing new is to be said
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
 KEPT_FILE = "host/kept.json"
-REGROUP = 75  # the exit status of ranks that have saved and want another world (sysexits.h: EX_TEMPFAIL)
 REFUSED = 2  # of ranks that were asked for what can't be: it would be the same in any world
 TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's failed
 
@@ -108,6 +107,8 @@ class Agent:
             case Phase.WAITING if council.is_member and not council.is_cut_off(now):
                 self._begin()
             case Phase.RUNNING:
+                waiting = Path(self._spec.folder, WAITING_FILE)
+                waiting.touch() if council.waiting(now) else waiting.unlink(missing_ok=True)
                 self._see(now)
             case Phase.DONE:
                 return 0 if self._linger(now) else None

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from evener.core.world import AgentSpec, World
+from evener.core.world import WORLD_FILE, AgentSpec, World
 
 END_S = 5.0  # for the kernel to take what was killed
-WORLD_FILE = "host/world.json"  # as EVENER_WORLD tells the ranks
 
 
 class Ranks:

@@ -32,11 +32,17 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(
-    spec: RunSpec, *, resume: bool = False, roster: Roster | None = None, ranks_here: int | None = None
+    spec: RunSpec,
+    *,
+    resume: bool = False,
+    in_world: bool = False,
+    roster: Roster | None = None,
+    ranks_here: int | None = None,
 ) -> Resolved:
     """Look up what a spec names and check that it can run; EvenerError where it cannot.
 
-    `roster` is what the launcher made of the spec, where it has; `ranks_here` of its ranks are on this machine [all].
+    `in_world`: where it goes on the hosts will find out together. `roster` is what the launcher made of the spec, where
+    it has; `ranks_here` of its ranks are on this machine [all].
     """
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
@@ -49,7 +55,7 @@ def resolve(
     check_built(spec)
     sync = asked_sync(spec)
     check_useful(sync, has_tables=shape.has_tables, is_thinner=shape.width > 2 * sync.rank)
-    checkpoint = starting_point(rundir, spec, resume=resume)
+    checkpoint = None if in_world else starting_point(rundir, spec, resume=resume)
     if checkpoint is not None:
         _check_fits(rundir, shape, corpus, spec)
     sync = roster.sync if roster else asked_sync(spec) if spec.machine.ranks > 1 else NO_SYNC

@@ -104,7 +104,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's part of every step."""
 
-    rank: int
+    rank: int  # its number for as long as the run lasts, by which its files are named
     host: str
     device: str  # cpu, cuda:0, …
     dtype: Dtype  # of forward and backward; weights, gradients and optimizer are fp32
@@ -156,7 +156,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int = 0  # grows with each change
     from_step: int = 0  # the first step that is divided like this
-    members: list[Member]  # by rank
+    members: list[Member]  # by place among them: where nobody has left, by rank
     sync: SyncSpec
     backend: Backend  # of the collectives; none: one rank
     bucket_bytes: int = 0  # of gradients that leave together, at most; 0: as is the strategy's habit
@@ -252,6 +252,22 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """The next Roster: another way to agree, all else as it is."""
         return msgspec.structs.replace(self.agreeing_by(sync, bucket_bytes), epoch=self.epoch + 1, from_step=from_step,
                                        why=why, is_trial=False)  # fmt: skip
+
+    def among(self, hosts: Sequence[str], epoch: int, why: str) -> Roster:
+        """The Roster of these hosts' ranks, in this order, with the others' parts divided among them."""
+        members = [member for host in hosts for member in self.members if member.host == host]
+        weights = [self.mean_shares[self.members.index(member)] for member in members]
+        shares = weighted_shares(self.batch, weights) if any(weights) else equal_shares(self.batch, len(members))
+        is_alone = len(members) == 1
+        return msgspec.structs.replace(
+            self,
+            epoch=epoch,
+            members=[msgspec.structs.replace(one, share=share) for one, share in zip(members, shares, strict=True)],
+            sync=NO_SYNC if is_alone else self.sync,
+            backend="none" if is_alone else self.backend,
+            round_shares=[],
+            why=why,
+        )
 
     def with_weights(self, weights: Sequence[float], from_step: int) -> Roster:
         """The next Roster: shares in proportion to the ranks' weights, all else as it is."""

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
+
+from evener.core.decoding import from_json
+
+WORLD_FILE = "host/world.json"  # of a run's folder on each host, as EVENER_WORLD tells the ranks
+WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
+REGROUP = 75  # the exit status of ranks that have saved and want another world (sysexits.h: EX_TEMPFAIL)
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,3 +55,15 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
     silent_s: float = 12.0  # after which a host that says nothing is gone
     join_s: float = 180.0  # that hosts wait for each other at the start: Python may come from a cold, slow disk
+
+
+def told_world() -> World | None:
+    """The world in which this process was started; None where nobody comes or goes."""
+    path = os.environ.get("EVENER_WORLD")
+    return None if path is None else from_json(Path(path).read_bytes(), World)
+
+
+def somebody_waits() -> bool:
+    """Is there a host that could be let in?"""
+    path = os.environ.get("EVENER_WORLD")
+    return path is not None and os.path.exists(os.path.join(os.path.dirname(path), os.path.basename(WAITING_FILE)))

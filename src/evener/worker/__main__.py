@@ -19,8 +19,10 @@ from evener.core.errors import EvenerError
 from evener.core.plan import told_roster
 from evener.core.resolve import resolve
 from evener.core.spec import parse_args
+from evener.core.world import told_world
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
+from evener.worker.membership.worlds import Regroup
 from evener.worker.mistakes import in_words
 
 
@@ -32,12 +34,18 @@ def main() -> int:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         spec = msgspec.structs.replace(spec, machine=msgspec.structs.replace(spec.machine, ranks=ranks))
         resolved = resolve(
-            spec, resume=resume, roster=told_roster(), ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            spec,
+            resume=resume,
+            in_world=told_world() is not None,
+            roster=told_roster(),
+            ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
         check_token_ids(resolved.corpus)
         from evener.worker.loop import train
 
         train(resolved)
+    except Regroup as leaving:
+        return leaving.status
     except EvenerError as error:
         print(in_words(error), file=sys.stderr)
         return error.exit_status

@@ -23,9 +23,10 @@ from evener.core.plan import CLUSTER_FILE, told_roster
 from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, Seat, check_built, first_roster
-from evener.core.rundir import code_hash
+from evener.core.rundir import RunDir, code_hash
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
+from evener.core.world import told_world
 from evener.worker.arithmetic import has_bf16
 from evener.worker.group import Group
 from evener.worker.trained import Trained
@@ -49,8 +50,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     first: int  # the step with which it would begin
 
 
-def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | None) -> Roster:
-    """The Roster with which this start begins: what the launcher made, else made here from where the ranks are.
+def seated(group: Group, rundir: RunDir, machine: Machine, spec: RunSpec, resolved: Resolved | None) -> Roster:
+    """The Roster with which this start begins: what the launcher made, of it the hosts of this world; else made here
+    from where the ranks are.
 
     RunError on all ranks where the launcher's is not of these ranks.
     """
@@ -61,6 +63,11 @@ def seated(group: Group, machine: Machine, spec: RunSpec, resolved: Resolved | N
         if resolved is None and spec.model.dtype == "auto":  # a program of the user's own computes as torch does
             spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="fp32"))
         return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
+    if (world := told_world()) is not None:
+        epochs = [record.epoch for rank in rundir.recorded_ranks() for record in rundir.records(rank)[-1:]]
+        epoch = max(int(text) for text in group.gather(str(max(epochs, default=-1) + 1).encode()))
+        roster = roster.among(world.hosts, epoch, world.why)
+        group.numbers = [member.rank for member in roster.members]
     planned, there = ([(one.host, one.device) for one in places] for places in (roster.members, seats))
     if planned != there:
         rank = next((i for i, pair in enumerate(zip(planned, there, strict=False)) if pair[0] != pair[1]), len(there))

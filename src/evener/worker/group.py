@@ -19,6 +19,7 @@ import torch.distributed as dist
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.roster import Backend
+from evener.core.world import told_world
 
 TIMEOUT = timedelta(minutes=10)
 SETTLE_S = 2.0
@@ -32,10 +33,12 @@ class Group:
     """
 
     def __init__(self, device: str) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank = int(os.environ.get("RANK", 0))  # the place among those who take part
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.is_in_world = told_world() is not None  # hosts come and go
+        self.keeps = self.rank == 0 or (self.is_in_world and self.local_rank == 0)  # it writes what outlives the run
         num_gpus = torch.cuda.device_count() if device != "cpu" else 0
         if device == "cuda" and num_gpus == 0:
             raise UsageError(
@@ -46,6 +49,7 @@ class Group:
         self.device = torch.device("cuda", self.local_rank % num_gpus) if use_gpu else torch.device("cpu")
         if use_gpu:
             torch.cuda.set_device(self.device)
+        self.numbers = list(range(self.world_size))  # of the ranks, by place: see Member.rank
         self.backend: Backend = "none"  # of what moves gradients
         self.control: Any = None  # moves news
         self.gradients: Any = None  # moves gradients
@@ -56,6 +60,11 @@ class Group:
             dist.init_process_group("gloo", timeout=TIMEOUT)
             self.backend = "gloo"
             self.control = self.gradients = dist.group.WORLD
+
+    @property
+    def number(self) -> int:
+        """This rank's."""
+        return self.numbers[self.rank]
 
     def move_gradients_by(self, backend: Backend, *, apart: bool = False) -> None:
         """Gloo does already; NCCL has a group of its own, and so has Gloo where they move `apart` from the news.
@@ -97,7 +106,8 @@ class Group:
             raise refusal
         for rank, told in enumerate(from_json(text, list[str]) for text in everyone):
             if told:
-                raise RunError(f"rank {rank}: {told[0]}", hint=told[1], of_rank=rank)
+                number = self.numbers[rank]
+                raise RunError(f"rank {number}: {told[0]}", hint=told[1], of_rank=number)
         return cast("T", mine)
 
     def sum(self, *values: float) -> list[float]:

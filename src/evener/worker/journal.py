@@ -29,6 +29,7 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
 from evener.core.version import __version__
+from evener.core.world import told_world
 from evener.plan.penalty import Watch
 from evener.worker.group import Group
 
@@ -47,7 +48,7 @@ class Journal:
         params_by_group = resolved.shape.params_by_group() if resolved else {"all": num_params}
         on_gpu = group.device.type == "cuda"
         facts = Rank(
-            rank=group.rank,
+            rank=group.number,
             host=self._machine.host,
             device=torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
             threads=torch.get_num_threads(),
@@ -58,7 +59,7 @@ class Journal:
         versions = {
             "evener": __version__, "torch": str(torch.__version__), "python": platform.python_version()
         }  # fmt: skip
-        before = self._dir.manifest() if resumes else None
+        before = self._dir.manifest() if self._dir.is_run() else None
         self._manifest = Manifest(
             verdict="running",
             started=before.started if before else time.time(),
@@ -82,14 +83,17 @@ class Journal:
         self._watch = Watch(roster.sync, roster.world_size)
         if group.local_rank == 0:
             tell_launcher(self._dir)
+        if group.keeps:
+            self._dir.write_manifest(self._manifest)
         if group.rank != 0:
             return
-        self._dir.write_manifest(self._manifest)
         if resolved is not None:  # a copy, so that the run can write text when its corpus is gone
             for file in (Path(resolved.corpus.path) / name for name in TOKENIZER_FILES):
                 if file.exists():
                     write_atomic(self._dir.path / file.name, file.read_bytes())
         self._dir.add_event("start", step=first, ranks=roster.world_size, sync=str(roster.sync))
+        if (world := told_world()) is not None:
+            self._dir.add_event("world", step=first, number=world.number, hosts=world.hosts, why=world.why)
         groups = ", ".join(f"{name} {count(num)}" for name, num in params_by_group.items() if num)
         print(f"{count(self._manifest.num_params)} parameters: {groups}")
         through = "" if roster.backend == "none" else f"{roster.backend}, "
@@ -119,13 +123,14 @@ class Journal:
 
     def changed(self, roster: Roster, was: Roster) -> None:
         """Another Roster is in force: other shares, or another way to agree, which the next start has to know."""
+        if roster.sync != was.sync and self._group.keeps:
+            assert self._manifest is not None
+            self._manifest = msgspec.structs.replace(self._manifest, roster=roster, since=roster.from_step)
+            self._dir.write_manifest(self._manifest)
         if self._group.rank != 0:
             return
         if roster.sync != was.sync:
-            assert self._manifest is not None
-            self._manifest = msgspec.structs.replace(self._manifest, roster=roster, since=roster.from_step)
             self._watch = Watch(roster.sync, roster.world_size)
-            self._dir.write_manifest(self._manifest)
             self._dir.add_event("rechosen", step=roster.from_step, epoch=roster.epoch, sync=str(roster.sync),
                                 was=str(was.sync), why=roster.why)  # fmt: skip
             print(f"step {roster.from_step + 1}: --sync {roster.sync} from here on: {roster.why}", flush=True)
@@ -142,7 +147,7 @@ class Journal:
         on_gpu = self._group.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self._group.device) if on_gpu else peak_memory_bytes()
         peaks = [int(text) for text in self._group.gather(str(peak).encode())]
-        if self._group.rank == 0:
+        if self._group.keeps:
             assert self._manifest is not None
             result = Result(
                 steps=step,
@@ -156,6 +161,7 @@ class Journal:
                     self._manifest, verdict=verdict, ended=time.time(), contention=contention, result=result
                 )
             )
+        if self._group.rank == 0:
             self._dir.add_event(verdict, step=step)
         self._group.barrier()
 
@@ -163,11 +169,11 @@ class Journal:
         """This rank fails: the event names it, as the cause or as one that only followed."""
         event = "run.peer-exit" if is_consequence(error) else "failure"
         hint = error.hint if isinstance(error, EvenerError) else ""
-        of = getattr(error, "of_rank", None)
+        mine, of = self._group.number, getattr(error, "of_rank", None)
         with contextlib.suppress(OSError):  # it may not have a directory, or a disk
-            self._dir.add_event(event, rank=self._group.rank, of=self._group.rank if of is None else of, hint=hint,
+            self._dir.add_event(event, rank=mine, of=mine if of is None else of, hint=hint,
                                 error=str(error) or type(error).__name__, kind=type(error).__name__)  # fmt: skip
-            if self._group.rank == 0 and self._manifest is not None:
+            if self._group.rank == 0 and self._manifest is not None and not self._group.is_in_world:  # it may go on
                 self._dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))
 
 

@@ -1,5 +1,5 @@
-"""When is a run saved, and what proves that its replicas are one model? Rank 0 alone writes a checkpoint; hashes that
-it keeps say whether the others hold the same.
+"""When is a run saved, and what proves that its replicas are one model? Rank 0 writes a checkpoint, alone where nobody
+comes or goes, else one rank on each host; hashes in it say whether all hold the same.
 
 Of replicas that drift a checkpoint holds the weights that they agreed on last, and rank 0's optimizers. What each has
 become since then, optimizers and all, it keeps beside (see own.py): the same ranks go on bit for bit, and any others
@@ -45,20 +45,20 @@ class Keeper:
     def restore(self, resume: Checkpoint | None) -> None:
         """Become what a checkpoint holds, with this rank's random numbers as they were, or as they begin."""
         step = resume.step if resume else 0
+        if self._group.local_rank == 0:
+            for rank in self._dir.recorded_ranks():
+                self._dir.keep_records_before(rank, step)
         if resume is not None:
             folder = self._dir.checkpoint_path(step)
             self._trained.load(folder)
             self._saved_step = step
-            if self._group.local_rank == 0:
-                for rank in self._dir.recorded_ranks():
-                    self._dir.keep_records_before(rank, step)
             saved = [(read_checkpoint(self._dir.checkpoint_path(step)).val_loss, step)
                      for step in self._dir.checkpoint_steps()]  # fmt: skip
             self._best = min(((loss, step) for loss, step in saved if loss is not None), default=None)
             if resume.world_size == self._group.world_size:
                 rng.restore(rng.of_rank(folder / "rng.safetensors", self._group.rank), self._group.device)
                 return
-        rng.begin(self._spec.train.seed, step, self._group.rank)
+        rng.begin(self._spec.train.seed, step, self._group.number)
 
     def restore_own(self, resume: Checkpoint | None) -> None:
         """Once the Sync is in place: what this rank alone remembered, and what ranks did that are no more.
@@ -70,10 +70,10 @@ class Keeper:
         group, step = self._group, resume.step
         if group.local_rank == 0:
             forget_after(self._dir, step)
-        mine = load_own(self._dir, group.rank, step)
+        mine = load_own(self._dir, group.number, step)
         told = group.gather(b"1" if mine else b"")
         if self._sync.replica != "drifting":
-            gone = [rank for rank in ranks_that_left(self._dir, step) if rank >= group.world_size]
+            gone = [rank for rank in ranks_that_left(self._dir, step) if rank not in group.numbers]
             seen = [from_json(text, list[int]) for text in group.gather(msgspec.json.encode(gone))]
             theirs = [load_own(self._dir, rank, step) for rank in gone
                       if group.rank == min(i for i, one in enumerate(seen) if rank in one)]  # fmt: skip
@@ -84,7 +84,8 @@ class Keeper:
         elif group.rank == 0:
             self._dir.add_event("own.dropped", step=step)
         if group.rank == 0 and any(told) and not all(told):
-            self._dir.add_event("own.missing", step=step, ranks=[rank for rank, one in enumerate(told) if not one])
+            missing = [rank for rank, one in zip(group.numbers, told, strict=True) if not one]
+            self._dir.add_event("own.missing", step=step, ranks=missing)
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be.
@@ -100,7 +101,7 @@ class Keeper:
 
         def write() -> None:
             self._save_own(step)
-            if self._group.rank == 0:
+            if self._group.keeps:
                 checkpoints.save(
                     self._dir,
                     weights,
@@ -113,10 +114,11 @@ class Keeper:
 
         self._group.all_or_none(write)  # nor does any begin the next step's clock while another writes
         self._saved_step = step
-        if self._group.rank == 0:
+        if self._group.keeps:
             if val_loss is not None and (self._best is None or val_loss < self._best[0]):
                 self._best = (val_loss, step)
             self._dir.prune_checkpoints(self._spec.checkpoint.keep, self._best[1] if self._best else None)
+        if self._group.rank == 0:
             self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
 
     def conclude(self, step: int) -> bool:
@@ -146,12 +148,13 @@ class Keeper:
         if found:
             folder = self._dir.path / "replicas"
             folder.mkdir(exist_ok=True)
-            checkpoints.write_tensors(folder / f"rank-{self._group.rank}.safetensors", weights)
+            checkpoints.write_tensors(folder / f"rank-{self._group.number}.safetensors", weights)
             if self._group.rank == 0:
                 self._dir.add_event("run.diverged", step=step, differences=msgspec.to_builtins(found))
             self._group.barrier()
+            odd = self._group.numbers[found[0].rank]
             raise RunError(
-                f"after step {step}: the replicas differ: rank {found[0].rank} in {found[0].tensor}"
+                f"after step {step}: the replicas differ: rank {odd} in {found[0].tensor}"
                 + (f" and {len(found) - 1} more tensors" if len(found) > 1 else ""),
                 hint=f"evener verify {self._dir} shows by how much; --resume goes back to the last checkpoint",
             )
@@ -193,5 +196,5 @@ class Keeper:
         if self._sync.replica == "drifting":
             own["states"] = {name: state for name, state in self._trained.state_dicts().items() if name != "sync"}
         if any(own.values()):
-            save_own(self._dir, self._group.rank, step, own)
+            save_own(self._dir, self._group.number, step, own)
         self._own_step = step

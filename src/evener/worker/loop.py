@@ -38,7 +38,7 @@ def train(resolved: Resolved) -> None:
     with join(spec, resolved) as run:
         train_set = TokenBlocks(resolved.corpus, "train", shape.block_size, spec.train.sampling)
         val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
-        model = run.model(build(resolved))
+        model = run.model(build(resolved, is_new=run.begins_at == 0))
         optimizer = run.optimizer(adamw(model, spec.train))
         tokens_per_step, every = spec.train.batch * shape.block_size, run.roster.sync.every
         progress = Progress(spec.train.steps, tokens_per_step, spec.train.max_s, every)
@@ -70,11 +70,11 @@ def learn(
     step.update(optimizer)
 
 
-def build(resolved: Resolved) -> GPT:
-    """The model at its start: random, or with the weights of a GPT-2 file."""
+def build(resolved: Resolved, *, is_new: bool) -> GPT:
+    """The model at its start: random, or of a new run with the weights of a GPT-2 file."""
     spec = resolved.spec.model
     model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
-    if spec.init_from is not None and resolved.resume is None:
+    if spec.init_from is not None and is_new:
         path = weights_file(spec.init_from)
         if not is_gpt2_file(path):  # our own
             put_weights(read_tensors(path), weights_of(model), path)

@@ -25,6 +25,7 @@ from evener.core.runwriter import RunWriter
 from evener.core.step import PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
 from evener.worker.clock import Clock, Laps
 
+REGROUP, STOP = 1.0, 2.0  # wishes: another world after the next checkpoint; the end
 BLOCKED = "blocked"  # the lap between the last gradient and the end of backward: transfer and waiting together
 
 
@@ -37,7 +38,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float = 0.0  # its share of the batch: input, forward, backward
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
     part_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 of a step that is not sampled
-    wants_stop: float = 0.0
+    wish: float = 0.0  # 0, REGROUP or STOP
     weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
 
     def row(self) -> Tensor:
@@ -52,7 +53,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def after(cls, before: list[News], now: list[News]) -> list[News]:
         """Of two that are heard at once: the later, with what the earlier wished and nobody has acted on yet."""
-        return [msgspec.structs.replace(new, wants_stop=max(new.wants_stop, old.wants_stop),
+        return [msgspec.structs.replace(new, wish=max(new.wish, old.wish),
                                         weight=old.weight if math.isnan(new.weight) else new.weight)
                 for new, old in zip(now, before, strict=True)] if before else now  # fmt: skip
 
@@ -131,7 +132,8 @@ class Recorder:
     def __init__(self, rundir: RunWriter, rank: int, roster: Roster, clock: Clock, group: Any) -> None:
         self._rank, self._world_size, self._clock, self._group = rank, roster.world_size, clock, group
         self._rundir = rundir
-        path = rundir.steps_path(rank)
+        self._numbers = [member.rank for member in roster.members]
+        path = rundir.steps_path(self._numbers[rank])
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
         self._drafts: deque[Draft] = deque()
@@ -154,11 +156,11 @@ class Recorder:
         """What follows belongs to no step, unless there is another lap: so far it took this long."""
         self._wall_s, self._cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
 
-    def end(self, *, want_stop: bool, weight: float = math.nan, **facts: Any) -> None:
+    def end(self, *, wish: float, weight: float = math.nan, **facts: Any) -> None:
         """The step ended when `pause` was called last; the news of it go out."""
         self.news, self.completed = [], []
         self._drafts.append(Draft(laps=self._laps, wall_s=self._wall_s, cpu_s=self._cpu_s, ended=time.time(), **facts))
-        self._tell(self._drafts[-1 - self._lag] if len(self._drafts) > self._lag else None, want_stop, weight)
+        self._tell(self._drafts[-1 - self._lag] if len(self._drafts) > self._lag else None, wish, weight)
 
     def hear(self) -> bool:
         """Read the news that are due, write the step they complete, and say whether all stop now."""
@@ -176,6 +178,11 @@ class Recorder:
             stops = self._hear(0)
         return stops
 
+    @property
+    def regroups(self) -> bool:
+        """Does any rank want another world, by the news that all have heard?"""
+        return any(news.wish == REGROUP for news in self.news)
+
     def close(self) -> None:
         """Write what this rank knows of steps that the others will not complete any more."""
         while self._drafts:
@@ -192,11 +199,11 @@ class Recorder:
             self.news = News.after(self.news, News.rows(gathered))
             if self.news[self._rank].step >= 0:
                 self._write(self._drafts.popleft())
-        return any(news.wants_stop for news in self.news)
+        return any(news.wish == STOP for news in self.news)
 
-    def _tell(self, draft: Draft | None, want_stop: bool = False, weight: float = math.nan) -> None:
+    def _tell(self, draft: Draft | None, wish: float = 0.0, weight: float = math.nan) -> None:
         """The news of a step go out, or that there are none yet."""
-        news = News(wants_stop=float(want_stop), weight=weight)
+        news = News(wish=wish, weight=weight)
         if draft is not None:
             parts = draft.laps.parts_s()
             took_s = parts.get("data_s", 0.0) + parts.get("compute_s", 0.0)
@@ -222,7 +229,8 @@ class Recorder:
             noise = noise_of([news.part_sq for news in self.news], float(draft.whole_sq), draft.global_tokens)
         self._write_line(draft, loss, split_blocked([news.blocked_s for news in self.news])[self._rank], noise)
         if not math.isfinite(loss):
-            guilty = [rank for rank, news in enumerate(self.news) if not math.isfinite(news.loss_sum)]
+            guilty = [rank for rank, news in zip(self._numbers, self.news, strict=True)
+                      if not math.isfinite(news.loss_sum)]  # fmt: skip
             if self._rank == 0:
                 self._rundir.add_event("run.nonfinite", step=draft.step, ranks=guilty)
             raise RunError(

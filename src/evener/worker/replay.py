@@ -72,7 +72,7 @@ class Replay:
         self.device = group.device
         self.roster = first_roster(self.spec, [seat_of(group, this_machine())], request.shape.block_size)
         self.trained = Trained(torch.amp.GradScaler("cuda", enabled=False))
-        self.model = build(resolved).to(self.device)
+        self.model = build(resolved, is_new=checkpoint is None).to(self.device)
         self.trained.models.append(self.model)
         self.optimizer = adamw(self.model, self.spec.train)
         self.trained.add_optimizer(self.optimizer)
@@ -102,7 +102,7 @@ class Replay:
             step = Step(self.engine, self.roster.at(index), index, is_first=False)
             learn(step, self.model, self.optimizer, self.spec.train,
                   functools.partial(autocast, self.device, self.request.dtype))  # fmt: skip
-            step.end(want_stop=False, weight=math.nan)
+            step.end(wish=0.0, weight=math.nan)
             try:
                 recorder.flush()
             except EvenerError:  # not finite

@@ -30,6 +30,7 @@ from evener.core.rundir import Contention
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
+from evener.core.world import somebody_waits
 from evener.worker.agree import agree, planned_cluster, seated
 from evener.worker.arithmetic import autocast, compile_module, compiles
 from evener.worker.clock import CudaClock, HostClock
@@ -39,9 +40,10 @@ from evener.worker.journal import Journal
 from evener.worker.keeper import Keeper
 from evener.worker.membership import Membership
 from evener.worker.membership.fixed import Fixed
+from evener.worker.membership.worlds import Regroup, newest_anywhere
 from evener.worker.mistakes import tell_in_words
 from evener.worker.pulse import begin_pulse
-from evener.worker.record import Recorder
+from evener.worker.record import REGROUP, STOP, Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
 from evener.worker.sync.choose import change_sync, make_sync
@@ -89,8 +91,11 @@ class Run:
         self.dir = _directory(spec, self.group)
         self._journal = Journal(self.dir, self.group, machine)
         begin = functools.partial(starting_point, self.dir, spec, resume=resume)
-        self._resume = resolved.resume if resolved else self.group.all_or_none(begin)
-        self._membership: Membership = Fixed(seated(self.group, machine, spec, resolved))
+        if self.group.is_in_world:
+            self._resume = newest_anywhere(self.dir, self.group)
+        else:
+            self._resume = resolved.resume if resolved else self.group.all_or_none(begin)
+        self._membership: Membership = Fixed(seated(self.group, self.dir, machine, spec, resolved))
         self.group.move_gradients_by(self.roster.backend, apart=self.roster.sync.streamed)
         self._compiled = compiles(spec, resolved, self.roster, self.dir if self._resume else None)
         self._trained = Trained(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
@@ -136,7 +141,7 @@ class Run:
         `dataset` is a `Dataset`, a map-style torch Dataset or a DataLoader of one. A program may leave its loop early,
         on all ranks alike: the run is then saved as one that was stopped.
         """
-        train, every, first = self.spec.train, self.spec.checkpoint, self._resume.step if self._resume else 0
+        train, every, first = self.spec.train, self.spec.checkpoint, self.begins_at
         data = as_dataset(dataset, self.spec)
         engine, keeper = self._begin(data, first)
         self._stopping.begin(train.max_s)
@@ -149,7 +154,7 @@ class Run:
             self._open = engine, keeper, step
             yield step
             self._open = None
-            step.end(want_stop=self._stopping.is_due, weight=self._weight)
+            step.end(wish=self._wish(), weight=self._weight)
             self._weight = math.nan
             done = index + 1
             if every.verify_every and done % every.verify_every == 0 and done < train.steps:
@@ -158,7 +163,14 @@ class Run:
                 if engine.recorder.flush():
                     return self._finish(keeper, "stopped", done, step.val_loss)
                 keeper.save(done, step.val_loss)
+                if engine.recorder.regroups:
+                    raise Regroup
         return self._finish(keeper, "finished", train.steps, step.val_loss)
+
+    @property
+    def begins_at(self) -> int:
+        """The first step of this start: 0 of a new run."""
+        return self._resume.step if self._resume else 0
 
     @property
     def roster(self) -> Roster:
@@ -210,7 +222,7 @@ class Run:
             error = failure
             raise
         finally:
-            if error is not None:
+            if error is not None and not isinstance(error, Regroup):
                 self._journal.failed(error)
             if self._recorder is not None:
                 self._recorder.close()
@@ -259,7 +271,7 @@ class Run:
     def _leave(self, engine: Engine, keeper: Keeper, step: Step) -> None:
         """The program has left its loop by itself, on all ranks: what it has learned is saved."""
         if step.is_updated:
-            step.end(want_stop=True, weight=math.nan)
+            step.end(wish=STOP, weight=math.nan)
         self._finish(keeper, "stopped", step.index + step.is_updated, step.val_loss)
 
     def _finish(self, keeper: Keeper, verdict: str, step: int, val_loss: float | None) -> None:
@@ -270,6 +282,12 @@ class Run:
         keeper.save(step, val_loss)
         self._journal.finish(verdict, step, last=self.last_record, val_loss=val_loss, agree=agreed,
                              contention=self.contention)  # fmt: skip
+
+    def _wish(self) -> float:
+        """Of this rank, after a step."""
+        if self._stopping.is_due:
+            return STOP
+        return REGROUP if self.rank == 0 and somebody_waits() else 0.0
 
     def _only_before_steps(self, what: str) -> None:
         if self._recorder is not None:

@@ -182,7 +182,7 @@ class Step:
         engine.recorder.lap("optimizer_s")
         engine.recorder.pause()
 
-    def end(self, *, want_stop: bool, weight: float) -> None:
+    def end(self, *, wish: float, weight: float) -> None:
         """The training program's step is over: record it."""
         if not self.is_updated:
             what = "there was no step.update" if self._num_passes else "no micro-batch was taken"
@@ -199,7 +199,7 @@ class Step:
         if self._engine.trained.scaler.is_enabled() and self._learns:
             self._engine.trained.scaler.update()
         self._engine.recorder.end(
-            want_stop=want_stop,
+            wish=wish,
             weight=weight,
             step=self.index,
             epoch=self._roster.epoch,

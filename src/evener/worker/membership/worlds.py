@@ -1,0 +1,124 @@
+"""How do ranks begin in a world that their hosts have agreed on, and how do they leave it for another?
+
+Every host keeps the checkpoints, and what was saved last any of them may have alone: a host that was away, or whose
+disk is new, takes the newest one from who has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from evener.core.decoding import from_json
+from evener.core.errors import CheckpointError, RunError
+from evener.core.files import write_atomic, write_folder_atomic
+from evener.core.rundir import Checkpoint, read_checkpoint
+from evener.core.runwriter import RunWriter
+from evener.core.world import REGROUP
+from evener.worker.group import Group
+
+CHUNK_BYTES = 1 << 24
+
+
+class Regroup(SystemExit):
+    """The ranks have saved, and leave together to begin again in another world. A program that does not catch it ends
+    as its launcher expects.
+    """
+
+    status = REGROUP
+
+    def __init__(self) -> None:
+        super().__init__(REGROUP)
+
+
+def newest_anywhere(rundir: RunWriter, group: Group) -> Checkpoint | None:
+    """The newest whole checkpoint that any host has, which all have afterwards; None where there is none at all.
+
+    All ranks call it together.
+    """
+    mine = _newest_here(rundir) if group.local_rank == 0 else -1
+    steps = [int(text) for text in group.gather(str(mine).encode())]
+    step = max(steps)
+    if step < 0:
+        return None
+    lacks = mine < step and group.local_rank == 0
+    if any(json == b"1" for json in group.gather(b"1" if lacks else b"")):
+        _spread(rundir, group, step, source=steps.index(step), lacks=lacks)
+    return group.all_or_none(lambda: read_checkpoint(rundir.checkpoint_path(step)))
+
+
+def _newest_here(rundir: RunWriter) -> int:
+    """A damaged one counts as none."""
+    for step in reversed(rundir.checkpoint_steps()):
+        try:
+            read_checkpoint(rundir.checkpoint_path(step))
+        except CheckpointError as error:
+            rundir.add_event("checkpoint.damaged", step=step, what=str(error))
+        else:
+            return step
+    return -1
+
+
+def _spread(rundir: RunWriter, group: Group, step: int, *, source: int, lacks: bool) -> None:
+    """Whoever lacks a checkpoint takes it from the rank that has it, and the manifest with it."""
+    folder, is_source = rundir.checkpoint_path(step), group.rank == source
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())} if is_source else {}
+    told = group.gather(msgspec.json.encode([sizes, rundir.manifest_path.read_text() if is_source else ""]))[source]
+    sizes, manifest = from_json(told, tuple[dict[str, int], str])
+
+    has_taken_part = False
+
+    def write(place: Path | None) -> None:
+        """Take part in handing it out; where there is a place, keep it there."""
+        nonlocal has_taken_part
+        refused, has_taken_part = None, True
+        for name, size in sizes.items():
+            path = folder / name if is_source else place / name if place is not None else None
+            refused = _broadcast(path, size, group, source) or refused
+        if refused is not None:
+            raise refused
+
+    failed = ""
+    try:
+        if lacks:
+            rundir.checkpoints_path.mkdir(parents=True, exist_ok=True)
+            if not rundir.is_run():
+                write_atomic(rundir.manifest_path, manifest.encode())
+            write_folder_atomic(folder, write)
+        else:
+            write(None)
+    except OSError as error:
+        failed = f"{folder}: {error.strerror}"
+        if not has_taken_part:
+            write(None)
+    for rank, text in enumerate(group.gather(failed.encode())):
+        if text:
+            number = group.numbers[rank]
+            raise RunError(f"rank {number}: {text.decode()}", of_rank=number)
+
+
+def _broadcast(path: Path | None, size: int, group: Group, source: int) -> OSError | None:
+    """One file, from the source's to everybody's; None: it has it, or has no use for it. Whoever can't write it goes on
+    all the same, for the others' sake, and returns why.
+    """
+    file, refused = None, None
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("rb" if group.rank == source else "wb")) if path is not None else None
+        except OSError as error:
+            refused = error
+        for begin in range(0, size, CHUNK_BYTES):
+            chunk = torch.empty(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
+            if file is not None and group.rank == source:
+                chunk = torch.frombuffer(bytearray(file.read(len(chunk))), dtype=torch.uint8)
+            dist.broadcast(chunk, src=source, group=group.control)
+            if file is not None and group.rank != source and refused is None:
+                try:
+                    file.write(chunk.numpy().tobytes())
+                except OSError as error:
+                    refused = error
+    return refused
