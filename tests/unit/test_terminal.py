@@ -264,7 +264,7 @@ def test_the_next_step_of_a_finding_can_be_pasted(columns):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_lab_tells_who_is_dead(monkeypatch, capsys, columns):
     host = {"name": "a", "address": "10.77.0.1", "up_bps": 10**9, "down_bps": None, "policed": True, "mtu": 1500,
-            "cpus": 0.5, "cores": [0, 1], "processes": 0, "pid": 12370}  # fmt: skip
+            "cpus": 0.5, "cores": [0, 1], "processes": 0, "pid": 12370, "state": "dead"}  # fmt: skip
     up = SimpleNamespace(is_alive=lambda: True, rootless=False, state=SimpleNamespace(fleet_file="/home/me/lab.toml"))
     monkeypatch.setattr(Lab, "find", lambda name: up)
     monkeypatch.setattr(lab, "_describe", lambda lab: {"hosts": {"a": host}})

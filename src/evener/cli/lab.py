@@ -108,9 +108,8 @@ def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] =
         for host in _describe(lab)["hosts"].values():
             limits = (_rate(host["up_bps"]), _rate(host["down_bps"]) + " policed" * host["policed"], host["mtu"],
                       host["cpus"] or "all", ",".join(map(str, host["cores"])) or "all")  # fmt: skip
-            rows.append(
-                (host["name"], host["address"], *map(str, limits), str(host["processes"] or "dead"), str(host["pid"]))
-            )
+            lives = host["processes"] or host["state"]
+            rows.append((host["name"], host["address"], *map(str, limits), str(lives), str(host["pid"])))
         titles = ("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")
         table(screen, titles, rows, left=titles, spare=("pid", "mtu", "cores"))
 
@@ -137,6 +136,25 @@ def exec_(
     sys.stdout.flush()
     argv = inside.argv(command)
     os.execvp(argv[0], argv)  # noqa: S606  no shell between
+
+
+@app.command("power-off", epilog="evener lab power-off b")
+def power_off(
+    host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False
+) -> None:
+    """Pull a host's plug: its processes end, and the others hear nothing. Its home stays."""
+    lab = _find(name)
+    lab.host(host).power_off()
+    print(json.dumps({"off": host}) if as_json else f"{host} is off")
+    if not as_json:
+        print(f"next: evener lab boot {host} --name {lab.name}", file=sys.stderr)
+
+
+@app.command(epilog="evener lab boot b")
+def boot(host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False) -> None:
+    """Switch a host on again, and wait until it takes ssh logins: same addresses, home, host key, limits and rates."""
+    _find(name).host(host).boot()
+    print(json.dumps({"booted": host}) if as_json else f"{host} takes logins")
 
 
 @app.command(epilog="evener lab down")
@@ -202,8 +220,9 @@ def _describe(lab: Lab) -> dict[str, Any]:
         "state_dir": str(lab.path),
         "hosts": {
             host.name: {
-                "name": host.name, "address": host.address, "address6": host.address6, "pid": host.pid,
-                "processes": len(host.pids()) if host.is_alive() else 0, "interface": host.spec.interface,
+                "name": host.name, "state": "up" if host.is_alive() else "off" if host.is_off() else "dead",
+                "address": host.address, "address6": host.address6, "pid": host.pid,
+                "processes": len(host.pids()), "interface": host.spec.interface,
                 "up_bps": host.spec.up_bps, "down_bps": host.spec.down_bps, "policed": host.spec.policed,
                 "mtu": host.spec.mtu, "cpus": host.spec.cpus, "cores": list(host.spec.cores or ()),
             }

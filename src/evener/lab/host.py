@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -14,8 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from evener.core.errors import EvenerError, UsageError
-from evener.lab import state
+from evener.lab import power, state
 from evener.lab.init import PATH
+from evener.lab.make import wiring
 from evener.lab.needs import find_programs
 from evener.lab.spec import HostSpec
 from evener.lab.state import HostState, LabFolder
@@ -80,10 +80,37 @@ class Host:
         """Whether it runs."""
         return self._state.init.is_alive()
 
+    def is_off(self) -> bool:
+        """Whether it was powered off; one that neither runs nor is off has crashed."""
+        return self._state.is_off and not self.is_alive()
+
     def kill(self) -> None:
-        """Power off: every process of the host ends at once, and its link is gone."""
+        """End every process of the host at once. Its connections are closed, as others see: not so by `power_off`."""
         self._state.init.kill()
         state.wait_until(lambda: not self.is_alive(), f"host {self.name} did not end")
+
+    def power_off(self) -> None:
+        """Pull its plug: others hear nothing from now on, no FIN and no RST, and every process of it ends at once.
+
+        Its home stays. What a lab keeps in memory is as it was made when it boots: /tmp, /run, /etc, faces.
+        """
+        self._change_network("unplug", host=wiring(self.spec, self._state))
+        with state.locked():
+            self._lab.change_host(self.name, is_off=True)
+            self.kill()
+
+    def boot(self) -> None:
+        """Switch it on again, with the addresses, home, host key and limits that it had. UsageError where it is on."""
+        power.boot(self._lab, self.name)
+        self.equip()
+
+    def equip(self) -> None:
+        """Give it what only a running host can be given: the looks of Wi-Fi cards, and its spec's firewall."""
+        for name in (self.spec.interface, *self.spec.more_interfaces):
+            if name.startswith("wl"):
+                self.look_wireless(name)
+        if self.spec.firewall:
+            self.firewall(self.spec.firewall)
 
     def argv(self, command: Sequence[str]) -> list[str]:
         """The command line that enters the host: its limits, its namespaces, its user's home and environment."""
@@ -134,10 +161,7 @@ class Host:
     def set_mtu(self, mtu: int, path_mtu: int | None = None) -> None:
         """Change the largest packet it sends, and the largest that comes through."""
         self._changed(mtu=mtu, path_mtu=path_mtu)
-        self._change_network("set_mtus", hosts=[
-            {"pid": host.pid, "interface": host.spec.interface, "port": host._state.port,
-             "mtu": host.spec.mtu, "path_mtu": host.spec.path_mtu or host.spec.mtu}
-            for host in (Host(self._lab, name) for name in self._lab.state.hosts) if host.is_alive()])  # fmt: skip
+        self._change_network("set_mtus", hosts=power.living(self._lab.state))
 
     def link_up(self, up: bool) -> None:
         """Pull its cable out of the switch (False), or plug it in again."""
@@ -177,14 +201,7 @@ class Host:
 
     def pids(self) -> list[int]:
         """Every process of the host, as this machine numbers them."""
-        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    if os.readlink(entry / "ns/pid") == namespace:
-                        found.append(int(entry.name))
-        return sorted(found)
+        return state.pids_with(self._state.init)
 
     def interface_counters(self, interface: str | None = None) -> Counters:
         """Bytes that the kernel counted on an interface, its main one by default.
@@ -212,9 +229,11 @@ class Host:
     def _change_network(self, call: str, **arguments: Any) -> None:
         self.check_alive()
         with Switch() as switch:
-            switch.do(self._lab.state.desk.pid, self._lab.state.rootless, call, arguments)
+            switch.do(self._lab.state.desk.pid, self._lab.state.rootless, **{call: arguments})
 
     def check_alive(self) -> None:
         if not self.is_alive():
-            lab = self._lab.state.spec.name
-            raise EvenerError(f"host {self.name} of lab {lab} is dead", hint=f"evener lab down {lab}")
+            name, lab = self.name, self._lab.state.spec.name
+            if self.is_off():
+                raise EvenerError(f"host {name} of lab {lab} is off", hint=f"evener lab boot {name} --name {lab}")
+            raise EvenerError(f"host {name} of lab {lab} is dead", hint=f"evener lab down {lab}")

@@ -1,6 +1,7 @@
 """How does a process become the desk of a lab, and its children hosts? Run as a program; standard library only.
 
-The desk owns the network that joins the hosts, and reaps. Each host's first process sees its own network, hostname,
+The desk owns the network that joins the hosts, reaps, and boots a host again that is asked for: by a file `boot` in the
+host's folder and a SIGCHLD; its answer is a file `pid` there. Each host's first process sees its own network, hostname,
 processes, mounts and cgroups; when it ends, the kernel ends every process of the host.
 """
 
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -40,7 +42,21 @@ def main(state: str) -> None:
             pids[name] = int(told.read() or 0)
     print(json.dumps({"desk": os.getpid(), "hosts": pids}), flush=True)
     log_to(f"{state}/desk.log")
-    reap()
+    reap(lambda: boot_asked(state, desk))
+
+
+def boot_asked(state: str, desk: dict[str, Any]) -> None:
+    """Start every host whose folder has a file `boot`; its pid, or 0, is then in the file `pid`."""
+    for name, host in desk["hosts"].items():
+        folder = f"{state}/hosts/{name}"
+        try:
+            if os.path.exists(f"{folder}/boot"):
+                os.unlink(f"{folder}/boot")
+                with open(start_host(folder, name, desk, host)) as told:
+                    write(f"{folder}/pid.draft", told.read() or "0")
+                os.replace(f"{folder}/pid.draft", f"{folder}/pid")
+        except OSError:  # a full disk, say: the other hosts need their desk
+            traceback.print_exc()
 
 
 def start_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any]) -> int:
@@ -138,14 +154,15 @@ def start_service(argv: list[str], uid: int | None = None, gid: int = 0) -> None
         os._exit(127)
 
 
-def reap() -> NoReturn:
-    """Wait for children for ever."""
+def reap(then: Callable[[], None] = lambda: None) -> NoReturn:
+    """Wait for children for ever; `then` is what else there is to do at each SIGCHLD."""
     while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             pass
+        then()
         signal.sigwait({signal.SIGCHLD})
 
 

@@ -42,11 +42,7 @@ class Lab:
         try:
             lab = cls(path, make.make(path, spec, out))
             for host in lab.hosts:
-                for name in (host.spec.interface, *host.spec.more_interfaces):
-                    if name.startswith("wl"):
-                        host.look_wireless(name)
-                if host.spec.firewall:
-                    host.firewall(host.spec.firewall)
+                host.equip()
             if out is not None:
                 files.write_fleet_file(out, lab.state.fleet_text)
             state.save(path, lab.state)
@@ -94,12 +90,13 @@ class Lab:
     def host(self, name: str) -> Host:
         """One host."""
         if name not in self.state.hosts:
-            raise UsageError(f"lab {self.name} has no host {name}; hosts: {', '.join(self.state.hosts)}")
+            lab, hosts = self.name, ", ".join(self.state.hosts)
+            raise UsageError(f"lab {lab} has no host {name}; hosts: {hosts}", hint=f"evener lab status {lab}")
         return Host(self._folder, name)
 
     def is_alive(self) -> bool:
-        """Whether its network and every host are there."""
-        return self.state.desk.is_alive() and all(host.is_alive() for host in self.hosts)
+        """Whether its network and every host are there, but for hosts that were powered off."""
+        return self.state.desk.is_alive() and all(host.is_alive() or host.is_off() for host in self.hosts)
 
     def down(self) -> None:
         """Remove every trace of it. Twice does no harm."""

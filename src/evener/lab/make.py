@@ -44,17 +44,17 @@ def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
         (path / "desk").write_text(f"{desk.pid} {desk.start_ticks} {int(rootless)}")
         hosts = {
             name: HostState(
-                init=_process(path, name, pids["hosts"][name]),
+                init=first_process(path, name, pids["hosts"][name]),
                 address=addresses[name],
                 address6=f"{LAN6}:{number:x}",
                 port=f"port{number}",
             )
             for number, name in enumerate(spec.hosts, 1)
         }
-        wirings = [_wiring(number, spec.hosts[name], host) for number, (name, host) in enumerate(hosts.items(), 1)]
-        switch.do(desk.pid, rootless, "wire", {"hosts": wirings})
+        wirings = [wiring(spec.hosts[name], host) for name, host in hosts.items()]
+        switch.do(desk.pid, rootless, wire={"hosts": wirings})
     for name, host in hosts.items():
-        _wait_for_sshd(path, name, host.init)
+        wait_for_sshd(path, name, host.init)
     return LabState(
         spec=spec,
         rootless=rootless,
@@ -89,10 +89,10 @@ def _desk_host(path: Path, spec: LabSpec, name: str, addresses: dict[str, str], 
     }
 
 
-def _wiring(number: int, spec: HostSpec, host: HostState) -> dict[str, Any]:
+def wiring(spec: HostSpec, host: HostState) -> dict[str, Any]:
     """What network.py needs to know about a host."""
     return {
-        "number": number, "pid": host.init.pid, "port": host.port, "interface": spec.interface,
+        "number": _number(host.address), "pid": host.init.pid, "port": host.port, "interface": spec.interface,
         "address": host.address, "address6": host.address6,
         "mtu": spec.mtu, "path_mtu": spec.path_mtu or spec.mtu,
         "up_bps": spec.up_bps, "down_bps": spec.down_bps, "policed": spec.policed,
@@ -101,7 +101,11 @@ def _wiring(number: int, spec: HostSpec, host: HostState) -> dict[str, Any]:
 
 
 def _overlay(address: str) -> str:
-    return f"{OVERLAY}.{address.rpartition('.')[2]}"
+    return f"{OVERLAY}.{_number(address)}"
+
+
+def _number(address: str) -> int:
+    return int(address.rpartition(".")[2])
 
 
 def _visible() -> list[str]:
@@ -127,14 +131,16 @@ def _start_desk(path: Path) -> dict[str, Any]:
     return pids
 
 
-def _process(path: Path, name: str, pid: int) -> Process:
+def first_process(path: Path, name: str, pid: int) -> Process:
+    """Of a host, by the pid that the desk tells."""
     with contextlib.suppress(ProcessLookupError):
         if pid:
             return state.process(pid)
     raise EvenerError(f"host {name} did not start", output=_tail(path / "hosts" / name))
 
 
-def _wait_for_sshd(path: Path, name: str, init: Process) -> None:
+def wait_for_sshd(path: Path, name: str, init: Process) -> None:
+    """Until a host takes logins."""
     listening = Path(f"/proc/{init.pid}/net/tcp")
 
     def is_ready() -> bool:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,18 @@ class Desk:
             _add_switch(net, "lan", f"{LAN}.{DESK}")
             for number in range(max(len(host["links"]) for host in hosts)):
                 _add_switch(net, f"air{number}", f"10.{AIR + number}.0.{DESK}")
+        self.plug_in(hosts)
+        self.set_mtus(hosts)
+
+    def plug_in(self, hosts: list[dict[str, Any]]) -> None:
+        """Make the links of hosts that have just come up, in place of what their former links left."""
+        with _network_of(self.pid) as net:
             for host in hosts:
                 _add_link(net, "lan", host["port"], host["pid"], host["interface"])
                 _shape(net, host["port"], host["down_bps"], host["policed"])
                 for number, name in enumerate(host["links"]):
-                    port = f"air{number}-{host['number']}"
-                    _add_link(net, f"air{number}", port, host["pid"], name)
-                    _shape(net, port, AIR_BPS, False)
+                    _add_link(net, f"air{number}", _air_port(host, number), host["pid"], name)
+                    _shape(net, _air_port(host, number), AIR_BPS, False)
         for host in hosts:
             with _network_of(host["pid"]) as net:
                 _up(net, "lo")
@@ -66,7 +71,11 @@ class Desk:
                     _shape(net, name, AIR_BPS, False)
                 for number, name in enumerate(host["bridges"]):
                     _add_switch(net, name, f"172.{17 + number}.0.1", prefix=16)
-        self.set_mtus(hosts)
+
+    def unplug(self, host: dict[str, Any]) -> None:
+        """Pull every cable of a host."""
+        for port in (host["port"], *(_air_port(host, number) for number in range(len(host["links"])))):
+            self.set_link(port, False)
 
     def set_rate(
         self, pid: int, interface: str, port: str, up_bps: int | None, down_bps: int | None, policed: bool
@@ -96,7 +105,14 @@ class Desk:
                 _set_mtu(net, host["interface"], host["mtu"], max_segments)
 
 
+def _air_port(host: dict[str, Any], number: int) -> str:
+    return f"air{number}-{host['number']}"
+
+
 def _add_link(net: Any, switch: str, port: str, pid: int, interface: str) -> None:
+    for left in net.link_lookup(ifname=port):  # of a host that has ended: the kernel takes its network away by and by
+        with suppress(NetlinkError):
+            net.link("del", index=left)
     net.link("add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_pid": pid})
     net.link("set", index=_index(net, port), master=_index(net, switch), state="up")
 
@@ -108,10 +124,20 @@ def _add_switch(net: Any, name: str, address: str, prefix: int = 24) -> None:
 
 def _set_up(net: Any, name: str, address: str, address6: str | None, prefix: int = 24) -> None:
     index = _index(net, name)
+    net.link("set", index=index, address=_mac(address))
     net.addr("add", index=index, address=address, prefixlen=prefix, broadcast=True)
     _up(net, name)
     if address6 is not None:
         net.addr("add", index=index, address=address6, prefixlen=64, flags=IFA_F_NODAD)
+
+
+def _mac(address: str) -> str:
+    """The same whenever a host comes up: others remember it. Locally administered.
+
+    >>> _mac("10.77.0.254")
+    '02:00:0a:4d:00:fe'
+    """
+    return "02:00:" + ":".join(f"{int(part):02x}" for part in address.split("."))
 
 
 def _up(net: Any, name: str) -> None:

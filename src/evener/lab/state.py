@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -55,6 +56,7 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     address6: str
     port: str  # its end at the switch, an interface of the desk
+    is_off: bool = False  # on purpose: who neither is off nor lives has crashed
 
 
 class LabState(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +81,13 @@ class LabFolder:
         """Replace lab.json."""
         self.state = state
         save(self.path, state)
+
+    def change_host(self, name: str, **values: Any) -> HostState:
+        """Write down what is new about a host, whatever others have written about the others. In `locked()`."""
+        now = load(self.path) or self.state
+        host = msgspec.structs.replace(now.hosts[name], **values)
+        self.write(msgspec.structs.replace(now, hosts={**now.hosts, name: host}))
+        return host
 
     def of_host(self, name: str) -> Path:
         """A host's own folder."""
@@ -139,7 +148,8 @@ def claim(name: str) -> Path:
     with locked() as labs:
         path = labs / name
         state = load(path)
-        if state is not None and all(p.is_alive() for p in (state.desk, *(h.init for h in state.hosts.values()))):
+        on = [host.init for host in state.hosts.values() if not host.is_off] if state is not None else []
+        if state is not None and all(p.is_alive() for p in (state.desk, *on)):
             raise EvenerError(f"lab {name} is up already: {', '.join(state.hosts)}", hint=f"evener lab down {name}")
         if (maker := _maker(path)) is not None and maker.pid != os.getpid() and maker.is_alive():
             raise EvenerError(
@@ -194,6 +204,20 @@ def find_processes(path: Path) -> list[Process]:
                 if str(path).encode() in argv and any(word.endswith(INITS.encode()) for word in argv):
                     found.append(process(int(entry.name)))
     return found
+
+
+def pids_with(init: Process) -> list[int]:
+    """Every process of the host whose first one this is; none where it has ended."""
+    if not init.is_alive():
+        return []
+    namespace = os.readlink(f"/proc/{init.pid}/ns/pid")
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if os.readlink(entry / "ns/pid") == namespace:
+                    found.append(int(entry.name))
+    return sorted(found)
 
 
 def wait_until(condition: Callable[[], bool], otherwise: str) -> None:

@@ -20,13 +20,13 @@ class Switch:
         )  # fmt: skip
         return self
 
-    def do(self, desk: int, rootless: bool, call: str, arguments: dict[str, Any]) -> None:
-        """One call of network.py's Desk."""
+    def do(self, desk: int, rootless: bool, **calls: dict[str, Any]) -> None:
+        """Calls of network.py's Desk, one after the other: name=arguments."""
         said, _ = self._process.communicate(
-            json.dumps({"desk": desk, "rootless": rootless, "calls": [[call, arguments]]})
+            json.dumps({"desk": desk, "rootless": rootless, "calls": list(calls.items())})
         )
         if self._process.returncode:
-            raise EvenerError(f"the lab's network cannot be changed: {call}", output=said[-2000:])
+            raise EvenerError(f"the lab's network cannot be changed: {', '.join(calls)}", output=said[-2000:])
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
