@@ -79,7 +79,7 @@ def our_steps(run: Run, resolved: Resolved) -> Iterator[float]:
     from evener.worker.optim import adamw, set_hyperparameters
 
     train = resolved.spec.train
-    model = run.model(build(resolved))
+    model = run.model(build(resolved, is_new=True))
     optimizer = run.optimizer(adamw(model, train))
     began = time.perf_counter()
     for step in run.steps(TokenBlocks(resolved.corpus, "train", resolved.shape.block_size, train.sampling)):
