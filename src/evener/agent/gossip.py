@@ -6,7 +6,8 @@ on it, again and again.
     listener ─▶ one byte for each that it believes  none for a while: the connection is dead, another one is tried
 
 Nothing but JSON of known types is read, no line longer than LINE_BYTES; what is not signed ends the connection. Whoever
-listens in on the network can read who takes part, and can't say anything.
+listens in on the network can read who takes part, and can't say anything. Nor can it keep others from being heard by
+connecting: the oldest connection on which nothing signed has come makes room for a new one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NONCE_BYTES = 16
 ANSWER_S = 2.0  # for a connection, and for each byte on it
 RETRY_S = 0.5
 IDLE_S = 30.0  # that a listener waits for a line
-MAX_CONNECTIONS = 256  # that are heard at a time: nobody fills the memory by asking
+MAX_UNPROVEN = 256  # connections on which nothing signed has come: nobody fills the memory by asking
 Endpoint = tuple[str, int]  # address, port
 
 
@@ -45,12 +46,13 @@ class Gossip:
         self._decoder = json_decoder(Statement)
         self._server: asyncio.Server | None = None
         self._speakers: dict[str, asyncio.Task[None]] = {}
+        self._listeners: set[asyncio.Task[None]] = set()
         self._said, self._text = asyncio.Event(), b""
-        self._num_heard = 0
+        self._unproven: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
     async def listen(self, endpoint: Endpoint) -> int:
         """Hear the others on one address alone; the port. OSError where it is taken."""
-        self._server = await asyncio.start_server(self._listen, *endpoint, limit=LINE_BYTES)
+        self._server = await asyncio.start_server(self._accept, *endpoint, limit=LINE_BYTES)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -63,10 +65,13 @@ class Gossip:
         said.set()
 
     async def close(self) -> None:
-        for speaker in self._speakers.values():
-            speaker.cancel()
+        """Say and hear no more."""
         if self._server is not None:
             self._server.close()
+        tasks = [*self._speakers.values(), *self._listeners]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _speak(self, to: Endpoint) -> None:
         while True:
@@ -91,15 +96,25 @@ class Gossip:
             number += 1
             await said.wait()
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Tasks of our own: to end one that asyncio began prints a traceback [Python 3.11]."""
+        task = asyncio.create_task(self._listen(reader, writer))
+        self._listeners.add(task)
+        task.add_done_callback(self._listeners.discard)
+
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_heard += 1
+        if len(self._unproven) >= MAX_UNPROVEN:
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.transport.abort()
+        self._unproven[writer] = None
         try:
-            if self._num_heard <= MAX_CONNECTIONS:
-                await self._believe(reader, writer)
-        except (OSError, ValueError, msgspec.MsgspecError, TimeoutError):  # ValueError: a line that is too long
+            await self._believe(reader, writer)
+        # ValueError: a line that is too long; RecursionError: JSON that is too deep
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError, TimeoutError):
             pass
         finally:
-            self._num_heard -= 1
+            self._unproven.pop(writer, None)
             writer.transport.abort()
 
     async def _believe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,5 +128,6 @@ class Gossip:
             if not hmac.compare_digest(mac, sign(self._key, nonce, number, text)):
                 return
             self._hear(self._decoder.decode(text))
+            self._unproven.pop(writer, None)
             writer.write(b".")
             number += 1
