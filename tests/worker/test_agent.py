@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from evener.worker import agent
+
 from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
 
 # The real agent after a change of its constants, or of torch's.
@@ -146,6 +148,11 @@ def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
         assert "b failed: rank 1 ended with exit code 3" in agents.said(name)
     with os.fdopen(failures) as file:
         assert '"exitcode": 3' in file.read()
+
+
+@pytest.mark.parametrize("told", [b"", b"no json", b"\xff", b"[1]", b"{}", b"7", b"[" * 100_000])
+def test_what_others_write_into_the_store_is_no_traceback(told: bytes) -> None:
+    assert "none of ours" in agent._failure_in(told)
 
 
 def test_a_signal_that_comes_while_a_line_is_logged_is_obeyed(agents: Agents) -> None:

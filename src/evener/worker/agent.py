@@ -191,9 +191,9 @@ class Rendezvous(StaticTCPRendezvous):
                 if self.rank == 0:
                     self._find_silent(store)
                 if store.check([FAILED]):
-                    first = json.loads(store.get(FAILED))
+                    first = _failure_in(store.get(FAILED))
                     store.set(f"left/{self.rank}", "")
-                    self._failure = f"{first['host']} failed: {first['why']}"
+                    self._failure = first
                     return
                 self._hear_by, self._refused_since = time.monotonic() + SILENT_S, None
             except ConnectionRefusedError:
@@ -209,7 +209,7 @@ class Rendezvous(StaticTCPRendezvous):
             if beat and beat != self._beats.get(rank, (0, now))[0]:
                 self._beats[rank] = beat, now
             elif beat and now - self._beats[rank][1] > SILENT_S:
-                host = store.get(f"node/{rank}/host").decode()
+                host = store.get(f"node/{rank}/host").decode(errors="replace")
                 _fail(store, host, f"nothing was heard of it for {SILENT_S:.0f} s")
 
     def _judge(self) -> None:
@@ -311,6 +311,15 @@ def _let_signals_through_logging() -> None:
 def _fail(store: Store, host: str, why: str) -> None:
     """Only the first failure is kept."""
     store.compare_set(FAILED, "", json.dumps({"host": host, "why": why}))
+
+
+def _failure_in(told: bytes) -> str:
+    """What `_fail` wrote. The store has no password: it may be anything."""
+    try:
+        first = json.loads(told)
+        return f"{first['host']} failed: {first['why']}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"the store says that a host failed, in words that are none of ours: {told[:80]!r}"
 
 
 def _listen(address: str, port: int) -> socket.socket:

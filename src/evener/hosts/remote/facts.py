@@ -523,8 +523,7 @@ def _port(port: int) -> Facts:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind((address, port))
-                listener.listen(1)
+                listener.bind((address, port))  # it does not listen: nobody is to connect
         except OSError as error:
             if error.errno in (98, 48):  # EADDRINUSE on Linux, on macOS
                 return {"port": port, "port_holder": _holder(port)}

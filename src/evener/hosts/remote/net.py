@@ -35,6 +35,7 @@ SMALLEST_MTU = 576
 SIZES_AT_A_TIME = 48
 DATAGRAM_S = 0.12
 SPARE_FILES = 200
+MAX_SERVED = 256  # connections at a time: whoever opens more can end no thread of ours
 
 Fields = Dict[str, Any]  # noqa: UP006
 Open = Dict[int, socket.socket]  # noqa: UP006  by the number of the target
@@ -124,17 +125,21 @@ def _udp_listener(address: str, secret: str, stop: threading.Event) -> int:
 
 
 def _accept(selector: selectors.BaseSelector, secret: bytes, identity: bytes, stop: threading.Event) -> None:
+    free = threading.BoundedSemaphore(MAX_SERVED)
     while not stop.is_set():
         for key, _ in selector.select(0.5):
             try:
                 connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
             except OSError:
                 continue
-            threading.Thread(target=_serve, args=(connection, secret, identity), daemon=True).start()
+            if free.acquire(blocking=False):
+                threading.Thread(target=_serve, args=(connection, secret, identity, free), daemon=True).start()
+            else:
+                connection.close()
     selector.close()
 
 
-def _serve(connection: socket.socket, secret: bytes, identity: bytes) -> None:
+def _serve(connection: socket.socket, secret: bytes, identity: bytes, free: threading.BoundedSemaphore) -> None:
     with connection:
         try:
             connection.settimeout(5)
@@ -152,6 +157,8 @@ def _serve(connection: socket.socket, secret: bytes, identity: bytes) -> None:
                 connection.sendall(_swallow(connection))
         except OSError:
             pass
+        finally:
+            free.release()
 
 
 def _swallow(connection: socket.socket) -> bytes:

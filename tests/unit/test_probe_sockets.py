@@ -1,0 +1,134 @@
+"""Whatever somebody sends to a probe that listens for a moment: no thread dies of it, nothing hangs, and whoever knows
+the secret is answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from evener.hosts.remote import net, wire
+
+LOOPBACK = "127.0.0.1"
+SECRET, IDENTITY = "s" * 32, "i" * 32
+WITHIN_S = 60.0
+NUM_MESSAGES, BATCH = 10_000, 50
+REQUESTS = [
+    b"H",
+    b"E" + struct.pack("!I", 8) + b"evener..",
+    b"E" + struct.pack("!I", 2**32 - 1) + b"evener",
+    b"S" + struct.pack("!d", 0.0) + bytes(100),
+    b"S" + struct.pack("!d", float("nan")) + bytes(100),
+]
+
+
+@pytest.fixture
+def threads_fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    yield
+    assert failed == []
+
+
+@pytest.fixture
+def ports(threads_fail: None) -> Iterator[dict[str, int]]:
+    found = net.listen([LOOPBACK], SECRET, IDENTITY)[LOOPBACK]
+    assert found["error"] is None
+    yield {"tcp": found["ephemeral"], "udp": found["udp"]}
+    net.close()
+
+
+def answers(ports: dict[str, int]) -> bool:
+    """Those who know the secret."""
+    target = {"peer": "a", "address": LOOPBACK, "port": ports["tcp"], "identity": IDENTITY, "rank": 0}
+    (found,) = net.connect([target], SECRET, WITHIN_S)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(WITHIN_S)
+        sender.sendto(SECRET.encode() + b"12345678", (LOOPBACK, ports["udp"]))
+        return found["result"] == "ok" and sender.recv(100) == b"12345678"
+
+
+def damaged(rng: random.Random) -> bytes:
+    """A request, with or without its secret, in one to three places; or noise."""
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.randrange(300))
+    data = bytearray(SECRET.encode() + rng.choice(REQUESTS))
+    for _ in range(rng.randrange(4)):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(3):
+            case 0 if at < len(data):
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del data[at:]
+            case _:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+    return bytes(data)
+
+
+def test_10_000_damaged_requests(ports):
+    rng = random.Random(0)
+    for _ in range(NUM_MESSAGES // BATCH):
+        with contextlib.ExitStack() as together:
+            batch = [together.enter_context(socket.create_connection((LOOPBACK, ports["tcp"]), WITHIN_S))
+                     for _ in range(BATCH)]  # fmt: skip
+            for one in batch:
+                with contextlib.suppress(OSError):  # it may have been hung up on already
+                    one.sendall(damaged(rng))
+                    one.shutdown(socket.SHUT_WR)
+            for one in batch:
+                with contextlib.suppress(ConnectionError):
+                    while one.recv(1 << 16):  # TimeoutError: it hangs
+                        pass
+    assert answers(ports)
+
+
+def test_10_000_damaged_datagrams(ports):
+    """Only one that begins with the secret has an answer."""
+    rng = random.Random(0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for _ in range(NUM_MESSAGES):
+            data = damaged(rng)
+            sender.sendto(data[:31] + b"S" + data[32:] if len(data) > 31 else data, (LOOPBACK, ports["udp"]))
+        assert answers(ports)
+        sender.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sender.recv(100)
+
+
+def test_more_connections_than_are_served(ports):
+    """They cost no thread each, and when they are gone all is as before."""
+    with contextlib.ExitStack() as idle:
+        for _ in range(net.MAX_SERVED + 50):
+            idle.enter_context(socket.create_connection((LOOPBACK, ports["tcp"]), WITHIN_S))
+        last = idle.enter_context(socket.create_connection((LOOPBACK, ports["tcp"]), WITHIN_S))
+        with contextlib.suppress(ConnectionError):
+            assert last.recv(1) == b""  # hung up on at once, or when those before it have been silent for long
+    assert answers(ports)
+
+
+ONE_CONNECTION = {
+    "take": lambda: wire.take(LOOPBACK, 1.0),
+    "echo": lambda: wire.echo(LOOPBACK, 1.0),
+    "receive": lambda: wire.receive(LOOPBACK, 1, 0.0, 0.2),
+}
+
+
+@pytest.mark.parametrize("what", ONE_CONNECTION)
+def test_a_wire_that_somebody_else_takes(threads_fail, what):
+    """It hears one connection and ends: with a figure or an OSError, which the controller tells as such."""
+    rng = random.Random(0)
+    for _ in range(NUM_MESSAGES // len(ONE_CONNECTION)):
+        listener = ONE_CONNECTION[what]()
+        port = next(listener)["port"]
+        with socket.create_connection((LOOPBACK, port), WITHIN_S) as one:
+            one.sendall(rng.choice([rng.randbytes(rng.randrange(60)), struct.pack("!Q", rng.randrange(40)) * 3]))
+            one.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                for _ in listener:
+                    pass
