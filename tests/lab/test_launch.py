@@ -75,6 +75,9 @@ class Command:
         """What it has printed."""
         return self._told.read_text()
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def kill(self, signum: signal.Signals) -> None:
         os.killpg(self.pid, signum)
 

@@ -1,0 +1,101 @@
+"""While two hosts look at each other and train, nothing listens but on the address of each that the run uses."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from evener.core.plan import find_plan
+from evener.lab.host import Host
+from tests.lab.conftest import wait_until
+from tests.lab.test_launch import Fleet, fleet  # noqa: F401  a fixture
+
+FLAGS = ["--model", "tiny", "--batch", "8", "--eval-tokens", "256", "--threads", "1", "--device", "cpu",
+         "--compile", "off", "--sync", "diloco:10:int8:streamed", "--steps", "1000000"]  # fmt: skip
+LISTENS = {"tcp": "0A", "udp": "07"}  # as /proc/net numbers it: LISTEN, and a socket that is not connected
+
+
+class Listening(NamedTuple):
+    protocol: str
+    address: str
+    port: int
+
+
+def listening(host: Host) -> set[Listening]:
+    """Every socket of a host's network that somebody else could send to."""
+    return {one for protocol in LISTENS for version in ("", "6") for one in _table(host, protocol, version)}
+
+
+def _table(host: Host, protocol: str, version: str) -> Iterator[Listening]:
+    for line in Path(f"/proc/{host.pid}/net/{protocol}{version}").read_text().splitlines()[1:]:
+        _, local, _, state, *_ = line.split()
+        if state == LISTENS[protocol]:
+            address, _, port = local.partition(":")
+            yield Listening(protocol, _dotted(bytes.fromhex(address)), int(port, 16))
+
+
+def _dotted(raw: bytes) -> str:
+    """The kernel writes words of four bytes, each as its processor has numbers."""
+    words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+    return socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
+
+
+def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path) -> None:  # noqa: F811
+    """From before the launch until steps are taken, whenever somebody looks: store, Gloo, and the look at the hosts."""
+    hosts = fleet.lab.hosts
+    before = {host.name: listening(host) for host in hosts}
+    assert all({one.port for one in there} == {22} for there in before.values())
+    seen: dict[str, set[Listening]] = {host.name: set() for host in hosts}
+    now: dict[str, set[Listening]] = {}
+
+    def look() -> None:
+        for host in hosts:
+            now[host.name] = listening(host) - before[host.name]
+            seen[host.name] |= now[host.name]
+
+    def is_started() -> bool:
+        look()
+        return command.has_ended()
+
+    command = fleet.start("train", "--data", str(corpus), *FLAGS, "--out", "runs/one", "--detach")
+    try:
+        wait_until(is_started, "it is started")
+        plan = find_plan(fleet.rundir("runs/one"))
+        assert command.wait() == 0, command.told()
+        assert plan is not None
+        folders = [fleet.there("runs/one", host) / "steps" for host in "ab"]
+
+        def trains() -> bool:
+            look()
+            return all(any(path.stat().st_size for path in folder.glob("*")) for folder in folders)
+
+        wait_until(trains, "both take steps")
+        for host, place in zip(hosts, plan.hosts, strict=True):
+            assert place.address == host.address
+            assert {one.address for one in seen[host.name]} == {host.address}
+            assert {one.protocol for one in now[host.name]} == {"tcp"}
+            ports = {one.port for one in now[host.name]}
+            assert (plan.port in ports) == (host.name == "a")
+            assert len(ports - {plan.port}) == 2  # Gloo's, for news and for what is exchanged meanwhile
+    finally:
+        command.wait()
+        fleet.run("stop", "--now", "runs/one")
+    wait_until(lambda: all(listening(host) == before[host.name] for host in hosts), "nothing listens any more")
+
+
+def test_a_socket_elsewhere_would_be_seen(fleet: Fleet) -> None:  # noqa: F811
+    """The look itself: on all addresses, on the loopback, IPv6 and UDP."""
+    code = (
+        "import socket, sys\n"
+        "held = [socket.create_server(('', 4001)), socket.create_server(('::1', 4002), family=socket.AF_INET6)]\n"
+        "held.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)); held[-1].bind(('127.0.0.1', 4003))\n"
+        "print('there', flush=True); sys.stdin.read()"
+    )
+    host = fleet.lab.host("b")
+    wanted = {Listening("tcp", "0.0.0.0", 4001), Listening("tcp", "::1", 4002), Listening("udp", "127.0.0.1", 4003)}
+    with host.popen(["python3", "-c", code], stdin=-1, stdout=-1) as holder:
+        assert holder.stdout.readline() == b"there\n"
+        assert {one for one in listening(host) if one.port != 22} == wanted
+        holder.communicate()

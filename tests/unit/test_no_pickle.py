@@ -1,0 +1,100 @@
+"""Nothing that comes from a network is unpickled: a pickle may run any program. Of the source; docs/listening.md says
+what torch does on the paths that we use.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+
+from evener.core import corpus
+
+ROOT = Path(__file__).parents[2]
+PATHS = sorted(path for folder in ("src/evener", "examples") for path in (ROOT / folder).rglob("*.py"))
+MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "xmlrpc",
+           "socketserver", "multiprocessing", "torch.multiprocessing", "torch.distributed.rpc",
+           "torch.distributed.collective_utils"}  # fmt: skip
+OBJECTS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
+           "recv_object_list", "_tensor_to_object", "_object_to_tensor", "rpc_sync", "rpc_async"}  # fmt: skip
+# A file on this machine that its user names, by an unpickler that finds no class; see below.
+MAY = {"src/evener/core/corpus.py": {"pickle"}}
+
+
+def unpickles(source: str) -> set[str]:
+    """What in a source may unpickle, by its name."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: set[str] = set()
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {alias.name for alias in node.names} & OBJECTS
+        elif isinstance(node, ast.Attribute):
+            names = {ast.unparse(node)}
+            found |= {node.attr} & OBJECTS
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            values = {key.arg: ast.unparse(key.value) for key in node.keywords}
+            if called == "torch.load" and values.get("weights_only") != "True":
+                found.add("torch.load")
+            if called in ("np.load", "numpy.load") and values.get("allow_pickle", "False") != "False":
+                found.add("np.load")
+        found |= names & MODULES
+        found |= {name for name in names if name == "torch.load" and isinstance(node, ast.ImportFrom)}
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_unpickles(path):
+    assert unpickles(path.read_text()) == MAY.get(str(path.relative_to(ROOT)), set())
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pickle", {"pickle"}),
+        ("from pickle import loads", {"pickle"}),
+        ("from multiprocessing.managers import BaseManager\nimport multiprocessing", {"multiprocessing"}),
+        ("import torch\ntorch.multiprocessing.spawn(f)", {"torch.multiprocessing"}),
+        ("torch.load(path)", {"torch.load"}),
+        ("torch.load(path, weights_only=False)", {"torch.load"}),
+        ("torch.load(path, weights_only=True)", set()),
+        ("from torch import load", {"torch.load"}),
+        ("np.load(path, allow_pickle=True)", {"np.load"}),
+        ("dist.all_gather_object(everyone, mine)", {"all_gather_object"}),
+        ("from torch.distributed import broadcast_object_list as share", {"broadcast_object_list"}),
+        ("torch.distributed.rpc.rpc_sync('b', f)", {"rpc_sync", "torch.distributed.rpc"}),
+    ],
+)
+def test_what_unpickles_would_be_found(source, what):
+    assert unpickles(source) == what
+
+
+class Attack:
+    """Its pickle calls a function as it is read."""
+
+    def __reduce__(self):
+        return print, ("it ran",)
+
+
+def test_nanogpt_s_table_is_read_by_an_unpickler_that_calls_nothing(capsys):
+    with pytest.raises(pickle.UnpicklingError):
+        corpus._PlainUnpickler(io.BytesIO(pickle.dumps(Attack()))).load()
+    assert capsys.readouterr().out == ""
+
+
+def test_torch_s_launcher_exchanges_json():
+    """The modules of torch that read from the store and from ranks' error files, on the path of our launcher."""
+    at = "torch.distributed.elastic."
+    for name in ("agent.server.api", "agent.server.local_elastic_agent", "utils.store", "rendezvous.api",
+                 "rendezvous.static_tcp_rendezvous", "multiprocessing.errors", "multiprocessing.errors.error_handler",
+                 "multiprocessing.subprocess_handler.subprocess_handler"):  # fmt: skip
+        spec = importlib.util.find_spec(at + name)
+        assert spec is not None
+        assert unpickles(Path(spec.origin).read_text()) == set(), name
