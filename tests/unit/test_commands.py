@@ -168,6 +168,7 @@ ENVIRONMENT = {
     "PATH": "/bin",
     "AWS_SECRET_ACCESS_KEY": "s",
     "HFX": "no",
+    "TORCH_COMPILER_COLLECTIVES": "1",
 }
 
 

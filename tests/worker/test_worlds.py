@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -60,9 +61,13 @@ class Hosts:
             self.agents[name] = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def ranks(self, name: str) -> list[psutil.Process]:
-        """And not their launcher, which has -P."""
-        return [one for one in psutil.Process(self.agents[name].pid).children(recursive=True)
-                if one.cmdline()[1:2] != ["-P"]]  # fmt: skip
+        """And not their launcher, which has -P; nor what has ended and waits to be seen."""
+        found = []
+        for one in psutil.Process(self.agents[name].pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
+                if one.cmdline()[1:2] != ["-P"]:
+                    found.append(one)
+        return found
 
     def told(self, name: str) -> str:
         """What its ranks said, in the order of their worlds."""

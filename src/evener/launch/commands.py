@@ -22,7 +22,8 @@ SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
 # What a person writes in front of torchrun and expects to reach the ranks. Interfaces and folders are a host's own.
 COPIED = re.compile(r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_")
-NOT_COPIED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TRANSFORMERS_CACHE"}
+NOT_COPIED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TRANSFORMERS_CACHE",
+              "TORCH_COMPILER_COLLECTIVES"}  # fmt: skip  # the last one has ranks unpickle what others send
 
 
 class Project(msgspec.Struct, frozen=True):
