@@ -80,7 +80,7 @@ def test_of_several_none_is_chosen(text, hint):
 # Devices of their own, each slower or smaller than the one whose name theirs begins or ends with.
 OTHERS = ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "RTX 4080 SUPER",
           "NVIDIA GeForce RTX 3060 Ti", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GB200", "H100 96GB",
-          "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100S-PCIE-32GB", "MI300A", "m2 ultra", "2x4090"]  # fmt: skip
+          "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100S-PCIE-32GB", "MI300A", "m2 ultra", "2x4091"]  # fmt: skip
 JUNK = ["", " ", "-", "nvidia", "gb", "pcie", "gpu", "cpu", "cpu:", "cpu:x", "cpu:-1", "cpu:1.5", "cpu:٣", "h1.00",
         "cpu:" + "9" * 5000, "\0", "4090\n4090"]  # fmt: skip
 
@@ -96,6 +96,13 @@ def test_a_near_miss_is_told():
     with pytest.raises(UsageError) as raised:
         parse_hardware("h1000")
     assert raised.value.hint == 'did you mean "h100"?'
+
+
+@pytest.mark.parametrize("text", ["4x3090", "4 × RTX 3090", "4*nvidia geforce rtx 3090"])
+def test_how_many_there_are_has_flags_of_its_own(text):
+    with pytest.raises(UsageError, match="without how many there are") as raised:
+        parse_hardware(text)
+    assert raised.value.hint.startswith("--gpu 3090 --per-node 4 for 4 in each machine, --gpu 3090 --nodes 4 for 4 ")
 
 
 @pytest.mark.parametrize("text", ["cpu:0", "cpu:1025", "cpu:999999999"])

@@ -269,4 +269,9 @@ def parse_hardware(text: str) -> Hardware:
     sizes = [short for short in HARDWARE if _key(re.sub(r"-\d+", "", short)) == key]
     if sizes:
         raise UsageError(f"--gpu {text}: there are several", hint=" or ".join(f"--gpu {short}" for short in sizes))
+    many = re.fullmatch(r"(\d{1,4})\s*[x×*]\s*(.+)", text.strip())
+    if many and _key(many[2]) in KEYS:
+        num, name = int(many[1]), KEYS[_key(many[2])]
+        hint = f"--gpu {name} --per-node {num} for {num} in each machine, --gpu {name} --nodes {num} for {num} machines"
+        raise UsageError(f"--gpu {text}: expected a device's name, without how many there are", hint=hint)
     raise UsageError(f"--gpu {text}: expected a device's name, or cpu:8", hint=did_you_mean(key, [*HARDWARE, "cpu:8"]))
