@@ -8,12 +8,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
+from evener.core.files import write_atomic
 from evener.core.world import WORLD_FILE, AgentSpec, World
 
 END_S = 5.0  # for the kernel to take what was killed
@@ -26,8 +28,9 @@ class Ranks:
         read, write = os.pipe()
         os.set_blocking(read, False)
         path = Path(spec.folder, WORLD_FILE)
-        path.write_bytes(msgspec.json.encode(world))
-        env = os.environ | {"EVENER_FAILURES": str(write), "EVENER_WORLD": str(path)}
+        write_atomic(path, msgspec.json.encode(world))
+        self._mark = str(path)
+        env = os.environ | {"EVENER_FAILURES": str(write), "EVENER_WORLD": self._mark}
         try:
             self._process = subprocess.Popen(argv(spec, world, store), env=env, pass_fds=[write])
         finally:
@@ -46,17 +49,26 @@ class Ranks:
         return []
 
     def end(self) -> None:
-        """Kill them all: what they did is no part of any world that follows."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            launcher = psutil.Process(self._process.pid)
-            launcher.suspend()  # it starts nobody meanwhile
-            found = [*launcher.children(recursive=True), launcher]
+        """Kill them all, also those whose launcher has gone before them: what they did is no part of any world that
+        follows.
+        """
+        deadline = time.monotonic() + END_S
+        while (found := self._processes()) and time.monotonic() < deadline:
             for process in found:
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(found, timeout=END_S)
+            time.sleep(0.01)
         self._process.wait()
         self._told.close()
+
+    def _processes(self) -> list[psutil.Process]:
+        """All that came of the launcher: they have this host's world in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # a zombie, or somebody else's
+                if process.environ().get("EVENER_WORLD") == self._mark:
+                    found.append(process)
+        return found
 
 
 def argv(spec: AgentSpec, world: World, store: int) -> list[str]:

@@ -35,11 +35,15 @@ class RunWriter(RunDir):
         """
         for step in self.checkpoint_steps()[:-keep]:
             if step != best:
-                with contextlib.suppress(OSError):
-                    path = self.checkpoint_path(step)
-                    path.rename(path.with_name(f".{path.name}{REMOVED}"))
+                self.drop_checkpoint(step)
         for path in self.checkpoints_path.glob(f".*{REMOVED}"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def drop_checkpoint(self, step: int) -> None:
+        """Take its name from a checkpoint, if it is there and can be; the next `prune_checkpoints` removes it."""
+        with contextlib.suppress(OSError):
+            path = self.checkpoint_path(step)
+            path.rename(path.with_name(f".{path.name}{REMOVED}"))
 
     def keep_records_before(self, rank: int, step: int) -> None:
         """Drop the records of `step` and later, which a resumed run is about to make again."""

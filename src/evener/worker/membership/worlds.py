@@ -20,6 +20,7 @@ from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.world import REGROUP
 from evener.worker.group import Group
+from evener.worker.own import forget_after
 
 CHUNK_BYTES = 1 << 24
 
@@ -38,29 +39,29 @@ class Regroup(SystemExit):
 def newest_anywhere(rundir: RunWriter, group: Group) -> Checkpoint | None:
     """The newest whole checkpoint that any host has, which all have afterwards; None where there is none at all.
 
-    All ranks call it together.
+    Two hosts may have taken the same step in worlds that knew nothing of each other, and it rounded otherwise: all take
+    the weights of the first. All ranks call it together.
     """
-    mine = _newest_here(rundir) if group.local_rank == 0 else -1
-    steps = [int(text) for text in group.gather(str(mine).encode())]
-    step = max(steps)
+    mine = _newest_here(rundir) if group.local_rank == 0 else (-1, "")
+    told = [from_json(text, tuple[int, str]) for text in group.gather(msgspec.json.encode(mine))]
+    step = max(step for step, _ in told)
     if step < 0:
         return None
-    lacks = mine < step and group.local_rank == 0
-    if any(json == b"1" for json in group.gather(b"1" if lacks else b"")):
-        _spread(rundir, group, step, source=steps.index(step), lacks=lacks)
+    source = next(rank for rank, one in enumerate(told) if one[0] == step)
+    lacks = group.local_rank == 0 and mine != told[source]
+    if any(group.gather(b"1" if lacks else b"")):
+        _spread(rundir, group, step, source=source, lacks=lacks)
     return group.all_or_none(lambda: read_checkpoint(rundir.checkpoint_path(step)))
 
 
-def _newest_here(rundir: RunWriter) -> int:
-    """A damaged one counts as none."""
+def _newest_here(rundir: RunWriter) -> tuple[int, str]:
+    """(its step, the digest of its weights); a damaged one counts as none."""
     for step in reversed(rundir.checkpoint_steps()):
         try:
-            read_checkpoint(rundir.checkpoint_path(step))
+            return step, read_checkpoint(rundir.checkpoint_path(step)).files["weights.safetensors"]
         except CheckpointError as error:
             rundir.add_event("checkpoint.damaged", step=step, what=str(error))
-        else:
-            return step
-    return -1
+    return -1, ""
 
 
 def _spread(rundir: RunWriter, group: Group, step: int, *, source: int, lacks: bool) -> None:
@@ -88,6 +89,8 @@ def _spread(rundir: RunWriter, group: Group, step: int, *, source: int, lacks: b
             rundir.checkpoints_path.mkdir(parents=True, exist_ok=True)
             if not rundir.is_run():
                 write_atomic(rundir.manifest_path, manifest.encode())
+            rundir.drop_checkpoint(step)
+            forget_after(rundir, step - 1)  # what ranks here kept beside it
             write_folder_atomic(folder, write)
         else:
             write(None)
