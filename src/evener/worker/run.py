@@ -26,11 +26,10 @@ from evener.core.machine import keep_freed_memory, this_machine
 from evener.core.plan import launched_into
 from evener.core.resolve import Resolved, new_run_path, starting_point
 from evener.core.roster import Member, Roster
-from evener.core.rundir import Contention
+from evener.core.rundir import Checkpoint, Contention
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.core.world import somebody_waits
 from evener.worker.agree import agree, planned_cluster, seated
 from evener.worker.arithmetic import autocast, compile_module, compiles
 from evener.worker.clock import CudaClock, HostClock
@@ -40,10 +39,10 @@ from evener.worker.journal import Journal
 from evener.worker.keeper import Keeper
 from evener.worker.membership import Membership
 from evener.worker.membership.fixed import Fixed
-from evener.worker.membership.worlds import Regroup, newest_anywhere
+from evener.worker.membership.worlds import Regroup, newest_anywhere, wish
 from evener.worker.mistakes import tell_in_words
 from evener.worker.pulse import begin_pulse
-from evener.worker.record import REGROUP, STOP, Recorder
+from evener.worker.record import STOP, Recorder
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
 from evener.worker.sync.choose import change_sync, make_sync
@@ -79,6 +78,15 @@ def _directory(spec: RunSpec, group: Group) -> RunWriter:
     return RunWriter(path)
 
 
+def _goes_on_from(rundir: RunWriter, group: Group, spec: RunSpec, resolved: Resolved | None,
+                  resume: bool) -> Checkpoint | None:  # fmt: skip
+    """The checkpoint with which this start begins; where hosts come and go, they find it together."""
+    if group.is_in_world:
+        return newest_anywhere(rundir, group)
+    begin = functools.partial(starting_point, rundir, spec, resume=resume)
+    return resolved.resume if resolved else group.all_or_none(begin)
+
+
 class Run:
     """One rank of a run, as a training program sees it."""
 
@@ -90,11 +98,8 @@ class Run:
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
         self.dir = _directory(spec, self.group)
         self._journal = Journal(self.dir, self.group, machine)
-        begin = functools.partial(starting_point, self.dir, spec, resume=resume)
-        if self.group.is_in_world:
-            self._resume = newest_anywhere(self.dir, self.group)
-        else:
-            self._resume = resolved.resume if resolved else self.group.all_or_none(begin)
+        self._resume = _goes_on_from(self.dir, self.group, spec, resolved, resume)
+        self.begins_at = self._resume.step if self._resume else 0  # the first step of this start
         self._membership: Membership = Fixed(seated(self.group, self.dir, machine, spec, resolved))
         self.group.move_gradients_by(self.roster.backend, apart=self.roster.sync.streamed)
         self._compiled = compiles(spec, resolved, self.roster, self.dir if self._resume else None)
@@ -154,7 +159,7 @@ class Run:
             self._open = engine, keeper, step
             yield step
             self._open = None
-            step.end(wish=self._wish(), weight=self._weight)
+            step.end(wish=STOP if self._stopping.is_due else wish(self.group), weight=self._weight)
             self._weight = math.nan
             done = index + 1
             if every.verify_every and done % every.verify_every == 0 and done < train.steps:
@@ -166,11 +171,6 @@ class Run:
                 if engine.recorder.regroups:
                     raise Regroup
         return self._finish(keeper, "finished", train.steps, step.val_loss)
-
-    @property
-    def begins_at(self) -> int:
-        """The first step of this start: 0 of a new run."""
-        return self._resume.step if self._resume else 0
 
     @property
     def roster(self) -> Roster:
@@ -282,12 +282,6 @@ class Run:
         keeper.save(step, val_loss)
         self._journal.finish(verdict, step, last=self.last_record, val_loss=val_loss, agree=agreed,
                              contention=self.contention)  # fmt: skip
-
-    def _wish(self) -> float:
-        """Of this rank, after a step."""
-        if self._stopping.is_due:
-            return STOP
-        return REGROUP if self.rank == 0 and somebody_waits() else 0.0
 
     def _only_before_steps(self, what: str) -> None:
         if self._recorder is not None:

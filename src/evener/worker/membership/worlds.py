@@ -18,7 +18,8 @@ from evener.core.errors import CheckpointError, RunError
 from evener.core.files import write_atomic, write_folder_atomic
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
-from evener.core.world import REGROUP
+from evener.core.world import REGROUP, somebody_waits
+from evener.worker import record
 from evener.worker.group import Group
 from evener.worker.own import forget_after
 
@@ -34,6 +35,11 @@ class Regroup(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(REGROUP)
+
+
+def wish(group: Group) -> float:
+    """What a rank wishes after a step, for its News: another world, where a host waits to be let in."""
+    return record.REGROUP if group.rank == 0 and somebody_waits() else 0.0
 
 
 def newest_anywhere(rundir: RunWriter, group: Group) -> Checkpoint | None:
