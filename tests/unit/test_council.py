@@ -44,6 +44,7 @@ class Net:
         self.hosts = {name: Host(name, first) for name in first.hosts}
         self.decided = {0: first}
         self.cut: set[tuple[str, str]] = set()  # nothing goes from the first to the second
+        self.stopped: set[str] = set()  # they neither hear nor look, and know nothing of it
         self.under_way: list[tuple[float, str, Statement]] = []
         for host in self.hosts.values():
             host.boot(0.0)
@@ -54,12 +55,14 @@ class Net:
 
     def tick(self) -> None:
         self.now += TICK_S
-        due = [one for one in self.under_way if one[0] <= self.now]
-        self.under_way = [one for one in self.under_way if one[0] > self.now]
+        due = [one for one in self.under_way if one[0] <= self.now and one[1] not in self.stopped]
+        self.under_way = [one for one in self.under_way if one not in due]
         for _, to, statement in due:
             if to in self.alive:
                 self.alive[to].hear(statement, self.now)
         for name in self.random.sample(sorted(self.alive), len(self.alive)):
+            if name in self.stopped:
+                continue
             council = self.alive[name]
             council.look(self.now)
             self.hosts[name].kept = council.kept
@@ -126,7 +129,9 @@ def test_one_world_of_each_number_whatever_happens(seed: int) -> None:
             case 5:
                 net.cut.add((one, other))
             case 6 | 7:
-                net.cut = set()
+                net.cut, net.stopped = set(), set()
+            case 8 if net.random.random() < 0.5:
+                net.stopped.add(one)
             case 8 if one in net.alive:
                 net.alive[one].phase = Phase.FAILED if net.alive[one].is_member else Phase.WAITING
                 net.alive[one].step += 1
@@ -134,7 +139,7 @@ def test_one_world_of_each_number_whatever_happens(seed: int) -> None:
                 pass
         for _ in range(chance.choice([1, 3, 10, 40])):
             net.tick()
-    net.cut = set()
+    net.cut, net.stopped = set(), set()
     for host in net.hosts.values():
         if host.council is None:
             host.boot(net.now)
@@ -190,6 +195,18 @@ def test_only_one_side_of_a_cut_goes_on(num_hosts: int, cut_off: str, goes_on: s
     assert net.last().number == 1
     net.cut = set()
     net.until(lambda: all_run(net), 30)
+
+
+@pytest.mark.parametrize("stopped", "ab")
+def test_whoever_was_stopped_does_not_take_the_others_for_gone(stopped: str) -> None:
+    net = well(2)
+    net.stopped = {stopped}
+    for _ in range(150):
+        net.tick()
+    net.stopped = set()
+    net.until(lambda: all_run(net), 30)
+    assert [world.hosts for world in net.decided.values()] == ([["a", "b"]] * 2 if stopped == "a" else
+                                                               [["a", "b"], ["a"], ["a", "b"]])  # fmt: skip
 
 
 def test_one_direction_is_a_cut() -> None:

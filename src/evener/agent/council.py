@@ -97,6 +97,7 @@ class Council:
         self.phase, self.step, self.store, self.why = Phase.WAITING, kept.world.step, 0, ""
         self._silent_s, self._join_by = silent_s, join_by
         self._heard: dict[str, tuple[Statement, float]] = {}
+        self._looked_at, self._awake_by = math.nan, -math.inf  # last; until then nobody is gone
         self._count = 0
         self._ballot, self._raised_at = NO_BALLOT, -math.inf  # that it leads; when anybody began the highest one
         self._ended: dict[str, float] = {}  # whose ranks are known to have ended, and since when
@@ -134,7 +135,7 @@ class Council:
 
     def is_cut_off(self, now: float) -> bool:
         """Is this one on the side that must wait?"""
-        return self.is_member and not self.world.is_quorum(self._there(now))
+        return self.is_member and now >= self._awake_by and not self.world.is_quorum(self._there(now))
 
     @property
     def has_ended(self) -> bool:
@@ -146,9 +147,10 @@ class Council:
     def look(self, now: float) -> bool:
         """Take part in deciding; has a new world begun?"""
         was = self.world.number
+        self._wake(now)
         self._learn()
         if not set(self.world.hosts).difference(self._able(now)):
-            self._join_by = -math.inf  # all are there
+            self._join_by = self._awake_by = -math.inf  # all are there
         if self.is_member and not self.world.is_over:
             for host, phase in self._phases().items():
                 if phase in ENDED:
@@ -157,6 +159,12 @@ class Council:
             self._lead(now)
             self._count_votes()
         return self.world.number > was
+
+    def _wake(self, now: float) -> None:
+        """Whoever has not looked for long was stopped: that it heard nobody, and nobody it, says nothing of them."""
+        slept, self._looked_at = now - self._looked_at, now
+        if slept > self._silent_s / 2:
+            self._awake_by = now + self._silent_s
 
     def _learn(self) -> None:
         """Whoever is further has it from a quorum."""
@@ -255,7 +263,7 @@ class Council:
     def _wanted(self, now: float) -> World | None:
         """The world that should follow, if this host had to say; None: none."""
         world, there = self.world, self._there(now)
-        if now < self._join_by or not world.is_quorum(there):
+        if now < max(self._join_by, self._awake_by) or not world.is_quorum(there):
             return None
         phases = {host: phase for host, phase in self._phases().items() if host in there}
         hosts = self._able(now)
