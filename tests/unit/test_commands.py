@@ -137,7 +137,7 @@ def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
     (host,) = plan.hosts
     assert plan.is_here
     assert (host.run, host.cwd, host.is_rank) == (None, "/home/me", False)
-    assert host.argv[:4] == ["/python", "-P", "-m", "evener.worker.agent"]
+    assert host.argv[:4] == ["/python", "-P", "-m", "evener.worker.torchrun"]
     assert flag(plan, "a", "rdzv-endpoint") == "10.0.0.1:0"
     assert (flag(plan, "a", "out"), flag(plan, "a", "log-dir")) == ("runs/x", "/home/me/runs/x/host/ranks")
 

@@ -127,7 +127,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):
         tmp_path, "train", "--data", str(corpus), *TINY, "--ranks", "2", "--out", "run", "--dry-run", "--json"
     )
     (host,) = json.loads(shown.stdout)["hosts"]
-    assert host["argv"][1:4] == ["-P", "-m", "evener.worker.agent"]
+    assert host["argv"][1:4] == ["-P", "-m", "evener.worker.torchrun"]
     assert "--nproc-per-node=2" in host["argv"]
     assert host["env"]["OMP_NUM_THREADS"] == "1"
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""How are this host's ranks started in a world, and ended? torchrun's part, by `evener.worker.agent`, once for each."""
+"""How are this host's ranks started in a world, and ended? By `evener.worker.torchrun`, once for each world."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def argv(spec: AgentSpec, world: World, store: int) -> list[str]:
     place, first = spec.hosts[spec.host], spec.hosts[world.hosts[0]]
     address = f"[{first.address}]" if ":" in first.address else first.address
     return [
-        sys.executable, "-P", "-m", "evener.worker.agent",
+        sys.executable, "-P", "-m", "evener.worker.torchrun",
         f"--nnodes={len(world.hosts)}",
         f"--nproc-per-node={place.num_ranks}",
         "--rdzv-backend=evener",

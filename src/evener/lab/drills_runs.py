@@ -40,7 +40,7 @@ def workers(stage: Stage) -> Seen:
 
 def agents(stage: Stage) -> Seen:
     """evener's launcher started by hand on three hosts, with the node ranks that a file on each says."""
-    agent = "python -m evener.worker.agent --nnodes 3 --rdzv-backend evener --rdzv-endpoint 10.77.0.1:29500"
+    agent = "python -m evener.worker.torchrun --nnodes 3 --rdzv-backend evener --rdzv-endpoint 10.77.0.1:29500"
     command = f"{agent} --rdzv-conf rank=$(cat node-rank) allreduce.py"
     commands = {host: f"EVENER_HOST={host} GLOO_SOCKET_IFNAME=eth0 {command}" for host in "abc"}
     raw = Raw(commands=commands, files={"allreduce.py": ALL_REDUCE}, quiet_s=15, within_s=WITHIN_S)

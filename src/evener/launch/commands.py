@@ -111,7 +111,7 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         place.python,
         "-P",  # a queue.py of the project's own is its ranks' alone
         "-m",
-        "evener.worker.agent",
+        "evener.worker.torchrun",
         f"--nnodes={len(places)}",
         f"--nproc-per-node={counts[i]}",
         "--rdzv-backend=evener",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evener.lab.spec import HostSpec
-from evener.worker import agent
+from evener.worker import torchrun
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
 from tests.lab.test_launch import Fleet
 
@@ -84,14 +84,14 @@ def test_a_host_without_power_ends_the_run(dark: dict[str, Fleet]) -> None:
     """The first host or another: whoever is left ends its ranks, says why, and leaves no process."""
     for victim, fleet in dark.items():
         fleet.lab.host(victim).kill()
-    deadline = time.monotonic() + agent.SILENT_S + TIMEOUT_S
+    deadline = time.monotonic() + torchrun.SILENT_S + TIMEOUT_S
     for victim, fleet in dark.items():
         for host in "abc".replace(victim, ""):
             run = fleet.there("runs/one", host)
             while (state := json.loads((run / "host/state.json").read_text()))["state"] != "ended":
                 assert time.monotonic() < deadline, f"without {victim}, {host} goes on"
                 time.sleep(0.1)
-            assert state["status"] == agent.EXIT_STATUS_STOPPED
+            assert state["status"] == torchrun.EXIT_STATUS_STOPPED
             said = (run / f"logs/{host}.log").read_text()
             why = "b failed: nothing was heard of it" if victim == "b" else "nothing was heard of the store on"
             assert f"evener: ending the ranks on {host}: {why}" in said

@@ -1,6 +1,7 @@
 """How are one host's ranks started and watched? torchrun itself, with four things that it leaves open settled.
 
-    python -m evener.worker.agent --nnodes=2 --rdzv-backend=evener --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=1 -m X
+    python -m evener.worker.torchrun --nnodes=2 --rdzv-backend=evener --rdzv-endpoint=ADDRESS:PORT
+                                     --rdzv-conf=rank=1 -m X
 
 - The rendezvous is static (node rank = rank in --rdzv-conf), and its store listens on ADDRESS alone, where torch's own
   listens on every interface.
