@@ -14,12 +14,13 @@ WAITS_IN_EXCHANGE = {"state": "S", "rate": 0.01, "where": "jobs.py:43 in wait", 
 STOPPED = {"state": "T", "rate": 0.0, "where": "model.py:30 in forward"}
 DISK = {"state": "D", "rate": 0.001, "where": "keeper.py:120 in save"}
 SLEEPS = {"state": "S", "rate": 0.001, "where": "data.py:9 in read"}
+TWO = {"a": 1, "b": 1}
 AGENT = {"state": "S", "rate": 0.01}
 
 
 def watched(**ranks: dict) -> Watch:
     """A minute in which nothing changes: every second a look at each host, of which each has a clock of its own."""
-    watch = Watch(2)
+    watch = Watch(TWO)
     for second in range(90):
         for number, (host, what) in enumerate(ranks.items()):
             watch.see(host, 1000.0 * number + second, {number: look(what, second), None: look(AGENT, second)})
@@ -53,7 +54,7 @@ def test_who_holds_the_others_up(a, b, expected):
 
 
 def test_the_launcher_may_be_stopped_too():
-    watch = Watch(2)
+    watch = Watch(TWO)
     for second in range(20):
         watch.see("a", second, {0: look(WAITS, second), None: look(STOPPED, second, pid=42)})
     hang = watch.hang()
@@ -65,7 +66,7 @@ def test_the_launcher_may_be_stopped_too():
 @pytest.mark.parametrize(("what", "after_s"), [(STOPPED, STILL_S), (DISK, DISK_S), (SLEEPS, STILL_S)])
 def test_it_takes_a_while_and_no_longer(what, after_s):
     """Both wait for the same thing before, each for its own time: only the last stretch counts."""
-    watch, first = Watch(2), None
+    watch, first = Watch(TWO), None
     for tenth in range(1200):
         second = tenth / 10
         b = (
@@ -92,7 +93,7 @@ def test_healthy_runs_on_a_busy_machine_give_no_finding():
     for seed in range(20):
         draw = random.Random(seed)
         step_s = 10 ** draw.uniform(-1, 1.5)
-        watch, cpu = Watch(2), [0.0, 0.0]
+        watch, cpu = Watch(TWO), [0.0, 0.0]
         second = 0.0
         while second < 600:
             took = draw.choice([0.1, 1.0, 3.0])
@@ -108,7 +109,7 @@ def test_healthy_runs_on_a_busy_machine_give_no_finding():
 
 def test_who_waited_long_and_works_again_is_busy_at_once():
     """Half an hour at a barrier, for the other's evaluation; then it computes, and the other waits."""
-    watch = Watch(2)
+    watch = Watch(TWO)
     for second in range(1800):
         watch.see("a", second, {0: look(COMPUTES, second)})
         watch.see("b", second, {1: look(WAITS, second)})
@@ -123,7 +124,7 @@ def test_who_waited_long_and_works_again_is_busy_at_once():
 
 def test_of_ranks_that_nobody_sees_nothing_is_said():
     """A host without /proc, one that is not reached: it may well compute."""
-    watch = Watch(3)
+    watch = Watch({"a": 2, "b": 1})
     for second in range(60):
         watch.see("a", second, {0: look(WAITS, second), 1: look(SLEEPS, second)})
     assert watch.hang() is None
@@ -136,7 +137,7 @@ def test_a_machine_out_of_reach_for_which_the_others_wait():
         (WAITS, "a waits, and b cannot be reached: it is off, or a link is down"),
         (COMPUTES, None),
     ):
-        watch = Watch(2)
+        watch = Watch(TWO)
         for second in range(30):
             watch.see("a", second, {0: look(other, second)})
             watch.see("b", second, {1: look(WAITS, second)})
@@ -149,7 +150,7 @@ def test_a_machine_out_of_reach_for_which_the_others_wait():
 
 def test_a_machine_that_acknowledges_nothing_is_told_of():
     """Whatever the ranks look like; not for a moment's loss, and not of machines that have no part in the run."""
-    watch = Watch(2, {"10.0.0.1": "a", "10.0.0.2": "b"})
+    watch = Watch(TWO, {"10.0.0.1": "a", "10.0.0.2": "b"})
     for second in range(60):
         stuck = ["10.0.0.2", "192.168.7.7"] if second in (3, 4) or second >= 30 else ["192.168.7.7"]
         watch.see("a", second, {0: look(WAITS, second)}, stuck)
@@ -161,3 +162,22 @@ def test_a_machine_that_acknowledges_nothing_is_told_of():
     assert sentence(hang).startswith("a has no answer from b any more")
     watch.see("a", 60, {0: look(WAITS, 60)})
     assert watch.hang() is None
+
+
+def test_for_hosts_that_have_no_part_any_more_nobody_waits():
+    """The others go on without b: neither that it is off, nor that it answers nothing, holds anybody up."""
+    watch = Watch({"a": 1, "b": 1, "c": 1}, {"10.0.0.2": "b"})
+    watch.lose("b")
+    watch.only(["a", "c"])
+    watch.lose("b")
+    for second in range(60):
+        watch.see("a", second, {0: look(WAITS, second)}, ["10.0.0.2"])
+        watch.see("c", second, {2: look(WAITS, second)})
+    assert watch.hang() is None
+    assert watch.sees_all
+    for second in range(60, 120):
+        watch.see("a", second, {0: look(WAITS, second)}, ["10.0.0.2"])
+        watch.see("c", second, {2: look(SLEEPS, second)})
+    hang = watch.hang()
+    assert hang is not None
+    assert sentence(hang) == "rank 2 on c does nothing, in data.py:9 in read, and the others wait for it"

@@ -79,7 +79,7 @@ class Hosts:
     def until(self, is_so: Callable[[], bool]) -> float:
         began = time.monotonic()
         while not is_so():
-            logs = {name: (self.folder / name / "log").read_text()[-3000:] for name in self.parts}
+            logs = {name: [(self.folder / name / "log").read_text()[-3000:], self.told(name)] for name in self.parts}
             assert time.monotonic() - began < TIMEOUT_S, logs
             time.sleep(0.05)
         return time.monotonic() - began
@@ -169,7 +169,9 @@ def test_one_host_of_two_waits_without_the_first(hosts: Callable[[str], Hosts]) 
     fleet.until(lambda: "too few of the hosts are in reach" in (fleet.folder / "b" / "log").read_text())
     fleet.until(lambda: not fleet.ranks("b"))
     os.kill(fleet.agents["a"].pid, signal.SIGCONT)
-    fleet.until_in(1, "ab")  # it was stopped: that it heard nobody meanwhile says nothing of them
+    # It was stopped: that it heard nobody meanwhile says nothing of them.
+    fleet.until(lambda: "world 1 is a, b" in (fleet.folder / "a" / "log").read_text())
+    fleet.until(lambda: any(f"world {number} rank 1 of 2\n" in fleet.told("b") for number in range(1, 7)))
     assert fleet.end() == [0, 0]
 
 

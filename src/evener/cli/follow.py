@@ -77,6 +77,8 @@ def bar(resolved: Resolved, where: Console) -> Iterator[Observer]:
                 progress = Progress(spec.train.steps, tokens, spec.train.max_s, parse_sync(news["sync"]).every)
             elif news["event"] == "evaluation":
                 say(where, f"step {news['step']}: validation loss {news['val_loss']:.4f}")
+            elif news["event"] == "world" and news["number"]:
+                say(where, f"step {news['step']}: going on with {', '.join(news['hosts'])}: {news['why']}")
             elif news["event"] == "rechosen":
                 say(where, f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
             elif news["event"] == "sync.fidelity":

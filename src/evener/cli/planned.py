@@ -74,7 +74,7 @@ def of_run(run: str, texts: dict[str, str], link: str | None, fleet: str | None)
 
     rundir = RunDir(run)
     manifest = rundir.manifest()
-    records = [rundir.records(rank) for rank in range(manifest.world_size)]
+    records = [rundir.records(member.rank) for member in manifest.roster.members]
     asked = question.of_run(run, manifest, records, read_prediction(rundir))
     if fleet is not None:
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")

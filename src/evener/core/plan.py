@@ -21,6 +21,7 @@ from evener.core.roster import Roster
 from evener.core.rundir import BEFORE, FORMAT, RunDir
 from evener.core.spec import RunSpec
 from evener.core.stored import from_stored
+from evener.core.world import AgentSpec
 
 ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
 CLUSTER_FILE = "cluster.json"  # beside it, where the ranks may choose another way to agree
@@ -47,6 +48,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     is_rank: bool = False  # the program is the one rank itself, and not what starts and watches the ranks
     env: dict[str, str]  # on top of what a session there has
+    agent: AgentSpec | None = None  # of a run that hosts may leave and come back to: the program is its agent
 
     @property
     def is_here(self) -> bool:
@@ -95,6 +97,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def is_here(self) -> bool:
         """Does it run on this machine alone, in the run directory itself?"""
         return len(self.hosts) == 1 and self.hosts[0].is_here
+
+    @property
+    def outlives_hosts(self) -> bool:
+        """Does it go on without a host that is gone?"""
+        return any(host.agent is not None for host in self.hosts)
 
     @property
     def fleet(self) -> Fleet:

@@ -201,9 +201,9 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     def name_of(self, rank: int) -> str:
         """What a person calls a rank: on several hosts by its host, "b", or "b:0" and "b:1" where that has two."""
-        if len(self.hosts) == 1 or not 0 <= rank < self.world_size:
+        host = next((member.host for member in self.members if member.rank == rank), None)
+        if len(self.hosts) == 1 or host is None:
             return f"rank {rank}"
-        host = self.members[rank].host
         of_host = [member.rank for member in self.members if member.host == host]
         return host if len(of_host) == 1 else f"{host}:{of_host.index(rank)}"
 
@@ -252,6 +252,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """The next Roster: another way to agree, all else as it is."""
         return msgspec.structs.replace(self.agreeing_by(sync, bucket_bytes), epoch=self.epoch + 1, from_step=from_step,
                                        why=why, is_trial=False)  # fmt: skip
+
+    def by_place(self) -> Roster:
+        """The same with ranks numbered by their places, as those of a plan are."""
+        members = [msgspec.structs.replace(member, rank=place) for place, member in enumerate(self.members)]
+        return msgspec.structs.replace(self, members=members)
 
     def among(self, hosts: Sequence[str], epoch: int, why: str) -> Roster:
         """The Roster of these hosts' ranks, in this order, with the others' parts divided among them."""

@@ -114,6 +114,10 @@ class MachineSpec(Section, frozen=True, kw_only=True):
     shares: Annotated[
         str, Meta(description="parts of a batch by rank: auto: by measured speed; equal; or such as 3:1, 0: none")
     ] = "auto"
+    membership: Annotated[
+        Literal["fixed", "restart"],
+        Meta(description="fixed: a run that loses a host ends; restart: those that are left go on"),
+    ] = "fixed"
     contention: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
 
     @property

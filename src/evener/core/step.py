@@ -128,11 +128,23 @@ def aligned(records: Mapping[int, Iterable[StepRecord]]) -> list[dict[int, StepR
     """Records of ranks, which need not be in step, as the records of steps: of each step by rank, steps ascending.
 
     Only steps that every rank which took part has recorded: what one rank did is beside nothing but what the others did
-    in the same step. Where a rank recorded a step twice the later record counts.
+    in the same step. Where a rank recorded a step twice the later record counts; where ranks that are gone took it by
+    an earlier Roster, those who took it by the newest.
     """
-    by_step: dict[int, dict[int, StepRecord]] = {}
+    by_step: dict[int, dict[int, dict[int, StepRecord]]] = {}
     for rank, of_rank in sorted(records.items()):
         for record in of_rank:
-            by_step.setdefault(record.step, {})[rank] = record
-    found = (of_step for _, of_step in sorted(by_step.items()))
-    return [of_step for of_step in found if all(len(of_step) == record.members for record in of_step.values())]
+            for of_epoch in by_step.setdefault(record.step, {}).values():
+                of_epoch.pop(rank, None)
+            by_step[record.step].setdefault(record.epoch, {})[rank] = record
+    found = []
+    for _, epochs in sorted(by_step.items()):
+        whole = [of_step for _, of_step in sorted(epochs.items())
+                 if of_step and all(len(of_step) == record.members for record in of_step.values())]  # fmt: skip
+        found += whole[-1:]
+    return found
+
+
+def first_of(of_step: Mapping[int, StepRecord]) -> StepRecord:
+    """Of the first rank that took a step: what all ranks know of it alike, any tells."""
+    return of_step[min(of_step)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from evener.core.rundir import Manifest
-from evener.core.step import PARTS, StepCost, StepRecord
+from evener.core.step import PARTS, StepCost, StepRecord, first_of
 from evener.core.units import median, percentile
 
 WARMUP_STEPS = 3  # steps that are left out of rates, where the run is long enough
@@ -24,7 +24,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: medians over its steps after the warm-up."""
 
-    rank: int
+    rank: int  # its place in the manifest's Roster
     tokens: float | None  # a step
     typical: StepCost  # the median step divided: these parts do sum to it, medians of parts need not
     bytes: int | None  # a step, sent: the mean, for a strategy need not send the same in every step
@@ -55,8 +55,10 @@ class Typical(msgspec.Struct, frozen=True, kw_only=True):
 
 def typical(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> Typical:
     """Of steps as `aligned` gives them; those with other ranks or settings do not count."""
-    ranks = list(range(manifest.world_size))
-    ours = [of_step for of_step in steps if list(of_step) == ranks and of_step[0].step >= manifest.since]
+    numbers = [member.rank for member in manifest.roster.members]
+    ranks = range(manifest.world_size)  # places among them, from here on
+    ours = [{place: of_step[numbers[place]] for place in ranks} for of_step in steps
+            if of_step.keys() == set(numbers) and first_of(of_step).step >= manifest.since]  # fmt: skip
     warm = in_rounds(ours[min(WARMUP_STEPS, len(ours) // 4) :], manifest.roster.sync.every)
     walls = [of_step[0].wall_s for of_step in warm]
     syncs = [least for of_step in warm if (least := least_sync_s(of_step)) is not None]

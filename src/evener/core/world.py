@@ -10,6 +10,8 @@ import msgspec
 
 from evener.core.decoding import from_json
 
+AGENT_FILE = "host/agent.json"  # an AgentSpec
+KEPT_FILE = "host/kept.json"  # what the agent must not forget
 WORLD_FILE = "host/world.json"  # of a run's folder on each host, as EVENER_WORLD tells the ranks
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 REGROUP = 75  # the exit status of ranks that have saved and want another world (sysexits.h: EX_TEMPFAIL)

@@ -23,7 +23,7 @@ import msgspec
 from evener.core.decoding import from_tree
 from evener.core.errors import CheckpointError, EvenerError, HostError, UsageError
 from evener.core.files import digest_of
-from evener.core.plan import Plan
+from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir, describe_checkpoint, read_checkpoint
 from evener.core.runwriter import REMOVED, RunWriter
 from evener.core.units import size
@@ -47,9 +47,10 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def bring(rundir: RunDir, plan: Plan, say: Callable[[str], None] = lambda text: None) -> list[int]:
-    """Fetch the newest checkpoint and the best from the first host, where they are not here yet: the steps that came.
+    """Fetch the newest checkpoint and the best from the host that has them, where they are not here yet: the steps that
+    came.
 
-    HostError where the host cannot be reached, UsageError where this machine cannot keep them.
+    HostError where it cannot be reached, UsageError where this machine cannot keep them.
     """
     if plan.hosts[0].is_here:
         return []
@@ -101,7 +102,7 @@ def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
     """What a run that goes on saves meanwhile comes as well; what goes meanwhile, or is damaged, is passed over. With
     `pause` one checkpoint at most.
     """
-    first, came, passed_over = plan.hosts[0], list[int](), set[int]()
+    first, came, passed_over = _who_has_the_newest(plan), list[int](), set[int]()
     assert first.run is not None
     with contextlib.closing(open_session(first.name, first.host)) as session:
         while not (pause and came):
@@ -125,6 +126,24 @@ def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
                 if error.check != "files.gone":
                     say(f"{first.name}: {left[0].folder} is damaged; it is left there")
     return came
+
+
+def _who_has_the_newest(plan: Plan) -> HostPlan:
+    """The first host; of a run that outlives its hosts, of those that can be reached, the one that saved last."""
+    if not plan.outlives_hosts:
+        return plan.hosts[0]
+
+    def newest(name: str) -> int:
+        host = plan.host(name)
+        try:
+            with contextlib.closing(open_session(host.name, host.host)) as session:
+                kept = from_tree(session.call("runs", "checkpoints", run=host.run), list[Kept])
+        except (HostError, RemoteError):
+            return -2
+        return kept[-1].step if kept else -1
+
+    steps = for_each([host.name for host in plan.hosts], newest)
+    return plan.host(max(steps, key=lambda name: steps[name]))
 
 
 def _take(rundir: RunDir, session: Session, kept: Kept, say: Callable[[str], None],

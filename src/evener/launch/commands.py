@@ -16,6 +16,7 @@ from evener.core.fleet import Host
 from evener.core.plan import JOINED_FILE, ROSTER_FILE, HostPlan, Plan
 from evener.core.roster import Roster, Seat, devices_of
 from evener.core.spec import MachineSpec, RunSpec, to_flags
+from evener.core.world import AGENT_FILE, AgentSpec, Part
 
 TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
 SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
@@ -63,8 +64,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, roster: Roster, data: Mapping[str, str],
-               init_from: Mapping[str, str], *, resume: bool) -> Plan:  # fmt: skip
-    """evener's own worker on every host of the roster; `data` and `init_from` say where each host has them."""
+               init_from: Mapping[str, str], *, resume: bool, key: str = "") -> Plan:  # fmt: skip
+    """evener's own worker on every host of the roster; `data` and `init_from` say where each host has them. With `key`,
+    by which agents know each other, hosts may leave it and come back.
+    """
     seats = [place.seats(spec.machine) for place in places]
     counts = [len(of_host) for of_host in seats]
     hosts = []
@@ -81,6 +84,8 @@ def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, r
         program = ["-m", "evener.worker", *to_flags(mine), *(["--resume"] if resume else [])]
         env = _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
         host = _host_plan(run_id, places, counts, i, port, program, env)
+        if key and len(places) > 1:
+            host = _under_agent(run_id, places, counts, host, port, program, key)
         hosts.append(alone(host, program) if place.is_here and counts == [1] else host)
     return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
                 spec=spec, hosts=hosts)  # fmt: skip
@@ -140,6 +145,16 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         argv=argv,
         env=env,
     )
+
+
+def _under_agent(run_id: str, places: Sequence[Place], counts: Sequence[int], host: HostPlan, port: int,
+                 program: list[str], key: str) -> HostPlan:  # fmt: skip
+    """The same, where an agent that agrees with the other hosts' starts what would be started at once."""
+    parts = {place.name: Part(address=place.address, num_ranks=num) for place, num in zip(places, counts, strict=True)}
+    assert host.run is not None
+    agent = AgentSpec(run=run_id, host=host.name, hosts=parts, port=port, key=key, folder=host.run, program=program)
+    argv = [host.argv[0], "-P", "-m", "evener.agent", posixpath.join(host.run, AGENT_FILE)]
+    return msgspec.structs.replace(host, argv=argv, agent=agent)
 
 
 def alone(host: HostPlan, program: Sequence[str]) -> HostPlan:

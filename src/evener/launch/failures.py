@@ -92,7 +92,11 @@ def _was_stopped(states: Mapping[str, State]) -> bool:
 
 
 def _has_finished(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> bool:
-    """Did a training end well by its own account, where only those who were to see it are gone?"""
+    """Did a training end well by its own account, where only those who were to see it are gone, or hosts that it could
+    do without?
+    """
+    if plan.outlives_hosts and any(state.get("status") == 0 for state in states.values()):
+        return True
     nobody_failed = all(not state.get("failures") and state.get("status") in (0, None) for state in states.values())
     if not nobody_failed or not rundir.is_run():
         return False

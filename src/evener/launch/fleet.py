@@ -35,6 +35,7 @@ from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
 from evener.core.step import StepRecord
 from evener.core.units import size
+from evener.core.world import AGENT_FILE, KEPT_FILE
 from evener.hosts.doctor import Survey, survey
 from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
@@ -42,7 +43,7 @@ from evener.launch import carry
 from evener.launch.carry import Carrier
 from evener.launch.commands import Place, Project, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
-from evener.launch.mirror import GONE, HostMirror, Mirror, State, host_failed, merge_events, tell
+from evener.launch.mirror import GONE, HostMirror, Mirror, State, choose_manifest, host_failed, merge_events, tell
 from evener.launch.news import News, has_failed
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
@@ -146,7 +147,9 @@ def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, res
         if weights is not None:
             trees.append(pack({weights.name: weights}))
             init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
-    plan = train_plan(prepared.id, prepared.places, prepared.port, spec, roster, data, init_from, resume=resume)
+    key = secrets.token_hex(16) if spec.machine.membership == "restart" else ""
+    port = prepared.port
+    plan = train_plan(prepared.id, prepared.places, port, spec, roster, data, init_from, resume=resume, key=key)
     return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
 
 
@@ -212,7 +215,8 @@ def start(
     except OSError as refused:
         raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
     supervisor = (REMOTE / "supervisor.py").read_text()
-    files = {ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None, CLUSTER_FILE: None}
+    files = {ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None, CLUSTER_FILE: None,
+             KEPT_FILE: None}  # fmt: skip
     if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
 
@@ -224,6 +228,7 @@ def start(
             "first_rank": host.first_rank,
             "argv": host.argv,
             "is_rank": host.is_rank,
+            "has_agent": host.agent is not None,
             "cwd": host.cwd,
             "env": host.env,
             "grace_s": plan.grace_s,
@@ -236,7 +241,7 @@ def start(
                 run=host.folder(rundir),
                 spec=spec,
                 supervisor=supervisor,
-                files=files,
+                files=files | {AGENT_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None},
                 timeout_s=WORK_S,
             )
         except RemoteError as error:
@@ -298,7 +303,8 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
     rank 0's records and of what happens from now on. KeyboardInterrupt leaves the run alone.
     """
     decoder = json_decoder(StepRecord)
-    steps = follow_lines(rundir.steps_path(0))
+    ranks = range(plan.world_size if plan.outlives_hosts else 1)  # whose records are observed: rank 0 may go
+    steps = [follow_lines(rundir.steps_path(rank)) for rank in ranks]
     events = {host.name: follow_lines(host.events_path(rundir)) for host in plan.hosts}
     for follower in events.values():
         next(follower)  # what happened in earlier starts of the run
@@ -311,14 +317,15 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
         done = False
         while not done:
             done = mirror.is_done or _only_lost_are_left(mirror)
-            for line in next(steps):
-                record = decoder.decode(line)
+            for record in sorted((decoder.decode(line) for of_rank in steps for line in next(of_rank)),
+                                 key=lambda record: record.step):  # fmt: skip
                 if record.step > next_step:
                     next_step = record.step
                     observe(record)
             for follower in events.values():
                 for line in next(follower):
                     event = from_json(line, dict[str, Any])
+                    news.hear(event)
                     if event["event"] == "checkpoint" and carries:
                         carrier.look()
                     observe(event)
@@ -408,6 +415,7 @@ def catch_up(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
 
     copied = for_each([host.name for host in plan.hosts], copy)
     merge_events(rundir, plan)
+    choose_manifest(rundir, plan)
     return {name: error for name, error in copied.items() if error is not None}
 
 
@@ -426,11 +434,12 @@ def _ask(plan: Plan, question: Callable[[Session, HostPlan], State]) -> dict[str
 
 
 def _only_lost_are_left(mirror: Mirror) -> bool:
-    """Has the run failed on some hosts, while the rest have been out of sight for long?"""
+    """Has the run ended on some hosts, while the rest have been out of sight for long?"""
     left = [host for host in mirror.hosts.values() if not host.is_done]
-    failed = [host for host in mirror.hosts.values() if has_failed(host)]
+    ended = [host for host in mirror.hosts.values()
+             if has_failed(host) or (host.is_done and mirror.plan.outlives_hosts)]  # fmt: skip
     now = time.monotonic()
-    return bool(failed) and all(host.lost_since is not None and now - host.lost_since > GIVEN_UP_S for host in left)
+    return bool(ended) and all(host.lost_since is not None and now - host.lost_since > GIVEN_UP_S for host in left)
 
 
 def _last_state(host: HostMirror) -> State:

@@ -60,10 +60,12 @@ class Copy(msgspec.Struct, frozen=True):
 class HostMirror:
     """The copy of one host's part of a run."""
 
-    def __init__(self, rundir: RunDir, plan: Plan, name: str) -> None:
+    def __init__(self, rundir: RunDir, plan: Plan, name: str,
+                 is_wanted_back: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
+        """`is_wanted_back`: should a host that went down begin again, now that it is there?"""
         self.name, self._fleet = name, plan.fleet
         self._rundir, self._plan = rundir, plan.host(name)
-        self._folder = self._plan.state_path(rundir).parent
+        self._folder, self._is_wanted_back = self._plan.state_path(rundir).parent, is_wanted_back
         self.state: State | None = None  # as the host told it last
         # New ones: the host's time, what its processes did, and which machines do not answer it.
         self.seen: list[tuple[float, dict[int | None, Look], list[str]]] = []
@@ -80,6 +82,9 @@ class HostMirror:
             try:
                 with contextlib.closing(open_session(self.name, self._plan.host)) as session:
                     self._copy(session, until_end=True, on_change=on_change)
+                    if self._went_down and self._is_wanted_back():
+                        self.state = session.call("runs", "start_again", run=self._plan.folder(self._rundir))
+                        continue
                 self.is_done = True
             except (HostError, RemoteError) as error:
                 failures = 0 if self.error is None else failures + 1
@@ -94,6 +99,11 @@ class HostMirror:
             if self.is_done:
                 on_change()
                 return
+
+    @property
+    def _went_down(self) -> bool:
+        """Did the run end here because its host did, or was killed?"""
+        return self.state is not None and self.state is not GONE and "lost" in self.state and not self.state["stopped"]
 
     def catch_up(self) -> None:
         """Copy once what the host has and is not here; HostError where it cannot be reached."""
@@ -203,6 +213,8 @@ class HostMirror:
         if path == "host/state.json":
             return self._plan.state_path(self._rundir)
         host, first = re.escape(self.name), self._plan.first_rank
+        if path in OF_RANK_0 and self._plan.agent is not None:  # whoever comes first may be another tomorrow
+            return self._folder / path
         ranked = re.fullmatch(rf"(?:steps/rank-|logs/{host}\.|replicas/rank-)(\d+)\.(?:jsonl|log|safetensors)", path)
         is_ours = (
             first <= int(ranked[1]) < first + self._plan.num_ranks  # else of an earlier start, when that rank was here
@@ -217,7 +229,7 @@ class Mirror:
 
     def __init__(self, rundir: RunDir, plan: Plan) -> None:
         self.rundir, self.plan = rundir, plan
-        self.hosts = {host.name: HostMirror(rundir, plan, host.name) for host in plan.hosts}
+        self.hosts = {host.name: HostMirror(rundir, plan, host.name, self._goes_on) for host in plan.hosts}
         self._changed = threading.Event()
         self._threads = [
             threading.Thread(target=host.follow, args=(self._tell,), daemon=True) for host in self.hosts.values()
@@ -235,16 +247,23 @@ class Mirror:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         merge_events(self.rundir, self.plan)
+        choose_manifest(self.rundir, self.plan)
 
     @property
     def is_done(self) -> bool:
         """Has the run ended on every host, and is everything here?"""
         return all(host.is_done for host in self.hosts.values())
 
+    def _goes_on(self) -> bool:
+        """Is it running on any host, so that who comes back takes part again?"""
+        states = [host.state for host in self.hosts.values() if host.error is None and host.state is not None]
+        return self.plan.outlives_hosts and any(state["state"] == "running" for state in states)
+
     def wait(self, timeout_s: float) -> None:
         """Return when there is news, or after a while."""
         self._changed.wait(timeout_s)
         self._changed.clear()
+        choose_manifest(self.rundir, self.plan)
 
     def _tell(self) -> None:
         self._changed.set()
@@ -261,6 +280,21 @@ def host_failed(error: RemoteError, fleet: Fleet) -> HostError:
         f"{error.host}: {error.message}", check="host.failed", host=error.host,
         hint=f"evener doctor{fleet.flag} looks closer", output=error.traceback,
     )  # fmt: skip
+
+
+def choose_manifest(rundir: RunDir, plan: Plan) -> None:
+    """Of a run that outlives its hosts each keeps the manifest: that of the newest world is the run's."""
+    if not plan.outlives_hosts:
+        return
+    found = [folder for host in plan.hosts if (folder := host.state_path(rundir).parent / "manifest.json").exists()]
+    manifests = [(RunDir(path.parent).manifest(), path.parent) for path in found]
+    if not manifests:
+        return
+    _, folder = max(manifests, key=lambda one: (one[0].verdict != "running", one[0].roster.epoch))
+    for name in OF_RANK_0:
+        path, here = folder / name, rundir.path / name
+        if path.exists() and not (here.exists() and here.read_bytes() == path.read_bytes()):
+            write_atomic(here, path.read_bytes(), mode=0o600)
 
 
 def merge_events(rundir: RunDir, plan: Plan) -> None:

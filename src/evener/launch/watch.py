@@ -93,19 +93,29 @@ class _Seen:
 class Watch:
     """What was seen of the processes of a run."""
 
-    def __init__(self, world_size: int, hosts: Mapping[str, str] | None = None) -> None:
-        """`hosts`: by their addresses."""
-        self._world_size, self._hosts = world_size, dict(hosts or {})
+    def __init__(self, num_ranks: Mapping[str, int], hosts: Mapping[str, str] | None = None) -> None:
+        """`num_ranks`: by host; `hosts`: by their addresses."""
+        self._num_ranks, self._hosts = dict(num_ranks), dict(hosts or {})
+        self._members = set(num_ranks)
         self._seen: dict[tuple[str, int | None], _Seen] = {}
         self._cut: dict[tuple[str, str], tuple[float, float]] = {}  # (who, from whom): since when, until when
         self._lost: set[str] = set()  # hosts that cannot be reached
+
+    def only(self, members: Iterable[str]) -> None:
+        """Of all hosts these train from now on: nobody waits for the others."""
+        self._members = set(members)
+        self._lost &= self._members
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] in self._members}
+        self._cut = {pair: since for pair, since in self._cut.items() if self._members.issuperset(pair)}
 
     def see(self, host: str, at_s: float, looks: Mapping[int | None, Look], stuck: Iterable[str] = ()) -> None:
         """A look at a host, at a time of its own clock: its ranks and (None) what started them; and the addresses that
         do not acknowledge what it sends.
         """
+        if host not in self._members:
+            return
         self._lost.discard(host)
-        cut = {(host, self._hosts[address]) for address in stuck if address in self._hosts}
+        cut = {(host, self._hosts[address]) for address in stuck if self._hosts.get(address) in self._members}
         for pair in [pair for pair in self._cut if pair[0] == host and pair not in cut]:
             del self._cut[pair]
         self._cut |= {pair: (self._cut.get(pair, (at_s, at_s))[0], at_s) for pair in cut}
@@ -121,12 +131,13 @@ class Watch:
     def lose(self, host: str) -> None:
         """It cannot be reached: nothing is known of what its ranks do."""
         self.see(host, 0.0, {})
-        self._lost.add(host)
+        self._lost |= self._members & {host}
 
     @property
     def sees_all(self) -> bool:
         """Is there a look at every rank?"""
-        return sum(rank is not None for _, rank in self._seen) == self._world_size
+        expected = sum(self._num_ranks[host] for host in self._members)
+        return sum(rank is not None for _, rank in self._seen) == expected
 
     def hang(self) -> Hang | None:
         """Who holds the others up, as it was seen last."""

@@ -28,7 +28,7 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     by one factor. What they don't tell (memory, communication's processor time, γ) stays. UsageError where a host's
     speed is not known at all.
     """
-    roster, found = manifest.roster, typical(aligned(dict(enumerate(records))), manifest)
+    roster, found = manifest.roster.by_place(), _typical(manifest, records)
     if not found.step_p50_s:
         raise UsageError(f"no step was recorded by all ranks{manifest.window}", hint="evener report shows what was")
     if prior is None or not _describes(prior, roster):
@@ -38,7 +38,8 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     stolen_s = _stolen_s(job, prior, roster)
     hosts = {}
     for name in roster.hosts:
-        of_host = [(member, found.ranks[member.rank]) for member in roster.members if member.host == name]
+        of_host = [(member, of_rank) for member, of_rank in zip(roster.members, found.ranks, strict=True)
+                   if member.host == name]  # fmt: skip
         hosts[name] = _host(prior.hosts[name], job, of_host, stolen_s.get(name, 0.0))
         if UNKNOWN_RATE in hosts[name].tokens_per_s.values():
             raise UsageError(
@@ -56,12 +57,18 @@ def fit(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], p
     return _with_measured_wires(job, roster, cluster, found, has_prior=has_prior)
 
 
+def _typical(manifest: Manifest, records: Sequence[Sequence[StepRecord]]) -> Typical:
+    """Of records by place in the manifest's Roster."""
+    ranks = (member.rank for member in manifest.roster.members)
+    return typical(aligned(dict(zip(ranks, records, strict=True))), manifest)
+
+
 def as_it_was(job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], cluster: Cluster) -> Option | None:
     """A run as the option that it was, with what was measured in place of what `cluster` says; None without a step."""
-    found = typical(aligned(dict(enumerate(records))), manifest)
+    found = _typical(manifest, records)
     if not found.step_p50_s:
         return None
-    roster = _as_divided(manifest.roster, found, job.shape.block_size)
+    roster = _as_divided(manifest.roster.by_place(), found, job.shape.block_size)
     priced = price(job, cluster, roster)
     ranks = [
         msgspec.structs.replace(rank, cost=took.typical, sync_s=took.sync_s or 0.0, bytes=took.bytes or 0)

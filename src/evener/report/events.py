@@ -77,6 +77,9 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             return f"on {hosts}, {event.get('world_size')} ranks"
         case "start":
             return f"ranks: {event.get('ranks')}, --sync {event.get('sync')}, from step {step}"
+        case "world":
+            why = f": {event['why']}" if event.get("why") else ""
+            return f"from step {step}: {', '.join(map(str, event.get('hosts', [])))}{why}"
         case "evaluation":
             loss = event.get("val_loss")
             return f"step {step}: validation loss " + (f"{loss:.4f}" if isinstance(loss, float) else "not measured")

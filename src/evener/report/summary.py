@@ -10,7 +10,7 @@ from evener.core.finding import Finding
 from evener.core.plan import read_prediction
 from evener.core.prediction import Option, Prediction
 from evener.core.rundir import Manifest, RunDir
-from evener.core.step import Fidelity, StepRecord, aligned, noise_scale
+from evener.core.step import Fidelity, StepRecord, aligned, first_of, noise_scale
 from evener.core.typical import RankSummary, typical
 from evener.core.units import median
 
@@ -57,7 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     def name_of(self, rank: RankSummary) -> str:
         """What a person calls a rank."""
-        return self.manifest.roster.name_of(rank.rank)
+        return self.manifest.roster.name_of(self.manifest.roster.members[rank.rank].rank)
 
     @property
     def last_loss(self) -> float | None:
@@ -78,7 +78,7 @@ def summarize(rundir: RunDir) -> Summary:
     return Summary(
         run_dir=str(rundir),
         manifest=manifest,
-        num_steps=steps[-1][0].step + 1 if steps else 0,
+        num_steps=first_of(steps[-1]).step + 1 if steps else 0,
         tokens_per_step=found.tokens_per_step,
         step_p50_s=found.step_p50_s,
         step_p95_s=found.step_p95_s,
@@ -86,10 +86,10 @@ def summarize(rundir: RunDir) -> Summary:
         sync_p50_s=found.sync_p50_s,
         sync_p95_s=found.sync_p95_s,
         ranks=found.ranks,
-        losses={of_step[0].step: of_step[0].loss for of_step in steps},
+        losses={record.step: record.loss for record in map(first_of, steps)},
         prediction=read_prediction(rundir),
-        noise_tokens=noise_scale([of_step[0] for of_step in steps]),
-        fidelity=_fidelity([of_step[0] for of_step in steps if of_step[0].step >= manifest.since]),
+        noise_tokens=noise_scale([first_of(of_step) for of_step in steps]),
+        fidelity=_fidelity([record for record in map(first_of, steps) if record.step >= manifest.since]),
         findings=_findings(rundir.events()),
     )
 
@@ -135,7 +135,11 @@ def as_result(summary: Summary) -> dict[str, Any]:
         "all_reduce_p50_s": summary.sync_p50_s,
         "all_reduce_p95_s": summary.sync_p95_s,
         "ranks": [
-            {"rank": rank.rank, "cost": msgspec.to_builtins(rank.typical), "bytes": rank.bytes}
+            {
+                "rank": summary.manifest.roster.members[rank.rank].rank,
+                "cost": msgspec.to_builtins(rank.typical),
+                "bytes": rank.bytes,
+            }
             for rank in summary.ranks
         ],
         "predicted": _predicted(summary),

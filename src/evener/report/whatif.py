@@ -33,7 +33,7 @@ class Again:
 def asked_again(summary: Summary) -> Again | None:
     """None where the records say too little: no step, a model of the user's own, a host that had no share."""
     rundir, manifest = RunDir(summary.run_dir), summary.manifest
-    records = [rundir.records(rank) for rank in range(manifest.world_size)]
+    records = [rundir.records(member.rank) for member in manifest.roster.members]
     try:
         asked = of_run(summary.run_dir, manifest, records, summary.prediction)
     except UsageError:

@@ -1,6 +1,6 @@
 """What is this rank doing right now? A thread of its own writes it every second: a rank that hangs cannot say it.
 
-    RUN/host/pulse/RANK   {"pid", "where": "data.py:33 in read", "waits": false}
+    RUN/host/pulse/LOCAL_RANK   {"pid", "where": "data.py:33 in read", "waits": false}
 
 Standard library only, so that it begins before torch is imported, which may hang itself.
 """
@@ -25,7 +25,7 @@ def begin_pulse() -> None:
     """Write the pulse of this process from now on, where a launcher wants to have it; once."""
     folder = os.environ.get("EVENER_PULSE")
     if folder is not None and _began.acquire(blocking=False):
-        path = Path(folder) / os.environ.get("RANK", "0")
+        path = Path(folder) / os.environ.get("LOCAL_RANK", "0")
         threading.Thread(target=_beat, args=(path,), daemon=True, name="pulse").start()
 
 

@@ -23,7 +23,7 @@ CHUNK = 1 << 18
 ESTABLISHED, TRIES = "01", 4  # a state of the kernel's; so often was a segment sent again: 3 s, and longer each time
 START_S = 20.0
 END_S = 5.0  # the supervisor's
-_ranks = {}  # pid: (when it began, its rank)
+_ranks = {}  # pid: (when it began, its rank on this host)
 WHOLE = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
 
 
@@ -47,8 +47,23 @@ def start(run, spec, supervisor, files=None):
         elif os.path.exists(path):
             os.remove(path)
     _write(os.path.join(folder, "spec.json"), json.dumps(spec).encode())
+    _write(os.path.join(folder, "supervisor.py"), supervisor.encode())
+    return _begin(run, folder)
+
+
+def start_again(run):
+    """Start what was started before, after the host went down under it; its state once it is running."""
+    run = _absolute(run)
+    folder = os.path.join(run, "host")
+    _check_over(folder)
+    end_leftovers(run)
+    if os.path.exists(os.path.join(folder, "state.json")):
+        os.remove(os.path.join(folder, "state.json"))
+    return _begin(run, folder)
+
+
+def _begin(run, folder):
     program = os.path.join(folder, "supervisor.py")
-    _write(program, supervisor.encode())
     said = os.path.join(folder, "supervisor.log")
     with open(said, "wb") as log:
         process = subprocess.Popen(
@@ -154,11 +169,14 @@ def looks(run, state):
     if not pid or spec is None or state["state"] != "running" or not os.path.isdir("/proc/self"):
         return []
     is_rank, found = spec.get("is_rank"), []
+    if spec.get("has_agent"):
+        pid = next(iter(_children(pid)), pid)  # the launcher of now
     for one in [pid] if is_rank else [pid, *_children(pid)]:
         try:
-            rank = spec["first_rank"] if is_rank else None if one == pid else _rank_of(one)
+            local_rank = 0 if is_rank else None if one == pid else _local_rank_of(one)
+            rank = None if local_rank is None else spec["first_rank"] + local_rank
             kind, cpu_s = _kernel_says(one)
-            pulse = _read_json(os.path.join(run, "host", "pulse", str(rank)), None) or {}
+            pulse = _read_json(os.path.join(run, "host", "pulse", str(local_rank)), None) or {}
             told = {"where": pulse["where"], "waits": pulse["waits"]} if pulse.get("pid") == one else {}
             found.append([rank, dict(told, pid=one, state=kind, cpu_s=cpu_s)])
         except (OSError, ValueError, LookupError):
@@ -319,21 +337,21 @@ def _files(run):
     return found
 
 
-def _rank_of(pid):
+def _local_rank_of(pid):
     """Asked once: a process that hangs in the kernel may not let anybody read its environment."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         began = file.read().rpartition(b") ")[2].split()[19]
     if _ranks.get(pid, (None,))[0] != began:
-        _ranks[pid] = began, _told_rank(pid)
+        _ranks[pid] = began, _told_local_rank(pid)
     if _ranks[pid][1] is None:
         raise LookupError(pid)
     return _ranks[pid][1]
 
 
-def _told_rank(pid):
+def _told_local_rank(pid):
     with open(f"/proc/{pid}/environ", "rb") as file:
         told = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
-    return int(told[b"RANK"]) if b"RANK" in told else None
+    return int(told[b"LOCAL_RANK"]) if b"LOCAL_RANK" in told else None
 
 
 def _kernel_says(pid):

@@ -1,10 +1,12 @@
 """Who looks after a run on its host when nobody is connected? This program, one for each run and host.
 
-    python3 supervisor.py RUN      RUN/host/spec.json says what to start; RUN/host/state.json says how it goes
+    python3 supervisor.py RUN [N]  RUN/host/spec.json says what to start; RUN/host/state.json says how it goes;
+                                   N: how often one before it was killed
 
 It is a session of its own, so it outlives ssh, the terminal and the controller. It starts one program, keeps everything
 that program and its ranks print, time-stamped and complete, and when the program ends or is told to stop, ends every
 process that came of it. A guard beside it does the same should the supervisor itself be killed.
+An agent that is killed is started again, and so is the supervisor of one: the run goes on without this host meanwhile.
 
     RUN/logs/HOST.log        what the program itself printed     each line: time, O or E (stdout, stderr), text
     RUN/logs/HOST.RANK.log   what a rank printed                 o or e: no newline followed; the next O or E goes on
@@ -41,6 +43,7 @@ LOCK_S = 1.0  # that others may hold the lock while they look whether the run is
 REST_BYTES = 1 << 16  # of a line that has not ended
 REST_S = 1.0
 ROOM_BYTES = 1 << 20
+MAX_AGAIN = 5  # times that an agent, or its supervisor, that was killed is started again
 MARK = "EVENER_RUN"
 
 STAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
@@ -213,7 +216,7 @@ class Supervisor:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         lock(os.path.join(self.folder, "lock"))
         _become_subreaper()
-        guard = start_guard(self.run, self.spec["id"])
+        guard = start_guard(self.run, self.spec["id"], self.spec.get("has_agent", False))
         take_over(self.run)
         self.state["started"] = time.time()  # every line that is stamped from now on is this start's
         self.oom_kills, self.oom_at, self.full_at, self.next_look = oom_kills(), None, None, 0.0
@@ -225,25 +228,28 @@ class Supervisor:
         self.failures, tell_failures = os.pipe()  # no file: a disk may be full
         os.set_blocking(self.failures, False)
         env["EVENER_FAILURES"] = str(tell_failures)
-        try:
-            child = subprocess.Popen(
-                self.spec["argv"], cwd=self.spec["cwd"], env=env, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[tell_failures],
-            )  # fmt: skip
-        except OSError as error:
-            log.add("E", f"{error.filename or self.spec['argv'][0]}: {error.strerror}\n".encode())
-            log.close()
-            self._end(127, [])
-            os.write(guard, b"done")
-            return
-        self.state["pid"] = child.pid
-        self._save()
-        left = self._follow(child, log, ranks)
+        begins = 0
+        while True:
+            try:
+                child = subprocess.Popen(
+                    self.spec["argv"], cwd=self.spec["cwd"], env=env, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[tell_failures],
+                )  # fmt: skip
+            except OSError as error:
+                log.add("E", f"{error.filename or self.spec['argv'][0]}: {error.strerror}\n".encode())
+                status, left = 127, []
+                break
+            self.state["pid"] = child.pid
+            self._save()
+            begins, left, status = begins + 1, self._follow(child, log, ranks), child.returncode
+            if not self.spec.get("has_agent") or status >= 0 or self.asked or begins > MAX_AGAIN:
+                break
+            log.add("E", f"evener: the agent was killed by {signal_name(status)}; it is started again\n".encode())
         ranks.read(last=True)
         ranks.close()
         shutil.rmtree(ranks.folder, ignore_errors=True)  # it is all in the logs
         log.close()
-        self._end(child.returncode, left)
+        self._end(status, left)
         os.write(guard, b"done")
 
     def _begin(self):
@@ -330,6 +336,8 @@ class Supervisor:
         if self.escalation == 0 and now >= self.look_at:
             self.look_at = now + LOOK_S
             ranks = set() if not grace else {child.pid} if self.is_rank else set(children(child.pid))
+            if self.spec.get("has_agent"):  # its children are launchers
+                ranks = {rank for launcher in ranks for rank in children(launcher)}
             for pid in ranks - self.told:
                 _signal(pid, signal.SIGTERM)
             self.told |= ranks
@@ -403,8 +411,10 @@ def is_locked(descriptor):
     return False
 
 
-def start_guard(run, run_id):
-    """A process that ends the run's processes when the supervisor is killed; returns what tells it that all is well."""
+def start_guard(run, run_id, has_agent=False):
+    """A process that ends the run's processes when the supervisor is killed, and begins again where the run goes on
+    without them meanwhile; returns what tells it that all is well.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -426,6 +436,9 @@ def start_guard(run, run_id):
         state = {"started": None, "failures": [], "stopped": False}
         with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "state.json")) as file:
             state = json.load(file)
+        begun = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+        if has_agent and not state["stopped"] and begun < MAX_AGAIN:
+            os.execv(sys.executable, [sys.executable, sys.argv[0], run, str(begun + 1)])  # noqa: S606
         state.update(state="ended", ended=time.time(), status=None, signal=None, left=left)
         write_json(os.path.join(folder, "state.json"), dict(state, lost="the supervisor was killed"))
     os._exit(0)
