@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -175,21 +175,24 @@ def test_one_host_of_two_waits_without_the_first(hosts: Callable[[str], Hosts]) 
     assert fleet.end() == [0, 0]
 
 
+WORKER = ("-m", "evener.worker")
+
+
 class Training(Hosts):
-    """A run of evener's own worker on three hosts; it ends by itself."""
+    """A run of evener's own worker, or of a program that becomes it; it ends by itself."""
 
     STEPS = 160
 
-    def __init__(self, folder: Path, corpus: Path) -> None:
+    def __init__(self, folder: Path, corpus: Path, names: str = "abc", worker: Sequence[str] = WORKER) -> None:
         flags = self.flags(corpus)
         spec = parse_args(flags)
-        seats = [Seat(host=name, device="cpu") for name in "abc"]
-        for name in "abc":
+        seats = [Seat(host=name, device="cpu") for name in names]
+        for name in names:
             (folder / name).mkdir()
             (folder / name / "roster.json").write_bytes(
                 msgspec.json.encode(first_roster(spec, seats, spec.model.block_size))
             )
-        super().__init__(folder, "abc", lambda home: ["-m", "evener.worker", *flags, "--out", str(home)])
+        super().__init__(folder, names, lambda home: [*worker, *flags, "--out", str(home)])
 
     @classmethod
     def flags(cls, corpus: Path) -> list[str]:
@@ -199,7 +202,7 @@ class Training(Hosts):
     def losses(self) -> dict[int, float]:
         """By step, as the ranks wrote them down who were in the newest world that took it."""
         found: dict[int, tuple[int, float]] = {}
-        for rank, name in enumerate("abc"):
+        for rank, name in enumerate(self.parts):
             for record in RunDir(self.folder / name).records(rank):
                 if record.loss is not None and record.epoch >= found.get(record.step, (-1, 0.0))[0]:
                     found[record.step] = record.epoch, record.loss
@@ -209,17 +212,16 @@ class Training(Hosts):
         return max(RunDir(self.folder / name).checkpoint_steps(), default=0)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
-    """Losses of one process that nobody disturbs."""
-    out = tmp_path_factory.mktemp("alone") / "run"
-    argv = [sys.executable, "-m", "evener.worker", *Training.flags(corpus), "--out", str(out)]
+def alone(training: type[Training], corpus: Path, out: Path) -> list[float]:
+    """Its losses on one process that nobody disturbs."""
+    argv = [sys.executable, *WORKER, *training.flags(corpus), "--out", str(out)]
     subprocess.run(argv, env=ENV, check=True, capture_output=True, timeout=TIMEOUT_S)
     return [record.loss or 0.0 for record in RunDir(out).records(0)]
 
 
-def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
+def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Path) -> None:
     """A rank is killed, the first host loses its power, is back and let in: every loss is that of one process."""
+    undisturbed = alone(Training, corpus, tmp_path / "alone")
     fleet = Training(tmp_path, corpus)
     try:
         fleet.until(lambda: fleet.saved("a") >= 20)

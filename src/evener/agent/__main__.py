@@ -24,11 +24,10 @@ from evener.agent.gossip import Gossip
 from evener.agent.ranks import Ranks, free_port
 from evener.core.decoding import from_json
 from evener.core.files import write_atomic
-from evener.core.world import KEPT_FILE, REGROUP, WAITING_FILE, AgentSpec, World
+from evener.core.world import KEPT_FILE, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
 
 SAY_S = 0.2  # between statements, where nothing new is to be said
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
-REFUSED = 2  # of ranks that were asked for what can't be: it would be the same in any world
 TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's failed
 
 

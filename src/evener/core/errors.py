@@ -6,6 +6,8 @@
     ├── CheckpointError    a checkpoint or a run directory that cannot be trusted      (exit status 2)
     ├── HostError          a machine that cannot be reached or cannot do what is asked (exit status 1)
     └── RunError           a run that started and failed                               (exit status 1)
+        ├── NonFiniteError in a step that came to what is no number                (exit status 1)
+        └── HopelessError  and would in any world, where hosts come and go         (exit status 2)
 
 The command line catches EvenerError alone; any other traceback is a bug in evener.
 """
@@ -62,6 +64,20 @@ class RunError(EvenerError):
     def __init__(self, message: str, *, hint: str = "", output: str = "", of_rank: int | None = None) -> None:
         super().__init__(message, hint=hint, output=output)
         self.of_rank = of_rank
+
+
+class NonFiniteError(RunError):
+    """A step came to what is no number; all ranks raise this together."""
+
+    def __init__(self, message: str, *, step: int, ranks: list[int], hint: str = "") -> None:
+        super().__init__(message, hint=hint + "a smaller --lr, a longer --warmup, or --dtype fp32")
+        self.step, self.ranks = step, ranks  # of the step, from 0; where it began
+
+
+class HopelessError(RunError):
+    """A run failed as it would in any world: its agents are not to try another."""
+
+    exit_status = 2
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -14,7 +14,9 @@ AGENT_FILE = "host/agent.json"  # an AgentSpec
 KEPT_FILE = "host/kept.json"  # what the agent must not forget
 WORLD_FILE = "host/world.json"  # of a run's folder on each host, as EVENER_WORLD tells the ranks
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
-REGROUP = 75  # the exit status of ranks that have saved and want another world (sysexits.h: EX_TEMPFAIL)
+# Exit statuses of ranks, as their agent understands them.
+REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
+REFUSED = 2  # it would be the same in any world
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ def tell(event: dict[str, Any], manifest: Manifest) -> Told:
         name=name,
         what=_describe(event, manifest.roster),
         hint=str(event.get("hint") or ""),
-        is_bad=name in FAILURES + CONSEQUENCES,
+        is_bad=name in FAILURES + CONSEQUENCES and not event.get("goes_back"),
     )
 
 
@@ -53,7 +53,7 @@ def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     since = events[starts[-1] :] if starts else events
     for kinds in (FAILURES, CONSEQUENCES):
-        found = [event for event in since if event.get("event") in kinds]
+        found = [event for event in since if event.get("event") in kinds and not event.get("goes_back")]
         if found:
             return found[0]
     return None
@@ -113,7 +113,9 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
         case "finished" | "stopped":
             return f"step {step}"
         case "run.nonfinite":
-            return f"step {step}: the loss is not finite, on {_names(event.get('ranks'), roster)}"
+            back = "; all go back to the newest checkpoint" if event.get("goes_back") else ""
+            again = ", as before" if event.get("goes_back") is False else ""
+            return f"step {step} is not finite on {_names(event.get('ranks'), roster)}{again}{back}"
         case "run.diverged":
             return f"step {step}: the replicas differ: {msgspec.json.encode(event.get('differences')).decode()}"
         case "failure" | "run.peer-exit":

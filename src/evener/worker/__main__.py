@@ -19,10 +19,10 @@ from evener.core.errors import EvenerError
 from evener.core.plan import told_roster
 from evener.core.resolve import resolve
 from evener.core.spec import parse_args
-from evener.core.world import told_world
+from evener.core.world import REGROUP, told_world
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
-from evener.worker.membership.worlds import Regroup
+from evener.worker.membership.back import Regroup
 from evener.worker.mistakes import in_words
 
 
@@ -44,8 +44,8 @@ def main() -> int:
         from evener.worker.loop import train
 
         train(resolved)
-    except Regroup as leaving:
-        return leaving.status
+    except Regroup:
+        return REGROUP
     except EvenerError as error:
         print(in_words(error), file=sys.stderr)
         return error.exit_status

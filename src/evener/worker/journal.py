@@ -29,7 +29,7 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
 from evener.core.version import __version__
-from evener.core.world import told_world
+from evener.core.world import REFUSED, told_world
 from evener.plan.penalty import Watch
 from evener.worker.group import Group
 
@@ -173,7 +173,8 @@ class Journal:
         with contextlib.suppress(OSError):  # it may not have a directory, or a disk
             self._dir.add_event(event, rank=mine, of=mine if of is None else of, hint=hint,
                                 error=str(error) or type(error).__name__, kind=type(error).__name__)  # fmt: skip
-            if self._group.rank == 0 and self._manifest is not None and not self._group.is_in_world:  # it may go on
+            ends = not self._group.is_in_world or getattr(error, "exit_status", None) == REFUSED  # else it may go on
+            if self._group.keeps and self._manifest is not None and ends:
                 self._dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))
 
 

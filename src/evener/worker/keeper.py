@@ -15,7 +15,7 @@ import safetensors.torch
 from torch import Tensor
 
 from evener.core.decoding import from_json
-from evener.core.errors import RunError
+from evener.core.errors import NonFiniteError, RunError
 from evener.core.machine import this_machine
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
@@ -96,6 +96,7 @@ class Keeper:
             return
         val_loss = val_loss if self._sync.is_agreed() else None
         weights = self._sync.agreed(self._trained.weights())
+        self._check_finite(step, weights)
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
         generators = self._group.gather(safetensors.torch.save(rng.states(self._group.device)))
 
@@ -120,6 +121,16 @@ class Keeper:
             self._dir.prune_checkpoints(self._spec.checkpoint.keep, self._best[1] if self._best else None)
         if self._group.rank == 0:
             self._dir.add_event("checkpoint", step=step, val_loss=val_loss)
+
+    def _check_finite(self, step: int, weights: dict[str, Tensor]) -> None:
+        """NonFiniteError on all ranks where any holds what is not: the step before has made it so."""
+        own = {} if self._sync.is_agreed() else self._trained.weights()  # what it remembers would go on from them
+        bad = checkpoints.what_is_not_finite(weights) or checkpoints.what_is_not_finite(own)
+        told = [text.decode() for text in self._group.gather(bad.encode())]
+        ranks = [rank for rank, text in zip(self._group.numbers, told, strict=True) if text]
+        if ranks:
+            raise NonFiniteError(f"after step {step}: {next(filter(None, told))}; it is not saved", step=step - 1,
+                            ranks=ranks, hint="--resume goes on from the last checkpoint; ")  # fmt: skip
 
     def conclude(self, step: int) -> bool:
         """The run ends here: replicas that drifted become one model. Did they become another than they were?

@@ -9,12 +9,16 @@ from pathlib import Path
 from types import TracebackType
 
 from evener.core.errors import EvenerError
+from evener.core.world import told_world
 
 OURS = str(Path(__file__).parents[1])
 
 
 def tell_in_words() -> None:
-    """From now on an EvenerError that nobody catches is two lines and a place, not a traceback."""
+    """From now on an EvenerError that nobody catches is two lines and a place, not a traceback.
+
+    Where hosts come and go, the program's exit status tells their agents whether another world would help.
+    """
     if sys.excepthook is sys.__excepthook__:  # somebody's own hook knows better
         sys.excepthook = _tell
 
@@ -32,3 +36,5 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
     theirs = list(itertools.takewhile(lambda frame: not frame.filename.startswith(OURS), traceback.extract_tb(trace)))
     if theirs:  # the line that called us: what lies below may be torch's
         print(f"at:    {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}", file=sys.stderr)
+    if told_world() is not None:
+        raise SystemExit(error.exit_status)  # from the hook it is the program's

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.core.errors import RunError
+from evener.core.errors import NonFiniteError
 from evener.core.roster import Roster
 from evener.core.runwriter import RunWriter
 from evener.core.step import PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
@@ -32,11 +32,12 @@ BLOCKED = "blocked"  # the lap between the last gradient and the end of backward
 class News(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank tells all others once a step; a row of float64."""
 
-    step: float = -1.0  # of which the five figures below are; -1: of none yet
+    step: float = -1.0  # of which the six figures below are; -1: of none yet
     loss_sum: float = 0.0  # over this rank's tokens
     blocked_s: float = 0.0  # in the collective at the end of backward
     took_s: float = 0.0  # its share of the batch: input, forward, backward
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
+    norm: float = 0.0  # of the gradient; 0 where it was not measured, or where what overflows is skipped
     part_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 of a step that is not sampled
     wish: float = 0.0  # 0, REGROUP or STOP
     weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
@@ -132,6 +133,7 @@ class Recorder:
     def __init__(self, rundir: RunWriter, rank: int, roster: Roster, clock: Clock, group: Any) -> None:
         self._rank, self._world_size, self._clock, self._group = rank, roster.world_size, clock, group
         self._rundir = rundir
+        self._skips = roster.members[rank].dtype == "fp16"  # its scaler, steps whose gradients overflow
         self._numbers = [member.rank for member in roster.members]
         path = rundir.steps_path(self._numbers[rank])
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +213,8 @@ class Recorder:
             in_flight_s = math.nan if draft.in_flight_s is None else draft.in_flight_s
             news = msgspec.structs.replace(news, step=float(draft.step), loss_sum=float(draft.loss_sum),
                                            blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s,
-                                           in_flight_s=in_flight_s, part_sq=_part_sq(draft))  # fmt: skip
+                                           in_flight_s=in_flight_s, norm=self._norm(draft),
+                                           part_sq=_part_sq(draft))  # fmt: skip
         sent = news.row()
         if self._world_size == 1:
             self._on_way.append((sent, sent, None))
@@ -228,15 +231,17 @@ class Recorder:
         if draft.whole_sq is not None:
             noise = noise_of([news.part_sq for news in self.news], float(draft.whole_sq), draft.global_tokens)
         self._write_line(draft, loss, split_blocked([news.blocked_s for news in self.news])[self._rank], noise)
-        if not math.isfinite(loss):
-            guilty = [rank for rank, news in zip(self._numbers, self.news, strict=True)
-                      if not math.isfinite(news.loss_sum)]  # fmt: skip
-            if self._rank == 0:
-                self._rundir.add_event("run.nonfinite", step=draft.step, ranks=guilty)
-            raise RunError(
-                f"step {draft.step}: the loss of {', '.join(f'rank {rank}' for rank in guilty)} is not finite",
-                hint="a smaller --lr, a longer --warmup, or --dtype fp32",
-            )
+        for what, figures in (("loss", [news.loss_sum for news in self.news]),
+                              ("gradient norm", [news.norm for news in self.news])):  # fmt: skip
+            guilty = [rank for rank, figure in zip(self._numbers, figures, strict=True) if not math.isfinite(figure)]
+            if guilty:
+                whose = ", ".join(f"rank {rank}" for rank in guilty)
+                raise NonFiniteError(
+                    f"step {draft.step}: the {what} of {whose} is not finite", step=draft.step, ranks=guilty
+                )
+
+    def _norm(self, draft: Draft) -> float:
+        return 0.0 if draft.grad_norm is None or self._skips else float(draft.grad_norm)
 
     def _write_line(
         self,

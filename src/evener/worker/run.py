@@ -33,13 +33,14 @@ from evener.core.step import StepRecord
 from evener.worker.agree import agree, planned_cluster, seated
 from evener.worker.arithmetic import autocast, compile_module, compiles
 from evener.worker.clock import CudaClock, HostClock
-from evener.worker.datasets import as_dataset
+from evener.worker.datasets import Dataset, as_dataset
 from evener.worker.group import Group
 from evener.worker.journal import Journal
 from evener.worker.keeper import Keeper
 from evener.worker.membership import Membership
+from evener.worker.membership.back import Regroup, going_back
 from evener.worker.membership.fixed import Fixed
-from evener.worker.membership.worlds import Regroup, newest_anywhere, wish
+from evener.worker.membership.worlds import newest_anywhere, wish
 from evener.worker.mistakes import tell_in_words
 from evener.worker.pulse import begin_pulse
 from evener.worker.record import STOP, Recorder
@@ -147,30 +148,30 @@ class Run:
         on all ranks alike: the run is then saved as one that was stopped.
         """
         train, every, first = self.spec.train, self.spec.checkpoint, self.begins_at
-        data = as_dataset(dataset, self.spec)
-        engine, keeper = self._begin(data, first)
-        self._stopping.begin(train.max_s)
-        for index in range(first, train.steps):
-            engine.recorder.begin()
-            if engine.recorder.hear():
-                return self._finish(keeper, "stopped", index, None)
-            self._take_up(engine, index)
-            step = Step(engine, self.roster.at(index), index, is_first=index == first)
-            self._open = engine, keeper, step
-            yield step
-            self._open = None
-            step.end(wish=STOP if self._stopping.is_due else wish(self.group), weight=self._weight)
-            self._weight = math.nan
-            done = index + 1
-            if every.verify_every and done % every.verify_every == 0 and done < train.steps:
-                keeper.compare(done)
-            if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
-                if engine.recorder.flush():
-                    return self._finish(keeper, "stopped", done, step.val_loss)
-                keeper.save(done, step.val_loss)
-                if engine.recorder.regroups:
-                    raise Regroup
-        return self._finish(keeper, "finished", train.steps, step.val_loss)
+        with going_back(self.dir, self.group):
+            engine, keeper = self._begin(as_dataset(dataset, self.spec), first)
+            self._stopping.begin(train.max_s)
+            for index in range(first, train.steps):
+                engine.recorder.begin()
+                if engine.recorder.hear():
+                    return self._finish(keeper, "stopped", index, None)
+                self._take_up(engine, index)
+                step = Step(engine, self.roster.at(index), index, is_first=index == first)
+                self._open = engine, keeper, step
+                yield step
+                self._open = None
+                step.end(wish=STOP if self._stopping.is_due else wish(self.group), weight=self._weight)
+                self._weight = math.nan
+                done = index + 1
+                if every.verify_every and done % every.verify_every == 0 and done < train.steps:
+                    keeper.compare(done)
+                if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
+                    if engine.recorder.flush():
+                        return self._finish(keeper, "stopped", done, step.val_loss)
+                    keeper.save(done, step.val_loss)
+                    if engine.recorder.regroups:
+                        raise Regroup
+            return self._finish(keeper, "finished", train.steps, step.val_loss)
 
     @property
     def roster(self) -> Roster:
@@ -217,7 +218,8 @@ class Run:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             if error is None and self._open is not None:
-                self._leave(*self._open)
+                with going_back(self.dir, self.group):
+                    self._leave(*self._open)
         except BaseException as failure:
             error = failure
             raise
@@ -232,7 +234,7 @@ class Run:
 
     # --- the life of a run ------------------------------------------------------------------------------------------
 
-    def _begin(self, data: Any, first: int) -> tuple[Engine, Keeper]:
+    def _begin(self, data: Dataset, first: int) -> tuple[Engine, Keeper]:
         """Everything is given: compare, load, and write down what begins."""
         self._only_before_steps("run.steps")
         trained = self._trained
@@ -259,14 +261,12 @@ class Run:
         """The Roster of step `index`, where the news ask for another one."""
         self._journal.heard(engine.recorder.completed)
         was, news = self.roster, engine.recorder.news
-        roster = self._membership.hear(news, index) if news else None
-        if roster is None:
-            return
-        if roster.sync != was.sync:
-            change_sync(engine.sync, roster, self.group, self._clock, self.module)
-        else:
-            check_batch_norm(self.module, roster)
-        self._journal.changed(roster, was)
+        if news and (roster := self._membership.hear(news, index)) is not None:
+            if roster.sync != was.sync:
+                change_sync(engine.sync, roster, self.group, self._clock, self.module)
+            else:
+                check_batch_norm(self.module, roster)
+            self._journal.changed(roster, was)
 
     def _leave(self, engine: Engine, keeper: Keeper, step: Step) -> None:
         """The program has left its loop by itself, on all ranks: what it has learned is saved."""

@@ -18,23 +18,12 @@ from evener.core.errors import CheckpointError, RunError
 from evener.core.files import write_atomic, write_folder_atomic
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
-from evener.core.world import REGROUP, somebody_waits
+from evener.core.world import somebody_waits
 from evener.worker import record
 from evener.worker.group import Group
 from evener.worker.own import forget_after
 
 CHUNK_BYTES = 1 << 24
-
-
-class Regroup(SystemExit):
-    """The ranks have saved, and leave together to begin again in another world. A program that does not catch it ends
-    as its launcher expects.
-    """
-
-    status = REGROUP
-
-    def __init__(self) -> None:
-        super().__init__(REGROUP)
 
 
 def wish(group: Group) -> float:

@@ -1,0 +1,179 @@
+"""What is not finite, or not the same on all ranks: hosts go back to before it, or end where that would not help."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from evener.core.errors import HopelessError, NonFiniteError
+from evener.core.roster import Seat, first_roster
+from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
+from evener.core.spec import parse_args
+from evener.core.world import World
+from evener.worker.checkpoint import load
+from evener.worker.clock import HostClock
+from evener.worker.membership.back import Regroup, going_back
+from evener.worker.record import OnHost, Recorder
+from tests.conftest import TIMEOUT_S
+from tests.worker.test_worlds import Training, alone, pytestmark  # noqa: F401
+
+# evener's own worker with a fault: before each update, `spoil` may change what a host holds.
+SPOILED = """
+import os, pathlib, runpy, sys, torch
+from evener.worker.step import Step
+
+update, home, host = Step.update, pathlib.Path(sys.argv[-1]), os.environ["EVENER_HOST"]
+
+def times(most):
+    "Is it one of the first times that this host is asked?"
+    with (home / "spoiled").open("a+") as file:
+        file.write("x")
+        return file.tell() <= most
+
+def spoiled(self, optimizer):
+    with torch.no_grad():
+        spoil(self.index, optimizer.param_groups[0]["params"][0], self)
+    update(self, optimizer)
+
+Step.update = spoiled
+exec(sys.argv.pop(1))
+sys.argv[0] = "evener.worker"
+runpy.run_module("evener.worker", run_name="__main__")
+"""
+
+
+class Spoiled(Training):
+    """Checkpoints are those of steps 20, 40 and 60."""
+
+    STEPS = 60
+
+    def __init__(self, folder: Path, corpus: Path, names: str, spoil: str) -> None:
+        (folder / "spoiled.py").write_text(SPOILED)
+        super().__init__(
+            folder, corpus, names, [str(folder / "spoiled.py"), f"def spoil(step, weight, self):\n {spoil}"]
+        )
+
+    def wait(self) -> list[int]:
+        """Exit statuses of the agents."""
+        try:
+            return [agent.wait(TIMEOUT_S) for agent in self.agents.values()]
+        finally:
+            for name, agent in self.agents.items():
+                if agent.poll() is None:
+                    self.kill(name)
+
+    def events(self, kind: str) -> list[list[dict[str, Any]]]:
+        """Of each host."""
+        found = [RunDir(self.folder / name).events() for name in self.parts]
+        return [[event for event in events if event["event"] == kind] for events in found]
+
+    def log(self, name: str) -> str:
+        return (self.folder / name / "log").read_text()
+
+    def is_finite(self) -> bool:
+        """Is all that is saved?"""
+        folders = [RunDir(self.folder / name).checkpoint_path(step)
+                   for name in self.parts for step in RunDir(self.folder / name).checkpoint_steps()]  # fmt: skip
+        return all(bool(tensor.isfinite().all()) for folder in folders for tensor in load(folder).weights.values())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
+    return alone(Spoiled, corpus, tmp_path_factory.mktemp("alone") / "run")
+
+
+# The last step before a checkpoint: what it did to the weights would be saved next.
+ONCE = {
+    "loss": "if step == 39 and host == 'b' and times(1): self._loss_sum *= float('nan')",
+    "gradient norm": "if step == 39 and host == 'b' and times(1): weight.grad[0] = float('inf')",
+}
+
+
+@pytest.mark.parametrize("what", ONCE)
+def test_what_is_not_finite_once_is_taken_again(tmp_path: Path, corpus: Path, undisturbed: list[float],
+                                                what: str) -> None:  # fmt: skip
+    fleet = Spoiled(tmp_path, corpus, "abc", ONCE[what])
+    assert fleet.wait() == [0, 0, 0], fleet.log("a")
+    assert list(fleet.losses().values()) == pytest.approx(undisturbed, rel=1e-5)
+    events = fleet.events("run.nonfinite")
+    assert events[0] == events[1] == events[2]
+    ((event,), *_) = events
+    assert event | {"step": 39, "ranks": [1], "world": 0, "goes_back": True} == event
+    assert fleet.is_finite()
+
+
+def test_what_is_never_finite_ends_the_run_the_second_time(tmp_path: Path, corpus: Path) -> None:
+    fleet = Spoiled(tmp_path, corpus, "abc", "if step == 27: self._loss_sum *= float('nan')")
+    assert fleet.wait() == [1, 1, 1]
+    for events in fleet.events("run.nonfinite"):
+        assert [(event["world"], event["step"], event["goes_back"]) for event in events] == [
+            (0, 27, True),
+            (1, 27, False),
+        ]
+    told = [event["error"] for events in fleet.events("failure") for event in events]
+    assert (
+        told == ["step 27: the loss of rank 0, rank 1, rank 2 is not finite, nor was it when it was taken before"] * 3
+    )
+    assert "world 2" in fleet.log("a")
+    assert "world 3" not in fleet.log("a")
+    assert [RunDir(tmp_path / name).checkpoint_steps() for name in "abc"] == [[20]] * 3
+    assert {RunDir(tmp_path / name).manifest().verdict for name in "abc"} == {"failed"}
+    assert fleet.is_finite()
+
+
+class Seat0:
+    """The group of one rank, on a host of its own, of which the other host has told this."""
+
+    rank = local_rank = 0
+    is_in_world = keeps = True
+
+    def __init__(self, other: list[dict[str, Any]]) -> None:
+        self._other = other
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        return [mine, json.dumps(self._other).encode()]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected"),
+    [
+        ([], [], Regroup),
+        ([5], [], HopelessError),
+        ([], [5], HopelessError),  # this host was away
+        ([4], [6], Regroup),
+    ],
+)
+def test_whichever_host_knows_of_it_all_come_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: list[int], there: list[int], expected: type[BaseException]
+) -> None:
+    (tmp_path / "world.json").write_bytes(msgspec.json.encode(World(number=3, hosts=["a", "b"])))
+    monkeypatch.setenv("EVENER_WORLD", str(tmp_path / "world.json"))
+    run = RunWriter(tmp_path)
+    for step in here:
+        run.add_event("run.nonfinite", step=step, world=1)
+    group: Any = Seat0([{"event": "run.nonfinite", "step": step, "world": 2} for step in there])
+    with pytest.raises(expected) as raised, going_back(run, group):
+        raise NonFiniteError("step 5: the loss of rank 1 is not finite", step=5, ranks=[1])
+    assert raised.value.code == 75 if expected is Regroup else raised.value.exit_status == 2
+    assert run.events()[-1]["goes_back"] == (expected is Regroup)
+
+
+def test_before_a_checkpoint_all_steps_are_known_also_where_records_lag(tmp_path: Path) -> None:
+    """As of a GPU, whose steps are read while the next one runs."""
+    roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cuda:0")], None)
+    recorder = Recorder(RunWriter(tmp_path / "run"), 0, roster, HostClock(), None)
+    for step, loss in enumerate((1.0, math.nan)):
+        recorder.begin()
+        assert recorder.hear() is False
+        recorder.pause()
+        recorder.end(wish=0.0, sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
+                     loss_sum=OnHost(torch.tensor(loss)), grad_norm=None)  # fmt: skip
+    with pytest.raises(NonFiniteError, match="step 1: the loss of rank 0 is not finite"):
+        recorder.flush()
