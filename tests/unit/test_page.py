@@ -19,6 +19,7 @@ from evener.core.rundir import RunDir
 from evener.core.step import PARTS, StepCost, aligned
 from evener.report import benchpage, figures
 from evener.report.chart import draw
+from evener.report.events import first_failure, tell
 from evener.report.markup import document
 from evener.report.page import run_page, write_page
 from evener.report.picture import scaling_png
@@ -190,6 +191,21 @@ def test_replicas_that_differ(run):
     text = page_of(rundir).text
     assert "differ" in text
     assert "head.weight" in text
+
+
+def test_replicas_that_differed_and_went_back_are_no_failure(run):
+    rundir = run()
+    before = page_of(rundir).text.count("differ")
+    rundir.add_event("run.diverged", step=20, differences=[{"rank": 1, "tensor": "head.weight"}] * 3, odd=["b"],
+                     leaves=["b"], goes_back=True, hint="test its memory")  # fmt: skip
+    rundir.add_event("run.nonfinite", step=7, ranks=[1], goes_back=True)
+    assert first_failure(rundir.events()) is None
+    told = [tell(event, rundir.manifest()) for event in rundir.events()[-2:]]
+    assert told[0].what.endswith(" in head.weight and 2 more tensors; b is the odd one; all go back to the newest "
+                                 "checkpoint, and b leaves the run")  # fmt: skip
+    assert told[1].what.endswith("; all go back to the newest checkpoint")
+    assert not any(one.is_bad for one in told)
+    assert page_of(rundir).text.count("differ") == before + 1  # the event, and no verdict
 
 
 def test_what_was_not_measured_is_said(run):

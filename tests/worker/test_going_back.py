@@ -177,3 +177,39 @@ def test_before_a_checkpoint_all_steps_are_known_also_where_records_lag(tmp_path
                      loss_sum=OnHost(torch.tensor(loss)), grad_norm=None)  # fmt: skip
     with pytest.raises(NonFiniteError, match="step 1: the loss of rank 0 is not finite"):
         recorder.flush()
+
+
+# What a flipped bit of memory does, before step 27: all gradients after it are wrong, too.
+FLIP = "if step == 27 and host == '{}' and times({}): weight.view(-1).view(torch.int32)[3] ^= 1 << 20"
+
+
+def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
+    """The first time all go back, the second time the others go on alone; nothing of it is left in what was learned."""
+    fleet = Spoiled(tmp_path, corpus, "abc", FLIP.format("c", 2))
+    assert fleet.wait() == [0, 0, 1], fleet.log("a")
+    assert list(fleet.losses().values()) == pytest.approx(undisturbed, rel=1e-5)
+    events = fleet.events("run.diverged")
+    assert events[0] == events[1] == events[2]
+    assert [(event["step"], event["odd"], event["leaves"], event["goes_back"]) for event in events[0]] == [
+        (40, ["c"], [], True),
+        (40, ["c"], ["c"], True),
+    ]
+    assert {one["rank"] for event in events[0] for one in event["differences"]} == {2}
+    assert "memtester" in events[0][1]["hint"]
+    assert "this host has left the run: after step 40: the replicas differ: rank 2 in " in fleet.log("c")
+    last = RunDir(tmp_path / "a").manifest()
+    assert (last.verdict, [member.host for member in last.roster.members]) == ("finished", ["a", "b"])
+    assert last.result is not None
+    assert last.result.replicas_agree
+
+
+def test_of_two_nobody_can_say_who_is_right_and_the_second_time_is_the_last(tmp_path: Path, corpus: Path) -> None:
+    fleet = Spoiled(tmp_path, corpus, "ab", FLIP.format("b", 9))
+    assert fleet.wait() == [1, 1], fleet.log("a")
+    for events in fleet.events("run.diverged"):
+        assert [(event["step"], event["odd"], event["goes_back"]) for event in events] == [
+            (40, [], True),
+            (40, [], False),
+        ]
+        assert all("evener verify RUN --replay" in event["hint"] for event in events)
+    assert [RunDir(tmp_path / name).checkpoint_steps() for name in "ab"] == [[20]] * 2

@@ -162,6 +162,21 @@ def test_what_fails_always_ends(hosts: Callable[[str], Hosts]) -> None:
     assert fleet.end("2") == [1, 1]
 
 
+def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: Callable[[str], Hosts]) -> None:
+    """Also where it was in the next world already, and where its supervisor starts its agent again."""
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    (fleet.folder / "c" / "host" / "kept-out").write_text("its memory fails")
+    (rank,) = fleet.ranks("a")
+    rank.kill()
+    assert fleet.agents["c"].wait(TIMEOUT_S) == 1
+    fleet.until(lambda: "is a, b\n" in (fleet.folder / "b" / "log").read_text())
+    fleet.start("c")
+    assert fleet.agents["c"].wait(TIMEOUT_S) == 1
+    assert (fleet.folder / "c" / "log").read_text().count("has left the run: its memory fails\n") == 2
+    assert fleet.end() == [0, 0, 1]
+
+
 def test_one_host_of_two_waits_without_the_first(hosts: Callable[[str], Hosts]) -> None:
     fleet = hosts("ab")
     fleet.until_in(0, "ab")

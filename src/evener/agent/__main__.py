@@ -3,7 +3,8 @@ its host's ranks in it, sees how they end, and begins again.
 
     python -m evener.agent FILE       FILE holds an AgentSpec
 
-It needs no controller and no torch. Exit status 0: the run has ended as it should; 1: it failed too often.
+It needs no controller and no torch. Exit status 0: the run has ended as it should; 1: it failed too often, or
+goes on without this host.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from evener.agent.gossip import Gossip
 from evener.agent.ranks import Ranks, free_port
 from evener.core.decoding import from_json
 from evener.core.files import write_atomic
-from evener.core.world import KEPT_FILE, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
+from evener.core.world import KEPT_FILE, KEPT_OUT_FILE, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
 
 SAY_S = 0.2  # between statements, where nothing new is to be said
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
@@ -36,6 +37,7 @@ class Agent:
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec, self._path = spec, Path(spec.folder, KEPT_FILE)
+        self._kept_out = Path(spec.folder, KEPT_OUT_FILE)
         kept = (
             from_json(self._path.read_bytes(), Kept)
             if self._path.exists()
@@ -46,7 +48,7 @@ class Agent:
         join_by = time.monotonic() + (spec.silent_s if is_back else spec.join_s)
         self._council = Council(spec.host, kept, silent_s=spec.silent_s, join_by=join_by)
         if is_back and self._council.is_member:
-            self._council.phase, self._council.why = Phase.REGROUP, "its agent was started again"
+            self._council.phase, self._council.why = self._regroup(), "its agent was started again"
         self._gossip = Gossip(spec.key.encode(), self._hear)
         self._news = asyncio.Event()  # somebody said something
         self._kept: Kept | None = None  # as it is on the disk
@@ -99,9 +101,14 @@ class Agent:
             if "EVENER_FAILURES" in os.environ:
                 os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
             return 1
-        if council.has_ended and council.phase in (Phase.FAILED, Phase.REGROUP):
+        if council.has_ended and council.phase in (Phase.FAILED, Phase.REGROUP, Phase.LEAVING):
             council.phase = Phase.DONE  # all had taken the last step by then
         match council.phase:
+            case Phase.WAITING if self._regroup() == Phase.LEAVING:
+                council.phase = Phase.LEAVING
+            case Phase.LEAVING if not council.is_member and self._linger(now):
+                print(f"evener: this host has left the run: {self._kept_out.read_text()}", flush=True)
+                return 1
             case Phase.WAITING if council.is_member and not council.is_cut_off(now):
                 self._begin()
             case Phase.RUNNING:
@@ -133,7 +140,7 @@ class Agent:
             if council.is_cut_off(now):
                 print("evener: too few of the hosts are in reach: the ranks are ended until more are", flush=True)
                 self._end_ranks()
-                council.phase = Phase.REGROUP
+                council.phase = self._regroup()
             return
         failures = self._ranks.failures()
         self._end_ranks()
@@ -143,12 +150,16 @@ class Agent:
         elif codes == {REFUSED}:
             council.phase = Phase.REFUSED
         elif codes == {REGROUP} or status == TOLD_TO_END:
-            council.phase = Phase.REGROUP
+            council.phase = self._regroup()
         else:
             council.phase = Phase.FAILED
         if failures and council.phase in (Phase.FAILED, Phase.REFUSED):
             council.why = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
             self._failures = failures
+
+    def _regroup(self) -> Phase:
+        """The next world is one with this host, unless it is kept out."""
+        return Phase.LEAVING if self._kept_out.exists() else Phase.REGROUP
 
     def _end_ranks(self) -> None:
         if self._ranks is not None:
@@ -160,7 +171,8 @@ class Agent:
         self._ended_at = self._ended_at or now
         council = self._council
         told = [council.of(host) for host in council.world.hosts if host != council.host]
-        all_know = all(one is not None and (council.world.is_over or one.phase == Phase.DONE) for one in told)
+        is_done = council.world.is_over or not council.is_member
+        all_know = all(one is not None and (is_done or one.phase == Phase.DONE) for one in told)
         return all_know or now - self._ended_at > LINGER_S
 
 

@@ -7,6 +7,7 @@
     ├── HostError          a machine that cannot be reached or cannot do what is asked (exit status 1)
     └── RunError           a run that started and failed                               (exit status 1)
         ├── NonFiniteError in a step that came to what is no number                (exit status 1)
+        ├── DivergedError  since its replicas are not one model any more           (exit status 1)
         └── HopelessError  and would in any world, where hosts come and go         (exit status 2)
 
 The command line catches EvenerError alone; any other traceback is a bug in evener.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
+from typing import Any
 
 
 class EvenerError(Exception):
@@ -72,6 +74,15 @@ class NonFiniteError(RunError):
     def __init__(self, message: str, *, step: int, ranks: list[int], hint: str = "") -> None:
         super().__init__(message, hint=hint + "a smaller --lr, a longer --warmup, or --dtype fp32")
         self.step, self.ranks = step, ranks  # of the step, from 0; where it began
+
+
+class DivergedError(RunError):
+    """Replicas hold what they should not; all ranks raise this together."""
+
+    def __init__(self, message: str, *, step: int, odd: list[int], hint: str, **facts: Any) -> None:
+        super().__init__(message, hint=hint)
+        self.step, self.odd = step, odd  # steps that were taken; ranks that are not as most are: [] where none can tell
+        self.facts = facts  # for the event
 
 
 class HopelessError(RunError):

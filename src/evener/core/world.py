@@ -9,11 +9,13 @@ from pathlib import Path
 import msgspec
 
 from evener.core.decoding import from_json
+from evener.core.files import write_atomic
 
 AGENT_FILE = "host/agent.json"  # an AgentSpec
 KEPT_FILE = "host/kept.json"  # what the agent must not forget
 WORLD_FILE = "host/world.json"  # of a run's folder on each host, as EVENER_WORLD tells the ranks
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
+KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
 # Exit statuses of ranks, as their agent understands them.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
 REFUSED = 2  # it would be the same in any world
@@ -70,4 +72,9 @@ def told_world() -> World | None:
 def somebody_waits() -> bool:
     """Is there a host that could be let in?"""
     path = os.environ.get("EVENER_WORLD")
-    return path is not None and os.path.exists(os.path.join(os.path.dirname(path), os.path.basename(WAITING_FILE)))
+    return path is not None and Path(path).with_name(os.path.basename(WAITING_FILE)).exists()
+
+
+def keep_out(why: str) -> None:
+    """The world of this process is the last with its host."""
+    write_atomic(Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(KEPT_OUT_FILE)), why.encode())

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from evener.core.roster import Roster, shares_text
 from evener.core.rundir import Manifest
 from evener.core.units import seconds
@@ -117,13 +115,30 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             again = ", as before" if event.get("goes_back") is False else ""
             return f"step {step} is not finite on {_names(event.get('ranks'), roster)}{again}{back}"
         case "run.diverged":
-            return f"step {step}: the replicas differ: {msgspec.json.encode(event.get('differences')).decode()}"
+            return f"step {step}: the replicas differ: {_apart(event, roster)}"
         case "failure" | "run.peer-exit":
             who = "" if event.get("rank") is None else f"{_names(event['rank'], roster)}: "
             return f"{who}{event.get('error')}"
         case _:
             rest = {key: value for key, value in event.items() if key not in ("event", "time")}
             return ", ".join(f"{key} {_plain(value)}" for key, value in rest.items())
+
+
+def _apart(event: dict[str, Any], roster: Roster) -> str:
+    """Where replicas differ, who is the odd one, and what follows."""
+    found = [one for one in event.get("differences") or [] if isinstance(one, dict)]
+    text = "where was not told"
+    if found:
+        more = len(found) - 1
+        text = f"{_names(found[0].get('rank'), roster)} in {found[0].get('tensor')}"
+        text += f" and {more} more {'tensor' if more == 1 else 'tensors'}" if more else ""
+    if "odd" in event:
+        odd = " and ".join(map(str, event["odd"]))
+        text += f"; {odd} is the odd one" if odd else "; which of them is right nobody can say"
+    if event.get("goes_back"):
+        text += "; all go back to the newest checkpoint"
+    leaves = " and ".join(map(str, event.get("leaves", [])))
+    return text + (f", and {leaves} leaves the run" if leaves else "")
 
 
 def _names(ranks: object, roster: Roster) -> str:

@@ -212,7 +212,8 @@ def _agreement(summary: Summary, events: list[dict[str, Any]]) -> Fact:
     name, result = "replicas", summary.manifest.result
     if summary.manifest.world_size == 1:
         return Fact(name, "one", "nothing to compare")
-    if any(event.get("event") == "run.diverged" for event in events) or (result and result.replicas_agree is False):
+    diverged = [event for event in events if event.get("event") == "run.diverged" and not event.get("goes_back")]
+    if diverged or (result and result.replicas_agree is False):
         return Fact(name, "differ")
     if result and result.replicas_agree:
         return Fact(name, "agree", "to the bit")

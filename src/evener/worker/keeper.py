@@ -15,7 +15,7 @@ import safetensors.torch
 from torch import Tensor
 
 from evener.core.decoding import from_json
-from evener.core.errors import NonFiniteError, RunError
+from evener.core.errors import DivergedError, NonFiniteError
 from evener.core.machine import this_machine
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
@@ -28,7 +28,7 @@ from evener.worker.own import forget_after, load_own, ranks_that_left, save_own
 from evener.worker.statetree import pack
 from evener.worker.sync import Sync
 from evener.worker.trained import Trained
-from evener.worker.verify import differences, gather_hashes, hash_tensors, take_over
+from evener.worker.verify import differences, gather_hashes, hash_tensors, odd_ones, take_over
 
 ROUNDING = 0.01  # of a tensor's largest number, in the steps since all were equal: more is another fault
 
@@ -40,6 +40,7 @@ class Keeper:
         self._dir, self._spec, self._group, self._trained, self._sync = rundir, spec, group, trained, sync
         self._own_step: int | None = None  # of what this rank kept for itself last
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
+        self._compared_step: int | None = None
         self._best: tuple[float, int] | None = None
 
     def restore(self, resume: Checkpoint | None) -> None:
@@ -90,6 +91,7 @@ class Keeper:
     def save(self, step: int, val_loss: float | None) -> None:
         """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be.
 
+        Where hosts come and go they begin again with it whatever happens: all replicas have agreed on it.
         `val_loss` is that of the replicas as they are: where they have drifted, it is not that of what is saved.
         """
         if step == self._saved_step:
@@ -97,6 +99,8 @@ class Keeper:
         val_loss = val_loss if self._sync.is_agreed() else None
         weights = self._sync.agreed(self._trained.weights())
         self._check_finite(step, weights)
+        if self._group.is_in_world and step != self._compared_step:
+            self.compare(step)
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
         generators = self._group.gather(safetensors.torch.save(rng.states(self._group.device)))
 
@@ -147,27 +151,33 @@ class Keeper:
     def compare(self, step: int) -> bool | None:
         """Do the replicas hold the same bits, in what they must agree on? None of one rank.
 
-        RunError where they do not; each then leaves its weights in RUN/replicas for `evener verify`.
+        DivergedError where they do not; where nobody comes or goes, each then leaves its weights in RUN/replicas for
+        `evener verify`.
         """
         if self._group.world_size == 1:
             return None
+        self._compared_step = step
         weights = self._sync.agreed(self._trained.weights()) | pack(self._sync.state_dict(), "sync")[1]
         hashes = hash_tensors(weights.items())
-        found = differences(list(hashes), gather_hashes(hashes, self._group.world_size, self._group.control))
+        replica_hashes = gather_hashes(hashes, self._group.world_size, self._group.control)
+        found = differences(list(hashes), replica_hashes)
         if found and self._round_unlike():
             return self._reconcile(step, weights)
         if found:
-            folder = self._dir.path / "replicas"
-            folder.mkdir(exist_ok=True)
-            checkpoints.write_tensors(folder / f"rank-{self._group.number}.safetensors", weights)
-            if self._group.rank == 0:
-                self._dir.add_event("run.diverged", step=step, differences=msgspec.to_builtins(found))
-            self._group.barrier()
-            odd = self._group.numbers[found[0].rank]
-            raise RunError(
-                f"after step {step}: the replicas differ: rank {odd} in {found[0].tensor}"
+            self._check_finite(step, weights)  # NaN is not always the same
+            if not self._group.is_in_world:
+                folder = self._dir.path / "replicas"
+                folder.mkdir(exist_ok=True)
+                checkpoints.write_tensors(folder / f"rank-{self._group.number}.safetensors", weights)
+                self._group.barrier()
+            numbers = self._group.numbers
+            raise DivergedError(
+                f"after step {step}: the replicas differ: rank {numbers[found[0].rank]} in {found[0].tensor}"
                 + (f" and {len(found) - 1} more tensors" if len(found) > 1 else ""),
                 hint=f"evener verify {self._dir} shows by how much; --resume goes back to the last checkpoint",
+                step=step,
+                odd=[numbers[rank] for rank in odd_ones(replica_hashes)],
+                differences=[{"rank": numbers[one.rank], "tensor": one.tensor} for one in found],
             )
         if self._group.rank == 0:
             self._dir.add_event("replicas.agree", step=step, tensors=len(hashes))
@@ -181,19 +191,22 @@ class Keeper:
     def _reconcile(self, step: int, weights: dict[str, Tensor]) -> bool:
         """Replicas on unlike devices differ by what these round differently: a little, and then all take rank 0's.
 
-        RunError where it is more than that.
+        DivergedError where it is more than that.
         """
         at, apart = take_over(weights, self._group.control, is_first=self._group.rank == 0)
         told = [float(text) for text in self._group.gather(str(apart).encode())]
         apart, rank = max((one, rank) for rank, one in enumerate(told))
         if not apart < ROUNDING:
-            where = self._group.gather(at.encode())[rank].decode()
-            if self._group.rank == 0:
-                self._dir.add_event("run.diverged", step=step, rank=rank, tensor=where, relative=apart)
-            raise RunError(
-                f"after step {step}: the replicas differ by more than rounding: rank {rank} by {apart:.1e} of the "
-                f"largest number of {where}",
+            where, numbers = self._group.gather(at.encode())[rank].decode(), self._group.numbers
+            far = [number for number, one in zip(numbers, told, strict=True) if not one < ROUNDING]  # from rank 0
+            raise DivergedError(
+                f"after step {step}: the replicas differ by more than rounding: rank {numbers[rank]} by {apart:.1e} of "
+                f"the largest number of {where}",
                 hint="--resume goes back to the last checkpoint",
+                step=step,
+                odd=far if 2 * len(far) < len(numbers) else [],
+                differences=[{"rank": numbers[rank], "tensor": where}],
+                relative=apart,
             )
         if self._group.rank == 0:
             self._dir.add_event("replicas.reconciled", step=step, tensors=len(weights), relative=apart)

@@ -74,6 +74,16 @@ def take_over(named: Mapping[str, Tensor], group: Any, is_first: bool) -> tuple[
     return at, worst
 
 
+def odd_ones(replica_hashes: list[list[str]]) -> list[int]:
+    """Ranks that do not hold what more than half of all hold; [] where there is no such half.
+
+    >>> odd_ones([["1", "2"], ["1", "3"], ["1", "2"]]), odd_ones([["1"], ["2"]])
+    ([1], [])
+    """
+    usual, num = Counter(map(tuple, replica_hashes)).most_common(1)[0]
+    return [rank for rank, row in enumerate(replica_hashes) if tuple(row) != usual and 2 * num > len(replica_hashes)]
+
+
 def differences(names: list[str], replica_hashes: list[list[str]]) -> list[Difference]:
     """Every (rank, tensor) that is not what most ranks hold; of two ranks it is the second that is named.
 

@@ -4,6 +4,8 @@ Where hosts come and go, these are no end of a run: what is saved is finite, and
 
     what all ranks found                the first time    again
     a step that is not finite           they go back      in the same step it is the settings, no machine: the run ends
+    replicas differ, one from most      they go back      of the same host: it leaves the run, for its memory fails
+    replicas differ, none can say who   they go back      in the same step it is the program, or nobody knows: it ends
 
 They go back as they go to any other world: they leave together, and begin again with the newest checkpoint that any
 host has. What was before is in the events, which every host keeps of these: whoever takes part in the next world, one
@@ -17,14 +19,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from evener.core.decoding import from_json
-from evener.core.errors import HopelessError, NonFiniteError
+from evener.core.errors import DivergedError, HopelessError, NonFiniteError
+from evener.core.machine import this_machine
 from evener.core.runwriter import RunWriter
-from evener.core.world import REGROUP, told_world
+from evener.core.world import KEPT_OUT_FILE, REGROUP, keep_out, told_world
 from evener.worker.group import Group
 
 
@@ -53,6 +56,39 @@ def going_back(rundir: RunWriter, group: Group) -> Iterator[None]:
         if not is_again:
             raise Regroup from found
         raise HopelessError(f"{found}, nor was it when it was taken before", hint=found.hint) from None
+    except DivergedError as found:
+        if not group.is_in_world:
+            if group.rank == 0:
+                rundir.add_event("run.diverged", step=found.step, **found.facts)
+            raise
+        _after_diverged(rundir, group, found)
+
+
+def _after_diverged(rundir: RunWriter, group: Group, found: DivergedError) -> NoReturn:
+    hosts = [one.decode() for one in group.gather(this_machine().host.encode())]  # by rank
+    odd = sorted({hosts[group.numbers.index(rank)] for rank in found.odd})
+    before = _known(rundir, group, "run.diverged")
+    leaves = [host for host in odd if any(host in event["odd"] for event in before)]
+    is_over = any(event["step"] == found.step and not event["odd"] for event in before) and not odd
+    is_over = is_over or set(leaves) == set(hosts)
+    if leaves:
+        hint = (
+            f"memory that fails does this: test that of {' and '.join(leaves)} with memtester, or with memtest86+ "
+            f"instead of its system; then remove {KEPT_OUT_FILE} from its run's folder, and start its agent again"
+        )
+    elif odd:
+        hint = f"once it may be chance; should {' and '.join(odd)} be the odd one again, it leaves the run"
+    else:
+        hint = ("hashes do not tell who is right where most do not hold the same: evener verify RUN --replay 20, on "
+                "each host, takes steps again and tells whose arithmetic is off")  # fmt: skip
+    _tell(rundir, group, "run.diverged", step=found.step, **found.facts, odd=odd, leaves=leaves,
+          goes_back=not is_over, hint=hint)  # fmt: skip
+    if is_over:
+        raise HopelessError(f"{found}, again", hint=hint) from None
+    if hosts[group.rank] in leaves and group.local_rank == 0:
+        keep_out(f"{found}, of this host for the second time; {hint}")
+    group.barrier()  # its agent sees that before any other's ranks have ended
+    raise Regroup from found
 
 
 def _known(rundir: RunWriter, group: Group, kind: str) -> list[dict[str, Any]]:
