@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 
 from evener.core.errors import HopelessError, NonFiniteError
 from evener.core.roster import Seat, first_roster
-from evener.core.rundir import RunDir
+from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
 from evener.core.world import World
@@ -54,11 +57,11 @@ class Spoiled(Training):
 
     STEPS = 60
 
-    def __init__(self, folder: Path, corpus: Path, names: str, spoil: str) -> None:
+    @classmethod
+    def by(cls, spoil: str, folder: Path, corpus: Path, names: str = "abc") -> Spoiled:
+        """With a fault."""
         (folder / "spoiled.py").write_text(SPOILED)
-        super().__init__(
-            folder, corpus, names, [str(folder / "spoiled.py"), f"def spoil(step, weight, self):\n {spoil}"]
-        )
+        return cls(folder, corpus, names, [str(folder / "spoiled.py"), f"def spoil(step, weight, self):\n {spoil}"])
 
     def wait(self) -> list[int]:
         """Exit statuses of the agents."""
@@ -99,7 +102,7 @@ ONCE = {
 @pytest.mark.parametrize("what", ONCE)
 def test_what_is_not_finite_once_is_taken_again(tmp_path: Path, corpus: Path, undisturbed: list[float],
                                                 what: str) -> None:  # fmt: skip
-    fleet = Spoiled(tmp_path, corpus, "abc", ONCE[what])
+    fleet = Spoiled.by(ONCE[what], tmp_path, corpus)
     assert fleet.wait() == [0, 0, 0], fleet.log("a")
     assert list(fleet.losses().values()) == pytest.approx(undisturbed, rel=1e-5)
     events = fleet.events("run.nonfinite")
@@ -109,8 +112,27 @@ def test_what_is_not_finite_once_is_taken_again(tmp_path: Path, corpus: Path, un
     assert fleet.is_finite()
 
 
+class Drifting(Spoiled):
+    """Replicas learn alone for ten steps, and are told of steps one later."""
+
+    @classmethod
+    def flags(cls, corpus: Path) -> list[str]:
+        return [*super().flags(corpus), "--sync", "diloco:10"]
+
+
+def test_replicas_that_drift_go_back_too(tmp_path: Path, corpus: Path) -> None:
+    fleet = Drifting.by(ONCE["gradient norm"], tmp_path, corpus)
+    assert fleet.wait() == [0, 0, 0], fleet.log("a")
+    assert [[(event["step"], event["ranks"]) for event in events] for events in fleet.events("run.nonfinite")] == [
+        [(39, [1])]
+    ] * 3
+    assert list(fleet.losses()) == list(range(60))
+    assert fleet.is_finite()
+    assert fleet.saved("c") == 60
+
+
 def test_what_is_never_finite_ends_the_run_the_second_time(tmp_path: Path, corpus: Path) -> None:
-    fleet = Spoiled(tmp_path, corpus, "abc", "if step == 27: self._loss_sum *= float('nan')")
+    fleet = Spoiled.by("if step == 27: self._loss_sum *= float('nan')", tmp_path, corpus)
     assert fleet.wait() == [1, 1, 1]
     for events in fleet.events("run.nonfinite"):
         assert [(event["world"], event["step"], event["goes_back"]) for event in events] == [
@@ -185,7 +207,7 @@ FLIP = "if step == 27 and host == '{}' and times({}): weight.view(-1).view(torch
 
 def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
     """The first time all go back, the second time the others go on alone; nothing of it is left in what was learned."""
-    fleet = Spoiled(tmp_path, corpus, "abc", FLIP.format("c", 2))
+    fleet = Spoiled.by(FLIP.format("c", 2), tmp_path, corpus)
     assert fleet.wait() == [0, 0, 1], fleet.log("a")
     assert list(fleet.losses().values()) == pytest.approx(undisturbed, rel=1e-5)
     events = fleet.events("run.diverged")
@@ -204,7 +226,7 @@ def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: 
 
 
 def test_of_two_nobody_can_say_who_is_right_and_the_second_time_is_the_last(tmp_path: Path, corpus: Path) -> None:
-    fleet = Spoiled(tmp_path, corpus, "ab", FLIP.format("b", 9))
+    fleet = Spoiled.by(FLIP.format("b", 9), tmp_path, corpus, "ab")
     assert fleet.wait() == [1, 1], fleet.log("a")
     for events in fleet.events("run.diverged"):
         assert [(event["step"], event["odd"], event["goes_back"]) for event in events] == [
@@ -213,3 +235,41 @@ def test_of_two_nobody_can_say_who_is_right_and_the_second_time_is_the_last(tmp_
         ]
         assert all("evener verify RUN --replay" in event["hint"] for event in events)
     assert [RunDir(tmp_path / name).checkpoint_steps() for name in "ab"] == [[20]] * 2
+
+
+UNLIKE = """
+import os, runpy, sys
+if os.environ["EVENER_HOST"] == "b":
+    os.environ["ATEN_CPU_CAPABILITY"] = "default"  # as a processor without AVX2 computes
+sys.argv[0] = "evener.worker"
+runpy.run_module("evener.worker", run_name="__main__")
+"""
+
+
+def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
+    tmp_path: Path, corpus: Path, undisturbed: list[float]
+) -> None:
+    """No difference between them is taken for a fault."""
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    fleet = Spoiled(tmp_path, corpus, "ab", worker=[str(tmp_path / "unlike.py")])
+    assert fleet.wait() == [0, 0], fleet.log("a")
+    assert list(fleet.losses().values()) == pytest.approx(undisturbed, rel=1e-5)
+    apart = [event["step"] for event in fleet.events("replicas.reconciled")[0]]
+    assert set(apart) <= {20, 40, 60}  # none where this processor rounds as one without AVX2
+    for step in (40, 60):
+        saved = [read_checkpoint(RunDir(tmp_path / name).checkpoint_path(step)) for name in "ab"]
+        assert saved[0].replica_hashes[0] == saved[0].replica_hashes[1]
+        assert saved[0].files["weights.safetensors"] == saved[1].files["weights.safetensors"]
+
+
+@pytest.mark.parametrize(("error", "status"), [("UsageError", 2), ("HopelessError", 2), ("RunError", 1)])
+def test_a_program_of_ones_own_tells_the_agents_whether_another_world_would_help(
+    tmp_path: Path, error: str, status: int
+) -> None:
+    (tmp_path / "world.json").write_bytes(msgspec.json.encode(World(number=0, hosts=["a"])))
+    imports = "from evener.core import errors; from evener.worker.mistakes import tell_in_words"
+    program = f"{imports}; tell_in_words(); raise errors.{error}('no')"
+    argv, env = [sys.executable, "-c", program], {"EVENER_WORLD": str(tmp_path / "world.json")}
+    done = subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (status, "error: no")
+    assert subprocess.run(argv, capture_output=True, timeout=TIMEOUT_S).returncode == 1  # as Python's own
