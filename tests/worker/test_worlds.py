@@ -263,6 +263,9 @@ def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Pat
         ["b", "c"],
         ["a", "b", "c"],
     ]
+    last = json.loads((tmp_path / "c" / "host" / "kept.json").read_text())["world"]
+    assert last["step"] >= 60  # what was saved since the rank was killed
+    assert last["failures"] == 0
     manifests = [RunDir(tmp_path / name).manifest() for name in "abc"]
     assert {manifest.verdict for manifest in manifests} == {"finished"}
     assert all(manifest.result is not None and manifest.result.replicas_agree for manifest in manifests)

@@ -25,6 +25,7 @@ from evener.agent.gossip import Gossip
 from evener.agent.ranks import Ranks, free_port
 from evener.core.decoding import from_json
 from evener.core.files import write_atomic
+from evener.core.rundir import RunDir
 from evener.core.world import KEPT_FILE, KEPT_OUT_FILE, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
 
 SAY_S = 0.2  # between statements, where nothing new is to be said
@@ -144,6 +145,7 @@ class Agent:
             return
         failures = self._ranks.failures()
         self._end_ranks()
+        council.step = max(council.step, *RunDir(self._spec.folder).checkpoint_steps()[-1:], -1)
         codes = {one["exitcode"] for one in failures}
         if status == 0:
             council.phase = Phase.DONE

@@ -33,7 +33,7 @@ Ballot = tuple[int, str]  # its round, and who leads it
 NO_BALLOT: Ballot = (0, "")
 RETRY_S = 1.0  # for a ballot, until its leader begins another one, or somebody else
 SURE_S = 0.5  # what is heard so long after something else was said after it
-MAX_FAILURES = 6  # in a row, each before a new step was taken: it would fail for ever
+MAX_FAILURES = 6  # in a row, each before another step was saved: it would fail for ever
 
 
 class Phase(enum.StrEnum):
@@ -78,7 +78,7 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     kept: Kept
     hears: list[str]  # hosts that it has heard lately
     phase: Phase = Phase.WAITING
-    step: int = -1  # the last that its ranks took
+    step: int = -1  # the last that was saved
     store: int = 0  # the port of the world's store, by its first host
     why: str = ""  # it failed
 

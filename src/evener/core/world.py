@@ -27,8 +27,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     number: int  # 0, 1, 2 …: no number is given twice
     hosts: list[str]  # by rank; the first one has the store
     why: str = ""  # it follows the one before
-    step: int = -1  # the last that had been taken when it was decided
-    failures: int = 0  # that began a world, one after the other, without a new step in between
+    step: int = -1  # the last that had been saved when it was decided
+    failures: int = 0  # that began a world, one after the other, and no other step was saved in between
     is_over: bool = False  # nothing follows: it has failed too often
 
     def is_quorum(self, hosts: Iterable[str]) -> bool:

@@ -35,7 +35,7 @@ from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
 from evener.core.step import StepRecord
 from evener.core.units import size
-from evener.core.world import AGENT_FILE, KEPT_FILE
+from evener.core.world import AGENT_FILE, KEPT_FILE, KEPT_OUT_FILE
 from evener.hosts.doctor import Survey, survey
 from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
@@ -216,7 +216,7 @@ def start(
         raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
     supervisor = (REMOTE / "supervisor.py").read_text()
     files = {ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None, CLUSTER_FILE: None,
-             KEPT_FILE: None}  # fmt: skip
+             KEPT_FILE: None, KEPT_OUT_FILE: None}  # fmt: skip
     if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
 

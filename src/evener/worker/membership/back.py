@@ -27,7 +27,7 @@ from evener.core.decoding import from_json
 from evener.core.errors import DivergedError, HopelessError, NonFiniteError
 from evener.core.machine import this_machine
 from evener.core.runwriter import RunWriter
-from evener.core.world import KEPT_OUT_FILE, REGROUP, keep_out, told_world
+from evener.core.world import REGROUP, keep_out, told_world
 from evener.worker.group import Group
 
 
@@ -74,7 +74,7 @@ def _after_diverged(rundir: RunWriter, group: Group, found: DivergedError) -> No
     if leaves:
         hint = (
             f"memory that fails does this: test that of {' and '.join(leaves)} with memtester, or with memtest86+ "
-            f"instead of its system; then remove {KEPT_OUT_FILE} from its run's folder, and start its agent again"
+            "instead of its system; the next start of the run takes it in again"
         )
     elif odd:
         hint = f"once it may be chance; should {' and '.join(odd)} be the odd one again, it leaves the run"
