@@ -82,8 +82,10 @@ def say(text: str) -> None:
 
 def find_run(run: str) -> Path:
     """The directory of a run that is named by it, or by the id that its processes carry on the hosts."""
+    from evener.core.files import read_file
+
     for path in Path("runs").glob("*/plan.json"):
-        if not Path(run).exists() and path.read_bytes().find(f'"id": "{run}"'.encode()) >= 0:
+        if not Path(run).exists() and read_file(path).find(f'"id": "{run}"'.encode()) >= 0:
             return path.parent
     return Path(run)
 

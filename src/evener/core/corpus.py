@@ -33,6 +33,7 @@ import msgspec
 
 from evener.core.decoding import from_json
 from evener.core.errors import DataError
+from evener.core.files import open_file, read_file
 
 FORMAT = 1
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
@@ -190,15 +191,15 @@ def hash_bytes(content: bytes) -> str:
 def _from_meta(root: Path) -> Corpus:
     path = root / "meta.json"
     try:
-        content = path.read_bytes()
+        content = read_file(path)
         version = from_json(content, dict[str, Any]).get("format")
         if version != FORMAT:
             raise DataError(
                 f"{path} is of format {version}; this evener reads {FORMAT}", hint="prepare the corpus again"
             )
         meta = from_json(content, Meta)
-        tokenizer = (root / "tokenizer.json").read_bytes()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        tokenizer = read_file(root / "tokenizer.json")
+    except msgspec.DecodeError as error:
         raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}", hint="prepare the corpus again") from None
@@ -287,7 +288,7 @@ def read_nanogpt_chars(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_PICKLE_BYTES:
             raise DataError(f"{path} is no character table: it is larger than {_MAX_PICKLE_BYTES} bytes", hint=hint)
-        table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        table = _PlainUnpickler(io.BytesIO(read_file(path))).load()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except DataError:
@@ -304,7 +305,7 @@ def read_nanogpt_chars(path: Path) -> str:
 
 
 def _all_blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while block := file.read(1 << 20):
             yield block
 
@@ -312,7 +313,7 @@ def _all_blocks(path: Path) -> Iterator[bytes]:
 def _sample_blocks(path: Path) -> Iterator[bytes]:
     size = path.stat().st_size
     yield str(size).encode()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for index in range(_NUM_SAMPLES):
             file.seek(index * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
             yield file.read(_SAMPLE_BYTES)

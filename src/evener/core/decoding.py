@@ -7,6 +7,8 @@ first `Facts` at once end the process (SIGSEGV, msgspec 0.22). So the first deco
 from __future__ import annotations
 
 import threading
+import tomllib
+from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -27,7 +29,30 @@ def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def from_json(text: bytes | str, kind: type[T]) -> T:
     """The value of this type that the text holds; msgspec.MsgspecError says what is wrong with it."""
-    return json_decoder(kind).decode(text)
+    return lines_from_json([text], kind)[0]
+
+
+def lines_from_json(lines: Iterable[bytes | str], kind: type[T]) -> list[T]:
+    """The same of each of these."""
+    decoder = json_decoder(kind)
+    try:
+        return [decoder.decode(line) for line in lines]
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from None
+    except RecursionError:
+        raise msgspec.DecodeError("JSON is nested too deeply") from None
+
+
+def from_toml(text: str) -> dict[str, Any]:
+    """The tables of a text; tomllib.TOMLDecodeError says what is wrong with it."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # of a number or a date that Python cannot hold
+        raise tomllib.TOMLDecodeError(str(error)) from None
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("nested too deeply") from None
 
 
 def from_tree(tree: Any, kind: type[T], *, strict: bool = True) -> T:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 
 
@@ -41,9 +44,27 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         raise
 
 
+def open_file(path: Path) -> BufferedReader:
+    """To read; OSError of what is no file: nobody waits for a pipe's other end, or reads a device to its end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # of a name that no file can have: with a NUL in it
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file; OSError where there is none."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def digest_of(path: Path) -> str:
     """blake2b of a file's content in 32 bytes, as hex: the digest by which files travel."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
@@ -52,7 +73,7 @@ def follow_lines(path: Path) -> Iterator[list[bytes]]:
     position, inode = 0, -1
     while True:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 facts = os.fstat(file.fileno())
                 if inode != facts.st_ino or facts.st_size < position:
                     position, inode = 0, facts.st_ino

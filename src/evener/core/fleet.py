@@ -24,8 +24,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from evener.core.decoding import from_tree
+from evener.core.decoding import from_toml, from_tree
 from evener.core.errors import UsageError, did_you_mean
+from evener.core.files import read_file
 from evener.core.hardware import parse_hardware
 from evener.core.link import parse_link
 from evener.core.units import parse_bytes
@@ -156,7 +157,7 @@ def load_fleet(path: str | Path) -> Fleet:
     """The fleet that a file describes; UsageError where it is not one."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_file(file).decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"{file}: no such file", hint="evener fleet init writes one") from None
     except OSError as error:
@@ -170,7 +171,7 @@ def parse_fleet(text: str, path: str | Path) -> Fleet:
     """The same of what stands in the file of this name, or is about to."""
     file = Path(path)
     try:
-        tree = tomllib.loads(text)
+        tree = from_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{file}: not TOML: {error}", hint="names in brackets are of A-Z, a-z, 0-9, - and _") from None
     _check_keys(file, tree)

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from evener.core.decoding import from_json
-from evener.core.errors import UsageError
-from evener.core.files import write_atomic
+from evener.core.errors import CheckpointError, UsageError
+from evener.core.files import read_file, write_atomic
 from evener.core.fleet import Fleet, Host
 from evener.core.prediction import Prediction
 from evener.core.roster import Roster
@@ -151,7 +151,7 @@ def find_plan(rundir: RunDir) -> Plan | None:
     is damaged.
     """
     try:
-        text = _path(rundir).read_bytes()
+        text = read_file(_path(rundir))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -171,6 +171,8 @@ def read_plan(rundir: RunDir) -> Plan:
         raise UsageError(
             f"{rundir}: nothing that evener started: it has no plan.json", hint="evener runs shows the runs made here"
         )
+    if not plan.hosts:
+        raise CheckpointError(f"{_path(rundir)}: damaged: it names no host")
     return plan
 
 

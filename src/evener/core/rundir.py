@@ -21,15 +21,14 @@ from typing import Any
 import msgspec
 
 from evener.core.corpus import Corpus
-from evener.core.decoding import from_json, json_decoder
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.files import digest_of
+from evener.core.files import digest_of, read_file
 from evener.core.machine import Machine
 from evener.core.roster import Roster
 from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.core.stored import from_stored
+from evener.core.stored import from_stored, stored_lines
 
 FORMAT = 2  # of manifest.json and plan.json
 BEFORE = {1: "its batches came from the sampler uniform-1, which this evener has no more: it drew the same samples "
@@ -116,6 +115,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 [(host.host, host.cores) for host in self.hosts])  # fmt: skip
 
 
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """What each event has; of what else it says its readers look at the types."""
+
+    event: str
+    time: float
+
+
 class RunDir:
     """The files of one run."""
 
@@ -151,7 +157,7 @@ class RunDir:
     def manifest(self) -> Manifest:
         """The manifest; CheckpointError where this is no run directory or the file is damaged."""
         try:
-            text = self.manifest_path.read_bytes()
+            text = read_file(self.manifest_path)
         except OSError:
             raise UsageError(
                 f"{self.path}: not a run directory: it has no manifest.json", hint="ls runs/ shows the runs made here"
@@ -160,15 +166,7 @@ class RunDir:
 
     def records(self, rank: int) -> list[StepRecord]:
         """Rank's records in order. A half-written last line, which a kill leaves, is passed over."""
-        try:
-            lines = self.steps_path(rank).read_bytes().split(b"\n")
-        except OSError:
-            return []
-        decoder = json_decoder(StepRecord)
-        try:
-            return [decoder.decode(line) for line in lines[:-1]]
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(f"{self.steps_path(rank)}: damaged: {error}") from None
+        return stored_lines(self.steps_path(rank), StepRecord)
 
     def recorded_ranks(self) -> list[int]:
         """Ranks that ever wrote a record, ascending."""
@@ -177,14 +175,8 @@ class RunDir:
 
     def events(self) -> list[dict[str, Any]]:
         """What happened, in order."""
-        try:
-            lines = self.events_path.read_bytes().split(b"\n")
-        except OSError:
-            return []
-        try:
-            return [from_json(line, dict[str, Any]) for line in lines[:-1]]
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(f"{self.events_path}: damaged: {error}") from None
+        stored_lines(self.events_path, Event)
+        return stored_lines(self.events_path, dict[str, Any])
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -219,8 +211,8 @@ class RunDir:
 
     def saved_step(self) -> int | None:
         """The newest step that the run told to have saved, wherever that lies; None: it told of none."""
-        told = [event["step"] for event in self.events() if event["event"] == "checkpoint"]
-        return told[-1] if told else None
+        told = [event.get("step") for event in self.events() if event["event"] == "checkpoint"]
+        return next((step for step in reversed(told) if isinstance(step, int)), None)
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +232,7 @@ def describe_checkpoint(folder: Path) -> Checkpoint:
     """The description of a checkpoint; CheckpointError where it is missing, damaged or of another format."""
     path = folder / "state.json"
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except OSError as error:
         raise CheckpointError(f"{folder}: not a checkpoint: {error.strerror}: state.json") from None
     return from_stored(text, Checkpoint, CHECKPOINT_FORMAT, path)

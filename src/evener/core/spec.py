@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from evener.core.decoding import from_tree
+from evener.core.decoding import from_toml, from_tree
 from evener.core.errors import UsageError, did_you_mean
+from evener.core.files import read_file
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Few = Annotated[int, Meta(ge=1, le=1024)]
@@ -286,7 +287,7 @@ def _as_text(value: Any) -> str:
 
 def _read_toml(file: Path) -> RunSpec:
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        tree = from_toml(read_file(file).decode())
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}", hint="flags begin with --") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
-from evener.core.decoding import from_json
+from evener.core.decoding import from_json, lines_from_json
 from evener.core.errors import CheckpointError
+from evener.core.files import read_file
 
 T = TypeVar("T")
 
@@ -28,5 +29,21 @@ def from_stored(text: bytes, kind: type[T], form: int, path: Path, hints: Mappin
                 f"{path}: format {found}, this evener reads {form}", hint=(hints or {}).get(found, "")
             )
         return from_json(text, kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def stored_lines(path: Path, kind: type[T]) -> list[T]:
+    """What a file of JSON lines holds, nothing where there is none; CheckpointError where it is damaged. A half-written
+    last line, which a kill leaves, is passed over.
+    """
+    try:
+        lines = read_file(path).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    try:
+        return lines_from_json(lines[:-1], kind)
+    except msgspec.MsgspecError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None

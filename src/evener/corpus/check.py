@@ -14,6 +14,7 @@ import numpy as np
 
 from evener.core.corpus import SPLITS, Corpus, beyond_vocabulary
 from evener.core.errors import DataError
+from evener.core.files import open_file
 
 _CHUNK_TOKENS = 4 * 1024 * 1024
 
@@ -26,7 +27,7 @@ def check_token_ids(corpus: Corpus) -> None:
     for split in SPLITS:
         position = 0
         try:
-            with corpus.file(split).open("rb") as file:
+            with open_file(corpus.file(split)) as file:
                 while (ids := np.frombuffer(file.read(_CHUNK_TOKENS * dtype.itemsize), dtype)).size:
                     if ids.max() >= corpus.vocab_size:
                         first = int(np.argmax(ids >= corpus.vocab_size))

@@ -33,6 +33,7 @@ from evener.core.corpus import (
     token_dtype,
 )
 from evener.core.errors import DataError, UsageError, did_you_mean
+from evener.core.files import read_file
 
 BPE_VOCAB_SIZE = 8192
 _END_OF_TEXT = "<|endoftext|>"
@@ -221,11 +222,11 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             if (root / "train.bin").exists() and not (root / "meta.json").exists():
                 return Gpt2Tokenizer()
             raise DataError(f"{path} is missing", hint="copy it from the corpus, or prepare the corpus again")
-        content = path.read_bytes()
+        content = read_file(path)
         record = json.loads(content)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
     if not isinstance(record, dict):
         raise DataError(f"{path} is damaged: it holds no table", hint="prepare the corpus again")

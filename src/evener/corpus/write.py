@@ -36,7 +36,7 @@ from evener.core.corpus import (
 )
 from evener.core.decoding import from_json
 from evener.core.errors import DataError, UsageError
-from evener.core.files import sync
+from evener.core.files import read_file, sync
 from evener.corpus.text import Part, Progress, Splits, read_text, survey
 from evener.corpus.tokenizer import (
     BPE_VOCAB_SIZE,
@@ -118,8 +118,8 @@ def _existing(out: Path, recipe: dict[str, str | int], extra: Mapping[str, bytes
     if not _is_filled(out):
         return None
     try:
-        found = from_json((out / "meta.json").read_bytes(), Meta)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        found = from_json(read_file(out / "meta.json"), Meta)
+    except (OSError, msgspec.DecodeError):
         found = None
     if found is None or found.recipe != recipe:
         raise UsageError(

@@ -23,7 +23,7 @@ import msgspec
 
 from evener.core.decoding import from_json, json_decoder
 from evener.core.errors import EvenerError, HostError, RunError, UsageError
-from evener.core.files import follow_lines
+from evener.core.files import follow_lines, read_file
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.machine import this_machine
@@ -398,8 +398,10 @@ def known_states(rundir: RunDir, plan: Plan) -> dict[str, State]:
     """The last state of every host that came home; nobody is asked."""
     known = {}
     for host in plan.hosts:
-        path = host.state_path(rundir)
-        known[host.name] = from_json(path.read_bytes(), dict[str, Any]) if path.exists() else {}
+        try:
+            known[host.name] = from_json(read_file(host.state_path(rundir)), dict[str, Any])
+        except (OSError, msgspec.MsgspecError):  # none, or damaged: its host is asked again
+            known[host.name] = {}
     return known
 
 

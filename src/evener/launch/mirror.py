@@ -27,11 +27,11 @@ import msgspec
 
 from evener.core.corpus import TOKENIZER_FILES
 from evener.core.decoding import from_json, from_tree
-from evener.core.errors import HostError, RunError
-from evener.core.files import write_atomic
+from evener.core.errors import CheckpointError, HostError, RunError
+from evener.core.files import read_file, write_atomic
 from evener.core.fleet import Fleet
 from evener.core.plan import HostPlan, Plan, read_plan
-from evener.core.rundir import RunDir
+from evener.core.rundir import Event, RunDir
 from evener.core.runwriter import RunWriter
 from evener.hosts.session import RemoteError, Session, open_session
 from evener.launch.watch import Look
@@ -189,7 +189,7 @@ class HostMirror:
     def _known(self) -> dict[str, Copy]:
         """The copies that are here."""
         try:
-            return from_json(self._known_path.read_bytes(), dict[str, Copy])
+            return from_json(read_file(self._known_path), dict[str, Copy])
         except (OSError, msgspec.MsgspecError):
             return {}
 
@@ -303,8 +303,13 @@ def merge_events(rundir: RunDir, plan: Plan) -> None:
         return
     lines: dict[bytes, float] = {}
     for path in (rundir.events_path, *sorted((rundir.path / "hosts").glob("*/events.jsonl"))):
-        complete = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        lines |= {line: from_json(line, dict[str, Any])["time"] for line in complete}
+        try:
+            complete = read_file(path).split(b"\n")[:-1] if path.exists() else []
+            lines |= {line: from_json(line, Event).time for line in complete}
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"{path}: damaged: {error}") from None
     if lines:
         write_atomic(rundir.events_path, b"".join(line + b"\n" for line in sorted(lines, key=lines.__getitem__)))
 

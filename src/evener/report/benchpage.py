@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from evener.core.files import read_file
 from evener.core.rundir import RunDir
 from evener.core.stored import from_stored
 from evener.core.units import count, plural
@@ -39,7 +40,7 @@ def is_bench(folder: Path) -> bool:
 
 def read(folder: Path) -> dict[str, list[str]]:
     """Run directories, relative to the folder, by corpus."""
-    return from_stored((folder / NAME).read_bytes(), Series, FORMAT, folder / NAME).series
+    return from_stored(read_file(folder / NAME), Series, FORMAT, folder / NAME).series
 
 
 def summaries(folder: Path) -> dict[str, list[Summary]]:

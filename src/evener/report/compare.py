@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from evener.core.files import write_atomic
+from evener.core.files import read_file, write_atomic
 from evener.core.rundir import RunDir
 from evener.core.stored import from_stored
 from evener.core.units import count, seconds, size
@@ -53,7 +53,7 @@ def is_comparison(folder: Path) -> bool:
 
 def read(folder: Path) -> Compared:
     """CheckpointError where it is damaged."""
-    return from_stored((folder / NAME).read_bytes(), Compared, FORMAT, folder / NAME)
+    return from_stored(read_file(folder / NAME), Compared, FORMAT, folder / NAME)
 
 
 def write(folder: Path, compared: Compared) -> None:

@@ -31,7 +31,7 @@ def tell(event: dict[str, Any], manifest: Manifest) -> Told:
     return Told(
         since_start=_since(moment - manifest.started) if isinstance(moment, int | float) else None,
         name=name,
-        what=_describe(event, manifest.roster),
+        what=_what(event, manifest.roster),
         hint=str(event.get("hint") or ""),
         is_bad=name in FAILURES + CONSEQUENCES and not event.get("goes_back"),
     )
@@ -65,6 +65,14 @@ def evaluations(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
         if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(val_loss, float):
             found[step] = val_loss
     return sorted(found.items())
+
+
+def _what(event: dict[str, Any], roster: Roster) -> str:
+    """In words; as it stands where its facts are not of the types that its kind has."""
+    try:
+        return _describe(event, roster)
+    except (TypeError, ValueError, OverflowError):
+        return _as_it_stands(event)
 
 
 def _describe(event: dict[str, Any], roster: Roster) -> str:
@@ -120,8 +128,12 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             who = "" if event.get("rank") is None else f"{_names(event['rank'], roster)}: "
             return f"{who}{event.get('error')}"
         case _:
-            rest = {key: value for key, value in event.items() if key not in ("event", "time")}
-            return ", ".join(f"{key} {_plain(value)}" for key, value in rest.items())
+            return _as_it_stands(event)
+
+
+def _as_it_stands(event: dict[str, Any]) -> str:
+    rest = {key: value for key, value in event.items() if key not in ("event", "time")}
+    return ", ".join(f"{key} {_plain(value)}" for key, value in rest.items())
 
 
 def _apart(event: dict[str, Any], roster: Roster) -> str:

@@ -144,6 +144,8 @@ def _ways(rundir: RunDir, roster: Roster, first: int, num_steps: int) -> tuple[l
     ways: list[tuple[int, str]] = []
     starts = []
     for event in rundir.events():
+        if not isinstance(event.get("step"), int) or not isinstance(event.get("sync"), str):
+            continue
         if event["event"] in ("start", "rechosen"):
             ways = [way for way in ways if way[0] < event["step"]] + [(event["step"], event["sync"])]
         if event["event"] == "start":

@@ -5,6 +5,7 @@ that was killed, is alive as long as RUN/host/lock is locked: no pid is trusted 
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -13,6 +14,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -316,7 +318,7 @@ def _digest_of(path, size=None):
     """Of a file's content, or of its first `size` bytes; None where there is no such file."""
     digest, left = hashlib.blake2b(digest_size=32), size
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             while left is None or left:
                 chunk = file.read(CHUNK if left is None else min(CHUNK, left))
                 if not chunk:
@@ -383,7 +385,7 @@ def _place(run, path):
 
 def _news(run, path, have):
     try:
-        file = open(_place(run, path), "rb")  # noqa: SIM115
+        file = _open(_place(run, path))
     except OSError:
         return
     with file:
@@ -424,7 +426,7 @@ def _check_over(folder):
 def _is_alive(folder):
     """Is the lock held? Several may look at once."""
     try:
-        lock = os.open(os.path.join(folder, "lock"), os.O_RDONLY)
+        lock = os.open(os.path.join(folder, "lock"), os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -459,9 +461,18 @@ def _read_json(path, damaged):
         return damaged
 
 
+def _open(path):
+    """To read; OSError of what is no file: nobody waits for a pipe's other end, or reads a device to its end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", path)
+    return os.fdopen(descriptor, "rb")
+
+
 def _read_file(path):
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             return file.read()
     except OSError:
         return None
