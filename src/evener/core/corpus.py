@@ -120,8 +120,12 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
     root = Path(folder)
     if root.name.endswith(PARTIAL_SUFFIX):
         raise DataError(f"{root} is unfinished: its preparation was interrupted", hint="run `evener data` again")
-    if not root.exists():
-        raise DataError(f"{root}: no such folder", hint=_PREPARE_HINT)
+    try:
+        root.stat()
+    except FileNotFoundError:
+        raise DataError(f"{root}: no such folder", hint=_PREPARE_HINT) from None
+    except (OSError, ValueError) as error:  # a name that is too long, a NUL
+        raise DataError(f"{root}: {getattr(error, 'strerror', error)}", hint=_PREPARE_HINT) from None
     if not root.is_dir():
         raise DataError(f"{root} is a file, not a prepared corpus", hint=f"prepare it: evener data text {root}")
     corpus = _from_meta(root) if (root / "meta.json").exists() else _from_nanogpt(root)

@@ -171,13 +171,15 @@ def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | 
     """A rank's own account of this start of the run, if it is an error that its reader can mend."""
     for event in rundir.events():
         rank = event.get("rank")
-        if event["event"] != "failure" or rank is None or not 0 <= rank < plan.world_size:
+        if event["event"] != "failure" or not isinstance(rank, int) or not 0 <= rank < plan.world_size:
             continue
+        if any(not isinstance(event.get(name), str) for name in ("kind", "error", "hint")):
+            continue  # damaged
         kind, host = getattr(errors, event["kind"], None), plan.host_of(rank).name
         if not isinstance(kind, type) or not issubclass(kind, EvenerError):
             continue
         if event["time"] >= _began(states[host]) and not CONSEQUENCE.search(event["error"]):
-            of = event["of"]
+            of = event.get("of", rank)
             error = event["error"].removeprefix(f"rank {of}: ")  # whose disk is full can write nothing down: others do
             return _told(rundir, plan, states, of, event["time"], kind, error, event["hint"])
     if plan.kind == "train":

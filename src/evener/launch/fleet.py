@@ -43,7 +43,17 @@ from evener.launch import carry
 from evener.launch.carry import Carrier
 from evener.launch.commands import Place, Project, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
-from evener.launch.mirror import GONE, HostMirror, Mirror, State, choose_manifest, host_failed, merge_events, tell
+from evener.launch.mirror import (
+    GONE,
+    HostMirror,
+    Mirror,
+    State,
+    choose_manifest,
+    host_failed,
+    merge_events,
+    state_of,
+    tell,
+)
 from evener.launch.news import News, has_failed
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
@@ -384,14 +394,14 @@ def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, State | 
         state: State = {}
         for item in session.stream("runs", "stop", run=host.folder(rundir), now=now, timeout_s=STOP_S):
             state = item or GONE
-        return state
+        return state_of(state)
 
     return _ask(plan, end)
 
 
 def states(rundir: RunDir, plan: Plan) -> dict[str, State | HostError]:
     """How the run is doing on every host."""
-    return _ask(plan, lambda session, host: session.call("runs", "status", run=host.folder(rundir)) or GONE)
+    return _ask(plan, lambda session, host: state_of(session.call("runs", "status", run=host.folder(rundir)) or GONE))
 
 
 def known_states(rundir: RunDir, plan: Plan) -> dict[str, State]:
@@ -399,7 +409,7 @@ def known_states(rundir: RunDir, plan: Plan) -> dict[str, State]:
     known = {}
     for host in plan.hosts:
         try:
-            known[host.name] = from_json(read_file(host.state_path(rundir)), dict[str, Any])
+            known[host.name] = state_of(from_json(read_file(host.state_path(rundir)), dict[str, Any]))
         except (OSError, msgspec.MsgspecError):  # none, or damaged: its host is asked again
             known[host.name] = {}
     return known

@@ -46,6 +46,38 @@ State = dict[str, Any]
 GONE: State = {"state": "ended", "status": None, "failures": [], "stopped": False, "lost": "its folder there is gone"}
 
 
+class _Ended(msgspec.Struct, frozen=True):
+    """How a rank failed."""
+
+    rank: int
+    exitcode: int | None
+    time: float
+    signal: str | None = None
+
+
+class _State(msgspec.Struct, frozen=True):
+    """What is read of a host's state.json."""
+
+    state: str
+    status: int | None = None
+    signal: str | None = None
+    stopped: bool = False
+    failures: list[_Ended] = []
+    started: float | None = None
+    ended: float | None = None
+    oom_at: float | None = None
+    full_at: float | None = None
+
+
+def state_of(told: Any) -> State:
+    """What a host tells of a run, or its file here; of one that is damaged, that it is lost."""
+    try:
+        from_tree(told, _State)
+    except msgspec.ValidationError:
+        return GONE | {"lost": "what it says of the run is damaged"}
+    return dict(told)
+
+
 class BehindError(Exception):
     """Another program copies the same run, and the file changed under us: ask again from where it is now."""
 
@@ -140,7 +172,7 @@ class HostMirror:
                 looks = {rank: from_tree(look, Look) for rank, look in item["looks"]}
                 self.seen.append((item["at"], looks, item["stuck"]))
             else:
-                was, self.state = self.state, item["caught_up"] or GONE
+                was, self.state = self.state, state_of(item["caught_up"] or GONE)
                 if self.error is not None or was != self.state or dirty:
                     self.error, self.lost_since, dirty = None, None, False
                     on_change()
