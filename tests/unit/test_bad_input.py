@@ -112,7 +112,7 @@ def is_number(text: str) -> bool:
 def is_known(word: str) -> bool:
     """Could this be the beginning of a flag, or no flag at all?"""
     names = [flag.name[2:] for flag in FLAGS.values()]
-    others = ["help", "json", "dry-run", "resume", "recompute", "no-recompute", "contention", "no-contention"]
+    others = ["help", "json", "dry-run", "resume", "no-recompute", "no-contention", "no-private"]
     return not word[0].isalpha() or any(name.startswith(word.split("=")[0]) for name in [*names, *others])
 
 

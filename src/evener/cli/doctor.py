@@ -31,6 +31,9 @@ EXAMPLES = "evener doctor --fleet fleet.toml\nevener doctor --fleet local"
 def doctor(
     fleet: str | None = typer.Option(None, "--fleet", help="hosts; local: this machine alone [fleet.toml if here]"),
     quick: bool = typer.Option(False, "--quick", help="leave out goodput: what train and launch look at before a run"),
+    private: bool = typer.Option(
+        False, "--private", help="do firewalls keep all but these hosts from a run's ports? Gives the command"
+    ),
     port: int = typer.Option(29500, min=1, max=65535, help="of the rendezvous"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
@@ -43,15 +46,16 @@ def doctor(
 
     from evener.cli.terminal import console
     from evener.core.fleet import Fleet, Host, load_fleet
+    from evener.core.spec import MachineSpec
     from evener.hosts.doctor import survey
     from evener.hosts.session import connect
 
-    path = fleet_path(fleet)
+    path, machine = fleet_path(fleet), MachineSpec(private=private)
     known = load_fleet(path) if path is not None else Fleet(hosts={"local": Host(address="local")})
     with _progress(quiet=as_json) as told:
         told("connecting")
         with connect(known, patience_s=PATIENCE_S) as (sessions, errors):
-            found = survey(known, sessions, errors, quick=quick, port=port, told=told)
+            found = survey(known, sessions, errors, quick=quick, port=port, machine=machine, told=told)
     if as_json:
         print(json.dumps(as_object(found), ensure_ascii=False))
     else:

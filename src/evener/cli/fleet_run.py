@@ -47,7 +47,8 @@ def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], r
     if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
         hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
         mine = {host: sessions[host] for host in hosts.hosts}
-        prepared = launcher.prepare(hosts, mine, errors, name, prepared.id, machine=machine)
+        held = msgspec.structs.replace(machine, private=False)  # the others were looked at, and are let in as before
+        prepared = launcher.prepare(hosts, mine, errors, name, prepared.id, machine=held)
     fleets.tell_warnings(prepared)
     plan, trees = launcher.plan_training(prepared, resolved, roster, resume=resolved.resume is not None)
     return msgspec.structs.replace(plan, prediction=prediction), trees, prepared

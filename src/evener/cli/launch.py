@@ -24,6 +24,9 @@ def launch(
     ranks: int | None = typer.Option(None, min=1, max=1024, help="processes on each host [one a GPU, else one]"),
     include: list[str] | None = typer.Option(None, help="a path to send though git ignores it; may be given again"),
     out: str | None = typer.Option(None, help="run directory [runs/DATE-SCRIPT]"),
+    private: bool = typer.Option(
+        False, "--private", help="start only where a firewall keeps all but the run's hosts from its ports"
+    ),
     port: int | None = typer.Option(None, min=1, max=65535, help="of the rendezvous [29500, or another that is free]"),
     detach: bool = typer.Option(False, "--detach", help="start it, and return"),
     dry_run: bool = typer.Option(False, "--dry-run", help="print what each host would run, and start nothing"),
@@ -44,6 +47,7 @@ def launch(
     from evener.cli import fleets, follow
     from evener.core.errors import RunError, UsageError
     from evener.core.rundir import RunDir
+    from evener.core.spec import MachineSpec
     from evener.launch import fleet as launcher
     from evener.launch import here
     from evener.launch.tree import ignored, in_short
@@ -60,7 +64,8 @@ def launch(
             prepared = here.prepare_here(sessions, rundir, ranks=ranks, cwd=project)
         else:
             hosts, sessions, errors = stack.enter_context(fleets.connected(path))
-            prepared = launcher.prepare(fleets.with_ranks(hosts, ranks), sessions, errors, rundir.path.name, port=port)
+            prepared = launcher.prepare(fleets.with_ranks(hosts, ranks), sessions, errors, rundir.path.name, port=port,
+                                        machine=MachineSpec(private=private))  # fmt: skip
         fleets.tell_warnings(prepared)
         plan, trees = launcher.plan_script(prepared, project, argv, os.environ, include or [])
         if dry_run:

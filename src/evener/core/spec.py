@@ -119,6 +119,9 @@ class MachineSpec(Section, frozen=True, kw_only=True):
         Literal["fixed", "restart"],
         Meta(description="fixed: a run that loses a host ends; restart: those that are left go on"),
     ] = "fixed"
+    private: Annotated[
+        bool, Meta(description="start only where a firewall keeps all but the run's hosts from its ports")
+    ] = False
     contention: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
 
     @property

@@ -16,6 +16,7 @@ from evener.hosts.facts import Facts, Process
 from evener.hosts.linkchecks import check_links
 from evener.hosts.machinechecks import check_machines
 from evener.hosts.netchecks import check_network
+from evener.hosts.private import check_private
 from evener.hosts.seen import Seen, each, finding_of, holder_of, is_address, is_mistaken, listed
 
 PYTHON_NEEDED = (3, 11)
@@ -26,6 +27,7 @@ def check(seen: Seen) -> list[Finding]:
     found = [*_reachable(seen), *_same_machine(seen), *_shadowed(seen), *_versions(seen)]
     if not seen.is_one_host:
         found += [*check_network(seen), *check_links(seen)]
+    found += check_private(seen.guards, seen.network.ways, {name: seen.sudo(name) for name in seen.guards})
     return [*found, *_ports_and_processes(seen), *check_machines(seen)]
 
 

@@ -23,6 +23,7 @@ from evener.core.spec import MachineSpec
 from evener.hosts.checks import check, names_to_resolve
 from evener.hosts.facts import Facts, to_facts
 from evener.hosts.pairs import Asker, Network, Pair, examine
+from evener.hosts.private import guards
 from evener.hosts.seen import AS_THE_FLEET_SAYS, Seen
 from evener.hosts.session import Sessions
 from evener.hosts.ways import Way, only_host, ways_of
@@ -85,10 +86,11 @@ def survey(
             quick=quick,
             told=told,
         )
+    held = guards(asker, fleet, facts, network, port) if machine.private and len(fleet.hosts) > 1 else {}
     facts = {name: facts[name] for name in facts if name not in failed}
     findings = check(Seen(
-        fleet=fleet, machine=machine, facts=facts, candidates=ways, network=network, errors=failed, port=port,
-        own_hash=own_hash,
+        fleet=fleet, machine=machine, facts=facts, candidates=ways, network=network, errors=failed, guards=held,
+        port=port,        own_hash=own_hash,
     ))  # fmt: skip
     return Survey(
         hosts=list(fleet.hosts),

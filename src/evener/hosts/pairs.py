@@ -80,13 +80,13 @@ class Asker:
     """Asks the hosts, all at the same time; a host that is lost on the way is left out of what follows."""
 
     def __init__(self, sessions: Sessions, errors: dict[str, HostError]) -> None:
-        self._sessions, self._errors = sessions, errors
+        self.sessions, self._errors = sessions, errors
 
     def ask(self, names: Sequence[str], function: str, args: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
         """{host: what the function of remote/net.py returned there}, without those that failed."""
 
         def work(name: str) -> Any:
-            return self._sessions[name].call("net", function, **args(name))
+            return self.sessions[name].call("net", function, **args(name))
 
         return {name: value for name, value in self.each(names, work).items() if value is not None}
 

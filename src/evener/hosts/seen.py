@@ -14,6 +14,7 @@ from evener.core.roster import Seat, devices_of, wished_device
 from evener.core.spec import MachineSpec
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Network
+from evener.hosts.private import Guard
 from evener.hosts.shell import OTHER_KEY
 from evener.hosts.ways import CLASS, Way
 
@@ -30,6 +31,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Mapping[str, Sequence[Way]]
     network: Network
     errors: Mapping[str, HostError]  # of those that did not
+    guards: Mapping[str, Guard] = {}  # of hosts whose ports shall be for the run alone
     port: int
     own_hash: str  # of the evener that asks
 

@@ -135,7 +135,7 @@ def _examined(
     if found.errors:
         raise RunError(
             f"{len(found.errors)} {'obstacle' if len(found.errors) == 1 else 'obstacles'} on the fleet",
-            hint=f"evener doctor{fleet.flag} looks closer",
+            hint=f"evener doctor{fleet.flag}{' --private' * machine.private} looks closer",
             output="\n".join(_told(finding) for finding in found.errors),
         )
     return found

@@ -1,0 +1,129 @@
+"""Do only the hosts of a run reach its ports? By nft's own words, or by trying."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from evener.core.fleet import Fleet, Host
+from evener.hosts import private
+from evener.hosts.pairs import Asker, Network
+from evener.hosts.private import Guard, check_private, guards, rules_of, stands
+from evener.hosts.remote import net
+from tests.unit.test_checks import facts, way
+
+NETWORK = Network(ways={"attic": way(36), "laptop": way(28)})
+FACTS = {"attic": facts("attic", 36), "laptop": facts("laptop", 28)}
+RULES = rules_of("attic", FACTS["attic"], NETWORK, 29500, 22)
+MARK = RULES.rpartition('comment "')[2].partition('"')[0]
+ACCEPTS = 4  # loopback, established, ssh, the hosts
+
+
+def told(*, members: tuple[str, ...] = ("192.168.1.28", "192.168.1.36"), mark: str = MARK, accepts: int = ACCEPTS,
+         hook: str = "input", verdict: str = "drop") -> list[dict[str, Any]]:  # fmt: skip
+    """As `nft -j list table` of nftables 1.0.6 prints it, in short."""
+    last = {"rule": {"comment": mark, "expr": [{"match": {}}, {verdict: None}]}}
+    chain = {"chain": {"name": "input", "type": "filter", "hook": hook, "prio": -10, "policy": "accept"}}
+    return [{"metainfo": {}}, {"table": {"name": private.TABLE}}, {"set": {"name": "hosts4", "elem": list(members)}},
+            chain, *[{"rule": {"expr": [{"accept": None}]}}] * accepts, last]  # fmt: skip
+
+
+def test_the_rules_name_the_hosts_and_the_ports_of_the_run_alone():
+    assert "elements = { 192.168.1.28, 192.168.1.36 }" in RULES
+    assert "ip daddr 192.168.1.36 tcp dport { 29500, 32768-60999 } drop" in RULES
+    assert rules_of("attic", FACTS["attic"], NETWORK, 40123, 22) == RULES  # one that was free instead of 29500
+    assert "{ 4000, 32768-60999 }" in rules_of("attic", FACTS["attic"], NETWORK, 4000, 22)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_so"),
+    [
+        (told(), True),
+        ([], False),
+        (told(members=("192.168.1.36",)), False),
+        (told(members=("192.168.1.28", "192.168.1.36", "192.168.1.66")), False),
+        (told(mark="of others"), False),
+        (told(accepts=ACCEPTS + 1), False),
+        (told(hook="output"), False),
+        (told(verdict="accept"), False),
+    ],
+)
+def test_a_table_that_somebody_changed_does_not_stand(found, is_so):
+    assert stands(json.loads(json.dumps(found)), RULES, NETWORK) is is_so
+
+
+class Here:
+    """A host that is this process."""
+
+    def __init__(self, seen: dict[str, Any]) -> None:
+        self._seen = seen
+
+    def call(self, module: str, function: str, **args: Any) -> Any:
+        return self._seen if module == "private" else getattr(net, function)(**args)
+
+
+def guard_of(seen: dict[str, Any], address: str = "192.168.1.36") -> Guard:
+    fleet, network = Fleet(hosts={"attic": Host(address="x")}), Network(ways={"attic": way(36, address=address)})
+    asker = Asker({"attic": Here(seen)}, {})  # type: ignore[dict-item]
+    return guards(asker, fleet, {"attic": FACTS["attic"]}, network, 0)["attic"]
+
+
+def test_what_nft_tells_decides():
+    seen = {"has_nft": True, "told": True, "rules": [], "ssh_port": None}
+    assert guard_of(seen).state == "absent"
+    assert guard_of(seen | {"rules": told(mark="other")}).state == "differs"
+    assert guard_of(seen | {"has_nft": False, "told": False}).state == "none"
+    assert "tcp dport 2222 accept" in guard_of(seen | {"ssh_port": 2222}).rules
+
+
+@pytest.fixture
+def sshd() -> Iterator[Callable[[str], int]]:
+    """A port that answers on an address of this machine."""
+    with contextlib.ExitStack() as stack:
+        yield lambda address: stack.enter_context(socket.create_server((address, 0))).getsockname()[1]
+
+
+def test_where_nobody_may_read_it_a_stranger_tries(sshd, monkeypatch):
+    seen = {"has_nft": True, "told": False, "rules": []}
+    assert guard_of(seen | {"ssh_port": sshd("127.0.0.2")}, "127.0.0.2").state == "open"
+    assert guard_of(seen | {"ssh_port": sshd("127.0.0.1")}, "127.0.0.1").state == "untold"  # we are of the run
+    port = sshd("127.0.0.2")
+    connect = socket.create_connection
+
+    def only_ssh(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[1] != port:
+            raise TimeoutError
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", only_ssh)
+    assert guard_of(seen | {"ssh_port": port}, "127.0.0.2").state == "closed"
+    monkeypatch.setattr(socket, "create_connection", lambda *_: only_ssh(("", 0), 0))
+    assert guard_of(seen | {"ssh_port": port}, "127.0.0.2").state == "untold"  # it does not reach the host at all
+
+
+@pytest.mark.parametrize(
+    ("state", "severity", "fix"),
+    [
+        ("stands", "info", ""),
+        ("closed", "info", ""),
+        ("differs", "error", f"on attic: sudo nft '{RULES}'"),
+        ("absent", "error", f"on attic: sudo nft '{RULES}'"),
+        ("open", "error", f"on attic: sudo nft '{RULES}'"),
+        ("none", "error", f"leave out --private; {private.INSTEAD}"),
+    ],
+)
+def test_findings(state, severity, fix):
+    (found,) = check_private({"attic": Guard(state=state, rules=RULES)}, NETWORK.ways, {"attic": "sudo "})
+    assert (found.check, found.severity, found.fix) == ("net.private", severity, fix)
+
+
+def test_where_nobody_can_tell_it_says_so_and_how_it_could():
+    (found,) = check_private({"attic": Guard(state="untold", rules=RULES)}, NETWORK.ways, {"attic": "sudo "})
+    assert found.severity == "error"
+    assert found.evidence.startswith("nobody can tell")
+    assert found.fix.endswith("/etc/sudoers.d/evener")
