@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from evener.core.errors import UsageError, did_you_mean
 
+Positive = Annotated[float, Meta(gt=0)]
 ETHERNET_SHARE = (
     0.85  # of the line rate reaches a collective: *assumption*, the rule that home labs use; measured links
 )
@@ -30,7 +33,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     """One direction between two ranks; all of a medium where its ends share it."""
 
     latency_s: float  # α: a small message, one way, with what the backend does for it
-    bandwidth_Bps: float  # β: payload, while as much comes back; of a shared medium what it carries in all
+    bandwidth_Bps: Positive  # β: payload, while as much comes back; of a shared medium what it carries in all
     is_shared: bool = False  # with all other such wires, both ways: Wi-Fi's air
 
 

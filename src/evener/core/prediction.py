@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from evener.core.link import Wire
+from evener.core.link import Positive, Wire
 from evener.core.roster import Dtype, Member, Roster, Seat, first_roster
 from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
@@ -47,15 +47,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     """What each of a host's equal ranks can do."""
 
-    tokens_per_s: dict[Dtype, float]  # forward and backward of this job's model, in large micro-batches
+    tokens_per_s: dict[Dtype, Positive]  # forward and backward of this job's model, in large micro-batches
     pass_s: float = 0.0  # what a forward and backward costs apart from its tokens
     update_s: float = 0.0  # clipping and the update of all parameters
     data_s: float = 0.0  # waiting for input, a step
-    cpus: float | None = None  # processors at work while a rank computes
-    sync_Bps: float | None = None  # bytes that one processor's time sends, receives and adds in a second
-    sum_Bps: float | None = None  # γ: bytes of a buffer to which one thread adds another, in a second
-    copy_Bps: float | None = None  # of memory, read and written
-    coding_Bps: dict[str, float] = {}  # by strategy, bytes of gradients that one thread makes small and large again
+    cpus: Positive | None = None  # processors at work while a rank computes
+    sync_Bps: Positive | None = None  # bytes that one processor's time sends, receives and adds in a second
+    sum_Bps: Positive | None = None  # γ: bytes of a buffer to which one thread adds another, in a second
+    copy_Bps: Positive | None = None  # of memory, read and written
+    coding_Bps: dict[str, Positive] = {}  # by strategy, bytes of gradients that one thread makes small and large again
     local: Wire | None = None  # between two of its ranks
     memory_bytes: int | None = None  # a CPU's: of the host, for all its ranks; a GPU's: of each
     bound_by: str | None = None  # "arithmetic", "memory" or "overhead"; None: not known
@@ -127,7 +127,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # unique among the options: "ddp", "attic alone", "ddp without laptop", "ddp, shares 11 : 5"
     roster: Roster
     ranks: list[RankCost]  # by rank
-    step_s: float
+    step_s: Positive
     tokens_per_s: float
     speedup_vs_best_host: float | None  # None: no host can hold the model alone, or its rate is not known
     bytes_per_rank: int  # of the rank that sends most
