@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from evener.launch.watch import CUT_S, DISK_S, STILL_S, Look, Watch, sentence
+from evener.core.watch import CUT_S, DISK_S, STILL_S, Look, Watch, sentence
 
 COMPUTES = {"state": "R", "rate": 0.9, "where": "model.py:30 in forward"}
 WAITS = {"state": "S", "rate": 0.003, "where": "loop.py:57 in train", "waits": True}

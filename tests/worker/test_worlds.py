@@ -155,6 +155,43 @@ def test_an_agent_that_is_killed_comes_back(hosts: Callable[[str], Hosts]) -> No
     assert fleet.end() == [0, 0]
 
 
+# Each sleeps, as its pulse says: the second in a line of its own, the others in an exchange.
+SLEEPER = """
+import json, os, pathlib, time
+host = pathlib.Path(os.environ["EVENER_WORLD"]).parent
+host.joinpath("pulse").mkdir(exist_ok=True)
+waits = host.parent.name != "b"
+pulse = {"pid": os.getpid(), "where": "loop.py:3 in train" if waits else "data.py:9 in read", "waits": waits}
+host.joinpath("pulse", "0").write_text(json.dumps(pulse))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("stopped", "is stopped, by a signal or a debugger"),
+        ("idle", "does nothing, in data.py:9 in read, and the others wait for it"),
+    ],
+)
+def test_a_rank_that_holds_the_others_up_is_named_and_all_begin_again(
+    hosts: Callable[[str], Hosts], how: str, what: str
+) -> None:
+    fleet = hosts("ab")
+    if how == "idle":
+        (fleet.folder / "rank.py").write_text(SLEEPER + RANK)
+    fleet.until_in(0, "ab")
+    (rank,) = fleet.ranks("b")
+    if how == "stopped":
+        rank.send_signal(signal.SIGSTOP)
+    fleet.until(lambda: (fleet.folder / "b" / "events.jsonl").exists())
+    (fleet.folder / "rank.py").write_text(RANK)
+    fleet.until_in(1, "ab")
+    (event,) = [json.loads(line) for line in (fleet.folder / "b" / "events.jsonl").read_text().splitlines()]
+    assert (event["event"], event["rank"], event["error"]) == ("run.hang", 1, f"rank 1 on b {what}")
+    assert not (fleet.folder / "a" / "events.jsonl").exists()
+    assert fleet.end() == [0, 0]
+
+
 def test_what_fails_always_ends(hosts: Callable[[str], Hosts]) -> None:
     """What the ranks refuse, at once."""
     fleet = hosts("ab")

@@ -26,8 +26,12 @@ from evener.agent.ranks import Ranks, free_port
 from evener.core.decoding import from_json
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
+from evener.core.watch import Hang, Watch, sentence
 from evener.core.world import KEPT_FILE, KEPT_OUT_FILE, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
 
+LOOK_S = 1.0  # between looks at the ranks
+ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
 SAY_S = 0.2  # between statements, where nothing new is to be said
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
 TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's failed
@@ -56,6 +60,9 @@ class Agent:
         self._ranks: Ranks | None = None
         self._failures: list[dict[str, Any]] = []  # of the last world that failed here
         self._ended_at: float | None = None
+        self._watch = Watch({name: part.num_ranks for name, part in spec.hosts.items()})
+        self._hang: Hang | None = None  # of this host's ranks
+        self._hangs_since = self._look_at = 0.0
 
     async def main(self) -> int:
         place = self._spec.hosts[self._spec.host]
@@ -93,6 +100,7 @@ class Agent:
                 flush=True,
             )
             self._end_ranks()
+            self._watch.only(council.world.hosts)
         if council.kept != self._kept:
             write_atomic(self._path, msgspec.json.encode(council.kept))  # before anybody hears of it
             self._kept = council.kept
@@ -116,6 +124,9 @@ class Agent:
                 waiting = Path(self._spec.folder, WAITING_FILE)
                 waiting.touch() if council.waiting(now) else waiting.unlink(missing_ok=True)
                 self._see(now)
+                if now >= self._look_at and council.phase == Phase.RUNNING:
+                    self._look_at = now + LOOK_S
+                    self._look_at_ranks(now)
             case Phase.DONE:
                 return 0 if self._linger(now) else None
         return None
@@ -159,6 +170,37 @@ class Agent:
             council.why = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
             self._failures = failures
 
+    def _look_at_ranks(self, now: float) -> None:
+        """Does one of this host's hold all the others up? It is told; if that lasts, all begin again."""
+        assert self._ranks is not None
+        council, me = self._council, self._spec.host
+        council.looks = {self._first_rank + local: look for local, look in self._ranks.looks().items()}
+        council.looked_at = now
+        self._watch.see(me, now, council.looks)
+        for host in council.world.hosts:
+            if host != me:
+                told = council.of(host)
+                self._watch.see(host, told.looked_at if told else now, told.looks if told else {})
+        hang, was = self._watch.hang(), self._hang
+        hang = self._hang = hang if hang is not None and hang.host == me else None
+        acts = hang is not None and hang.how in ("stopped", "idle")  # who waits for its disk can't be killed
+        rundir = RunWriter(self._spec.folder)
+        if was is not None and (hang is None or hang.kind != was.kind):
+            rundir.add_event("run.goes-on", after_s=now - self._hangs_since)
+        if hang is not None and (was is None or hang.kind != was.kind):
+            self._hangs_since = now
+            hint = hang.fix + (f"; in {ACT_S:.0f} s all begin again from the newest checkpoint" if acts else "")
+            rundir.add_event("run.hang", host=me, peer=None, rank=hang.rank, error=sentence(hang), hint=hint)
+        if hang is not None and acts and now - self._hangs_since >= ACT_S:
+            self._end_ranks()
+            council.phase, council.why = Phase.FAILED, sentence(hang)
+
+    @property
+    def _first_rank(self) -> int:
+        """The number of this host's first one."""
+        hosts = [*self._spec.hosts]
+        return sum(self._spec.hosts[host].num_ranks for host in hosts[: hosts.index(self._spec.host)])
+
     def _regroup(self) -> Phase:
         """The next world is one with this host, unless it is kept out."""
         return Phase.LEAVING if self._kept_out.exists() else Phase.REGROUP
@@ -166,7 +208,7 @@ class Agent:
     def _end_ranks(self) -> None:
         if self._ranks is not None:
             self._ranks.end()
-            self._ranks = None
+            self._ranks = self._hang = None
 
     def _linger(self, now: float) -> bool:
         """Do the others know that the run has ended, or must they have heard it by now?"""

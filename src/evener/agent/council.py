@@ -26,6 +26,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from evener.core.watch import Look
 from evener.core.world import World
 
 Ballot = tuple[int, str]  # its round, and who leads it
@@ -81,6 +82,8 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1  # the last that was saved
     store: int = 0  # the port of the world's store, by its first host
     why: str = ""  # it failed
+    looks: dict[int, Look] = {}  # at its ranks, by their numbers; see core/watch.py
+    looked_at: float = 0.0  # by its own clock
 
     @property
     def age(self) -> tuple[int, int]:
@@ -95,6 +98,7 @@ class Council:
         """Who was not heard for `silent_s` is gone; but until `join_by` nobody is before all have been there once."""
         self.host, self.kept = host, kept
         self.phase, self.step, self.store, self.why = Phase.WAITING, kept.world.step, 0, ""
+        self.looks, self.looked_at = dict[int, Look](), 0.0
         self._silent_s, self._join_by = silent_s, join_by
         self._heard: dict[str, tuple[Statement, float]] = {}
         self._looked_at, self._awake_by = math.nan, -math.inf  # last; until then nobody is gone
@@ -122,7 +126,8 @@ class Council:
         """This host's state."""
         self._count += 1
         return Statement(host=self.host, count=self._count, kept=self.kept, hears=sorted(self._hears(now)),
-                         phase=self.phase, step=self.step, store=self.store, why=self.why)  # fmt: skip
+                         phase=self.phase, step=self.step, store=self.store, why=self.why, looks=self.looks,
+                         looked_at=self.looked_at)  # fmt: skip
 
     def of(self, host: str) -> Statement | None:
         """The newest word of another host, where it is of the world that this one is in."""
@@ -175,7 +180,7 @@ class Council:
 
     def _begin(self, world: World) -> None:
         self.kept = Kept(world, Vote(), self.kept.life)
-        self.phase, self.store, self.why = Phase.WAITING, 0, ""
+        self.phase, self.store, self.why, self.looks = Phase.WAITING, 0, "", {}
         self._ballot, self._raised_at, self._ended = NO_BALLOT, -math.inf, {}
 
     def _votes(self) -> Iterator[tuple[str, Vote]]:

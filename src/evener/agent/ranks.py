@@ -15,10 +15,13 @@ from typing import Any
 import msgspec
 import psutil
 
+from evener.core.decoding import from_json
 from evener.core.files import write_atomic
-from evener.core.world import WORLD_FILE, AgentSpec, World
+from evener.core.watch import Look
+from evener.core.world import PULSE_FOLDER, WORLD_FILE, AgentSpec, World
 
 END_S = 5.0  # for the kernel to take what was killed
+LETTERS = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DISK_SLEEP: "D"}
 
 
 class Ranks:
@@ -36,6 +39,8 @@ class Ranks:
         finally:
             os.close(write)
         self._told = os.fdopen(read, "rb", buffering=0)
+        self._pulse = Path(spec.folder, PULSE_FOLDER)
+        self._local_ranks: dict[int, int] = {}  # by pid; asked once, for a process that hangs may not let it be read
 
     def status(self) -> int | None:
         """Of torchrun, once it has ended."""
@@ -47,6 +52,18 @@ class Ranks:
             found: list[dict[str, Any]] = json.loads(self._told.read() or b"")
             return found
         return []
+
+    def looks(self) -> dict[int, Look]:
+        """What each rank here does, by its number on this host: as the kernel sees it, and by its own pulse."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._process.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
+                    if process.pid not in self._local_ranks:
+                        self._local_ranks[process.pid] = int(process.environ()["LOCAL_RANK"])
+                    local_rank = self._local_ranks[process.pid]
+                    found[local_rank] = _look(process, self._pulse / str(local_rank))
+        return found
 
     def end(self) -> None:
         """Kill them all, also those whose launcher has gone before them: what they did is no part of any world that
@@ -69,6 +86,19 @@ class Ranks:
                 if process.environ().get("EVENER_WORLD") == self._mark:
                     found.append(process)
         return found
+
+
+def _look(process: psutil.Process, pulse: Path) -> Look:
+    told = {}
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        told = from_json(pulse.read_bytes(), dict[str, Any])
+    told = told if told.get("pid") == process.pid else {}
+    cpu_s = 0.0
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            cpu_s += sum(one.cpu_times()[:4])
+    state = LETTERS.get(process.status(), "S")
+    return Look(pid=process.pid, state=state, cpu_s=cpu_s, where=told.get("where", ""), waits=told.get("waits", False))
 
 
 def argv(spec: AgentSpec, world: World, store: int) -> list[str]:

@@ -14,6 +14,7 @@ from evener.core.files import write_atomic
 AGENT_FILE = "host/agent.json"  # an AgentSpec
 KEPT_FILE = "host/kept.json"  # what the agent must not forget
 WORLD_FILE = "host/world.json"  # of a run's folder on each host, as EVENER_WORLD tells the ranks
+PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.py
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
 # Exit statuses of ranks, as their agent understands them.

@@ -335,7 +335,6 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
             for follower in events.values():
                 for line in next(follower):
                     event = from_json(line, dict[str, Any])
-                    news.hear(event)
                     if event["event"] == "checkpoint" and carries:
                         carrier.look()
                     observe(event)

@@ -33,8 +33,8 @@ from evener.core.fleet import Fleet
 from evener.core.plan import HostPlan, Plan, read_plan
 from evener.core.rundir import Event, RunDir
 from evener.core.runwriter import RunWriter
+from evener.core.watch import Look
 from evener.hosts.session import RemoteError, Session, open_session
-from evener.launch.watch import Look
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 SILENCE_S = 12.0  # a host that follows tells several times a second

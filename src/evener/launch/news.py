@@ -7,12 +7,11 @@ from typing import Any
 
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir
+from evener.core.watch import Hang, Watch, sentence
 from evener.launch.failures import first_failure
 from evener.launch.mirror import GONE, HostMirror, Mirror
-from evener.launch.watch import Hang, Watch, sentence
 
 TOLD_S = 3.0  # after a host has failed: by then the others have mostly ended, and the run tells of it itself
-GOES_ON = "those that reach each other go on; evener doctor looks at the way to the others"
 ENDS_S = 20.0  # after that they do not end by themselves: theirs have never met the one that failed
 
 Event = dict[str, Any]
@@ -25,20 +24,16 @@ class News:
         self._rundir, self._plan = rundir, plan
         self._watch = Watch({host.name: host.num_ranks for host in plan.hosts},
                             {host.address: host.name for host in plan.hosts})  # fmt: skip
-        self._since, self._world = 0.0, 0
+        self._since = 0.0
         self._hang: Hang | None = None
         self._failed_at: float | None = None
         self._has_told = False
         self._unwatched = set[str]()
 
-    def hear(self, event: Event) -> None:
-        """What a host has told: which hosts train from now on, for one."""
-        if event["event"] == "world" and event["number"] > self._world:
-            self._world = event["number"]
-            self._watch.only(event["hosts"])
-
     def of(self, mirror: Mirror) -> list[Event]:
-        """What is new since the last time."""
+        """What is new since the last time; where hosts may come and go their agents tell it, and see to it."""
+        if self._plan.outlives_hosts:
+            return self._of_supervisors(mirror)
         return [*self._of_hangs(mirror), *self._of_failures(mirror), *self._of_supervisors(mirror)]
 
     def waits_in_vain(self) -> bool:
@@ -62,14 +57,11 @@ class News:
             return [{"event": "run.goes-on", "after_s": time.monotonic() - self._since}]
         if was is None:
             self._since = time.monotonic()
-        hint = GOES_ON if self._plan.outlives_hosts and hang.how == "cut-off" else hang.fix
-        facts = {"host": hang.host, "peer": hang.peer, "rank": hang.rank, "error": sentence(hang), "hint": hint}
+        facts = {"host": hang.host, "peer": hang.peer, "rank": hang.rank, "error": sentence(hang), "hint": hang.fix}
         return [{"event": "run.cut-off" if hang.how == "cut-off" else "run.hang", **facts}]
 
     def _of_failures(self, mirror: Mirror) -> list[Event]:
         """When a host has failed, while others go on and nobody else tells why."""
-        if self._plan.outlives_hosts:  # the agents see to it
-            return []
         failed = [name for name, host in mirror.hosts.items() if has_failed(host)]
         if all(name in self._unwatched for name in failed):  # none, or nobody there could see how it ended
             return []

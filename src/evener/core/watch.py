@@ -108,7 +108,8 @@ class Watch:
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in self._members}
         self._cut = {pair: since for pair, since in self._cut.items() if self._members.issuperset(pair)}
 
-    def see(self, host: str, at_s: float, looks: Mapping[int | None, Look], stuck: Iterable[str] = ()) -> None:
+    def see(self, host: str, at_s: float, looks: Mapping[int, Look] | Mapping[int | None, Look],
+            stuck: Iterable[str] = ()) -> None:  # fmt: skip
         """A look at a host, at a time of its own clock: its ranks and (None) what started them; and the addresses that
         do not acknowledge what it sends.
         """
