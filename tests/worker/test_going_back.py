@@ -19,7 +19,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
-from evener.core.world import World
+from evener.core.world import LEFT, World
 from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
 from evener.worker.membership.back import Regroup, going_back
@@ -208,7 +208,7 @@ FLIP = "if step == 27 and host == '{}' and times({}): weight.view(-1).view(torch
 def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
     """The first time all go back, the second time the others go on alone; nothing of it is left in what was learned."""
     fleet = Spoiled.by(FLIP.format("c", 2), tmp_path, corpus)
-    assert fleet.wait() == [0, 0, 1], fleet.log("a")
+    assert fleet.wait() == [0, 0, LEFT], fleet.log("a")
     assert list(fleet.losses().values()) == pytest.approx(undisturbed, rel=1e-5)
     events = fleet.events("run.diverged")
     assert events[0] == events[1] == events[2]

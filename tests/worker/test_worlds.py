@@ -19,7 +19,7 @@ import pytest
 from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
-from evener.core.world import AgentSpec, Part
+from evener.core.world import LEFT, AgentSpec, Part
 from tests.conftest import ENV, TIMEOUT_S, free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a loopback address of its own: Linux")
@@ -206,12 +206,12 @@ def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: Callable[[str], Ho
     (fleet.folder / "c" / "host" / "kept-out").write_text("its memory fails")
     (rank,) = fleet.ranks("a")
     rank.kill()
-    assert fleet.agents["c"].wait(TIMEOUT_S) == 1
+    assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
     fleet.until(lambda: "is a, b\n" in (fleet.folder / "b" / "log").read_text())
     fleet.start("c")
-    assert fleet.agents["c"].wait(TIMEOUT_S) == 1
+    assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
     assert (fleet.folder / "c" / "log").read_text().count("has left the run: its memory fails\n") == 2
-    assert fleet.end() == [0, 0, 1]
+    assert fleet.end() == [0, 0, LEFT]
 
 
 def test_one_host_of_two_waits_without_the_first(hosts: Callable[[str], Hosts]) -> None:

@@ -3,8 +3,8 @@ its host's ranks in it, sees how they end, and begins again.
 
     python -m evener.agent FILE       FILE holds an AgentSpec
 
-It needs no controller and no torch. Exit status 0: the run has ended as it should; 1: it failed too often, or
-goes on without this host.
+It needs no controller and no torch. Exit status 0: the run has ended as it should; 1: it failed too often;
+LEFT: it goes on without this host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.watch import Hang, Watch, sentence
-from evener.core.world import KEPT_FILE, KEPT_OUT_FILE, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
+from evener.core.world import KEPT_FILE, KEPT_OUT_FILE, LEFT, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
 
 LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
@@ -110,14 +110,14 @@ class Agent:
             if "EVENER_FAILURES" in os.environ:
                 os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
             return 1
-        if council.has_ended and council.phase in (Phase.FAILED, Phase.REGROUP, Phase.LEAVING):
-            council.phase = Phase.DONE  # all had taken the last step by then
+        if council.has_ended and council.phase in (Phase.WAITING, Phase.FAILED, Phase.REGROUP, Phase.LEAVING):
+            council.phase = Phase.DONE  # all who took part had taken the last step by then
         match council.phase:
             case Phase.WAITING if self._regroup() == Phase.LEAVING:
                 council.phase = Phase.LEAVING
             case Phase.LEAVING if not council.is_member and self._linger(now):
                 print(f"evener: this host has left the run: {self._kept_out.read_text()}", flush=True)
-                return 1
+                return LEFT
             case Phase.WAITING if council.is_member and not council.is_cut_off(now):
                 self._begin()
             case Phase.RUNNING:
@@ -141,7 +141,7 @@ class Agent:
             told = council.of(first)
             store = told.store if told else 0
         if store:
-            self._ranks = Ranks(spec, council.world, store)
+            self._ranks, self._failures = Ranks(spec, council.world, store), []
             council.phase = Phase.RUNNING
 
     def _see(self, now: float) -> None:
@@ -217,6 +217,7 @@ class Agent:
         told = [council.of(host) for host in council.world.hosts if host != council.host]
         is_done = council.world.is_over or not council.is_member
         all_know = all(one is not None and (is_done or one.phase == Phase.DONE) for one in told)
+        all_know = all_know and (is_done or not council.waiting(now))
         return all_know or now - self._ended_at > LINGER_S
 
 

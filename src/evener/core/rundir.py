@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from evener.core.corpus import Corpus
+from evener.core.decoding import from_json
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.files import digest_of, read_file
 from evener.core.machine import Machine
@@ -122,6 +123,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
+def event_of(line: bytes) -> dict[str, Any] | None:
+    """What a line of events.jsonl tells; None of one that is damaged, as a full disk leaves it."""
+    try:
+        from_json(line, Event)
+        return from_json(line, dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+
+
 class RunDir:
     """The files of one run."""
 
@@ -174,9 +184,14 @@ class RunDir:
         return sorted(int(name[1]) for name in names if name)
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in order."""
-        stored_lines(self.events_path, Event)
-        return stored_lines(self.events_path, dict[str, Any])
+        """What happened, in order; CheckpointError where it cannot be read."""
+        try:
+            lines = read_file(self.events_path).split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.events_path}: {error.strerror}") from None
+        return [event for line in lines if (event := event_of(line)) is not None]
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""

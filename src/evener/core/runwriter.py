@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from typing import Any
@@ -23,9 +24,13 @@ class RunWriter(RunDir):
         write_atomic(self.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
 
     def add_event(self, event: str, **facts: Any) -> None:
-        """Append one line; safe from several processes, each line being one write."""
+        """Append one line; safe from several processes, each line being one write. One that a full disk cut short is
+        ended first.
+        """
         line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
-        with self.events_path.open("ab", buffering=0) as file:
+        with self.events_path.open("a+b", buffering=0) as file:
+            if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                line = b"\n" + line
             file.write(line)
 
     def prune_checkpoints(self, keep: int, best: int | None) -> None:

@@ -20,6 +20,7 @@ KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, unt
 # Exit statuses of ranks, as their agent understands them.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
 REFUSED = 2  # it would be the same in any world
+LEFT = 76  # of an agent: its host has left the run, which goes on without it
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +73,18 @@ def told_world() -> World | None:
 
 def somebody_waits() -> bool:
     """Is there a host that could be let in?"""
-    path = os.environ.get("EVENER_WORLD")
-    return path is not None and Path(path).with_name(os.path.basename(WAITING_FILE)).exists()
+    return _beside_world(WAITING_FILE).exists()
+
+
+def is_kept_out() -> bool:
+    """Is this process's host to leave?"""
+    return _beside_world(KEPT_OUT_FILE).exists()
 
 
 def keep_out(why: str) -> None:
     """The world of this process is the last with its host."""
-    write_atomic(Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(KEPT_OUT_FILE)), why.encode())
+    write_atomic(_beside_world(KEPT_OUT_FILE), why.encode())
+
+
+def _beside_world(file: str) -> Path:
+    return Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(file))

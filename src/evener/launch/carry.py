@@ -102,7 +102,7 @@ def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
     """What a run that goes on saves meanwhile comes as well; what goes meanwhile, or is damaged, is passed over. With
     `pause` one checkpoint at most.
     """
-    first, came, passed_over = _who_has_the_newest(plan), list[int](), set[int]()
+    first, came, passed_over = _who_has_the_newest(rundir, plan), list[int](), set[int]()
     assert first.run is not None
     with contextlib.closing(open_session(first.name, first.host)) as session:
         while not (pause and came):
@@ -128,8 +128,10 @@ def _bring(rundir: RunDir, plan: Plan, say: Callable[[str], None],
     return came
 
 
-def _who_has_the_newest(plan: Plan) -> HostPlan:
-    """The first host; of a run that outlives its hosts, of those that can be reached, the one that saved last."""
+def _who_has_the_newest(rundir: RunDir, plan: Plan) -> HostPlan:
+    """The first host; of a run that outlives its hosts, of those in its newest world that can be reached, the one that
+    saved last.
+    """
     if not plan.outlives_hosts:
         return plan.hosts[0]
 
@@ -142,7 +144,8 @@ def _who_has_the_newest(plan: Plan) -> HostPlan:
             return -2
         return kept[-1].step if kept else -1
 
-    steps = for_each([host.name for host in plan.hosts], newest)
+    members = rundir.manifest().roster.hosts if rundir.is_run() else [host.name for host in plan.hosts]
+    steps = for_each(members, newest)
     return plan.host(max(steps, key=lambda name: steps[name]))
 
 

@@ -21,6 +21,7 @@ from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import CONSEQUENCE
 from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir
+from evener.core.world import LEFT
 from evener.launch.scripts import hint_of, wants_gpu
 
 LAST_LINES = 15  # that are shown
@@ -75,7 +76,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | None:
     """The first failure; None of a run that did not fail, or was stopped. `states` are the hosts' last."""
-    if _was_stopped(states):
+    if _was_stopped(plan, states):
         return None
     found = [*_ranks(rundir, plan, states), *_hosts(rundir, plan, states)]
     if not found or _has_finished(rundir, plan, states):
@@ -83,11 +84,20 @@ def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Fa
     return _said(rundir, plan, states) or min(found, key=lambda one: (not one.by_itself, one.time))
 
 
-def _was_stopped(states: Mapping[str, State]) -> bool:
+def ended_well(host: HostPlan, state: State) -> bool:
+    """Has the run ended on this host as it should, or has the host left it?"""
+    return state.get("status") == 0 or (host.agent is not None and state.get("status") == LEFT)
+
+
+def _was_stopped(plan: Plan, states: Mapping[str, State]) -> bool:
     """Did somebody stop it? Not where the rest of a run was ended long after a host had failed."""
+    if plan.outlives_hosts:
+        return any(one.get("stopped") for one in states.values()) and all(
+            one.get("status") != 1 for one in states.values()
+        )
     stopped = [state.get("ended") or math.inf for state in states.values() if state.get("stopped")]
-    failed = [state.get("ended") or math.inf for state in states.values()
-              if not state.get("stopped") and state.get("status") not in (0, None)]  # fmt: skip
+    failed = [state.get("ended") or math.inf for name, state in states.items() if not state.get("stopped")
+              and state.get("status") is not None and not ended_well(plan.host(name), state)]  # fmt: skip
     return bool(stopped) and not (failed and min(failed) + ENDED_S <= min(stopped))
 
 
@@ -132,7 +142,7 @@ def _hosts(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> list[Fail
         status, by_itself, hint = state.get("status"), True, ""
         if state.get("lost"):
             how = f"{host}: {state['lost']}"
-        elif status not in (0, None) and not state.get("failures"):
+        elif status is not None and not ended_well(plan.host(host), state) and not state.get("failures"):
             how = f"the launcher on {host} {_ending(status, state.get('signal'))}"
             by_itself = status != TOLD_TO_END
             if why := _ended_because(last_lines(log, LAST_LINES, _began(state))):
@@ -169,7 +179,9 @@ def _ended_because(said: Iterable[str]) -> str | None:
 
 def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | None:
     """A rank's own account of this start of the run, if it is an error that its reader can mend."""
-    for event in rundir.events():
+    events = rundir.events()
+    last = max((i for i, event in enumerate(events) if event["event"] == "world"), default=0)
+    for event in events[last:]:  # what happened in an earlier world was survived
         rank = event.get("rank")
         if event["event"] != "failure" or not isinstance(rank, int) or not 0 <= rank < plan.world_size:
             continue

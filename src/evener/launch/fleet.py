@@ -30,7 +30,7 @@ from evener.core.machine import this_machine
 from evener.core.plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved, weights_file
 from evener.core.roster import Roster, Seat, first_roster
-from evener.core.rundir import RunDir
+from evener.core.rundir import RunDir, event_of
 from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
 from evener.core.step import StepRecord
@@ -54,7 +54,7 @@ from evener.launch.mirror import (
     state_of,
     tell,
 )
-from evener.launch.news import News, has_failed
+from evener.launch.news import News, has_ended, has_failed
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
 
@@ -334,7 +334,8 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
                     observe(record)
             for follower in events.values():
                 for line in next(follower):
-                    event = from_json(line, dict[str, Any])
+                    if (event := event_of(line)) is None:
+                        continue
                     if event["event"] == "checkpoint" and carries:
                         carrier.look()
                     observe(event)
@@ -447,8 +448,8 @@ def _ask(plan: Plan, question: Callable[[Session, HostPlan], State]) -> dict[str
 def _only_lost_are_left(mirror: Mirror) -> bool:
     """Has the run ended on some hosts, while the rest have been out of sight for long?"""
     left = [host for host in mirror.hosts.values() if not host.is_done]
-    ended = [host for host in mirror.hosts.values()
-             if has_failed(host) or (host.is_done and mirror.plan.outlives_hosts)]  # fmt: skip
+    over = has_ended if mirror.plan.outlives_hosts else has_failed
+    ended = [host for host in mirror.hosts.values() if over(host)]
     now = time.monotonic()
     return bool(ended) and all(host.lost_since is not None and now - host.lost_since > GIVEN_UP_S for host in left)
 
@@ -463,7 +464,7 @@ def _record_failure(rundir: RunDir, plan: Plan, failure: Failure) -> None:
     """In the events, once for each start; and in the manifest, if rank 0 could not do it any more."""
     since_start: list[str] = []
     for event in rundir.events():
-        since_start = [] if event["event"] == "launched" else [*since_start, event["event"]]
+        since_start = [] if event["event"] in ("launched", "world") else [*since_start, event["event"]]
     if "failure" not in since_start:
         tell(
             rundir, plan, "failure", host=failure.host, rank=failure.rank, kind="exit", error=failure.how,

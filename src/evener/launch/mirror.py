@@ -27,16 +27,17 @@ import msgspec
 
 from evener.core.corpus import TOKENIZER_FILES
 from evener.core.decoding import from_json, from_tree
-from evener.core.errors import CheckpointError, HostError, RunError
+from evener.core.errors import CheckpointError, EvenerError, HostError, RunError
 from evener.core.files import read_file, write_atomic
 from evener.core.fleet import Fleet
 from evener.core.plan import HostPlan, Plan, read_plan
-from evener.core.rundir import Event, RunDir
+from evener.core.rundir import RunDir, event_of
 from evener.core.runwriter import RunWriter
 from evener.core.watch import Look
 from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+MAX_BACK = 20  # times that a host that went down is started again
 SILENCE_S = 12.0  # a host that follows tells several times a second
 
 OF_RANK_0 = ("manifest.json", *TOKENIZER_FILES)
@@ -96,8 +97,8 @@ class HostMirror:
                  is_wanted_back: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """`is_wanted_back`: should a host that went down begin again, now that it is there?"""
         self.name, self._fleet = name, plan.fleet
-        self._rundir, self._plan = rundir, plan.host(name)
-        self._folder, self._is_wanted_back = self._plan.state_path(rundir).parent, is_wanted_back
+        self._rundir, self.plan = rundir, plan.host(name)
+        self._folder, self._is_wanted_back = self.plan.state_path(rundir).parent, is_wanted_back
         self.state: State | None = None  # as the host told it last
         # New ones: the host's time, what its processes did, and which machines do not answer it.
         self.seen: list[tuple[float, dict[int | None, Look], list[str]]] = []
@@ -105,6 +106,7 @@ class HostMirror:
         self.lost_since: float | None = None  # time.monotonic() of the first of these errors
         self.broken: Exception | None = None  # what keeps this machine from copying at all
         self.is_done = False
+        self._times_back = 0
         self._stop = threading.Event()
 
     def follow(self, on_change: Callable[[], None]) -> None:
@@ -112,10 +114,11 @@ class HostMirror:
         failures = 0
         while not self._stop.is_set():
             try:
-                with contextlib.closing(open_session(self.name, self._plan.host)) as session:
+                with contextlib.closing(open_session(self.name, self.plan.host)) as session:
                     self._copy(session, until_end=True, on_change=on_change)
-                    if self._went_down and self._is_wanted_back():
-                        self.state = session.call("runs", "start_again", run=self._plan.folder(self._rundir))
+                    if self._went_down and self._is_wanted_back() and self._times_back < MAX_BACK:
+                        self._times_back += 1
+                        self.state = session.call("runs", "start_again", run=self.plan.folder(self._rundir))
                         continue
                 self.is_done = True
             except (HostError, RemoteError) as error:
@@ -135,13 +138,14 @@ class HostMirror:
     @property
     def _went_down(self) -> bool:
         """Did the run end here because its host did, or was killed?"""
-        return self.state is not None and self.state is not GONE and "lost" in self.state and not self.state["stopped"]
+        state = self.state or {}
+        return "lost" in state and "supervisor" in state and not state["stopped"]
 
     def catch_up(self) -> None:
         """Copy once what the host has and is not here; HostError where it cannot be reached."""
         for attempt in range(3):
             try:
-                with contextlib.closing(open_session(self.name, self._plan.host)) as session:
+                with contextlib.closing(open_session(self.name, self.plan.host)) as session:
                     self._copy(session, until_end=False, on_change=lambda: None)
                 return
             except BehindError:
@@ -157,8 +161,8 @@ class HostMirror:
     def _copy(self, session: Session, *, until_end: bool, on_change: Callable[[], None]) -> None:
         pending: dict[str, Any] | None = None
         dirty = False
-        have = None if self._plan.is_here else self._have()
-        run = self._plan.folder(self._rundir)
+        have = None if self.plan.is_here else self._have()
+        run = self.plan.folder(self._rundir)
         for item in session.stream("runs", "follow", run=run, have=have, until_end=until_end, timeout_s=SILENCE_S):
             if isinstance(item, bytes):
                 assert pending is not None
@@ -231,7 +235,7 @@ class HostMirror:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "mirror.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (now := _part(self._rundir, self.name)) is None or now.run != self._plan.run:
+            if (now := _part(self._rundir, self.name)) is None or now.run != self.plan.run:
                 raise RunError(
                     f"{self._rundir}: it was started again elsewhere; {self.name} has nothing more to tell of it",
                     hint=f"evener logs -f {self._rundir}",
@@ -241,17 +245,17 @@ class HostMirror:
     def _local(self, path: str) -> Path | None:
         """Where a file of the host has its copy; None of what is not this host's to write."""
         if path == "events.jsonl":
-            return self._plan.events_path(self._rundir)
+            return self.plan.events_path(self._rundir)
         if path == "host/state.json":
-            return self._plan.state_path(self._rundir)
-        host, first = re.escape(self.name), self._plan.first_rank
-        if path in OF_RANK_0 and self._plan.agent is not None:  # whoever comes first may be another tomorrow
+            return self.plan.state_path(self._rundir)
+        host, first = re.escape(self.name), self.plan.first_rank
+        if path in OF_RANK_0 and self.plan.agent is not None:  # whoever comes first may be another tomorrow
             return self._folder / path
         ranked = re.fullmatch(rf"(?:steps/rank-|logs/{host}\.|replicas/rank-)(\d+)\.(?:jsonl|log|safetensors)", path)
         is_ours = (
-            first <= int(ranked[1]) < first + self._plan.num_ranks  # else of an earlier start, when that rank was here
+            first <= int(ranked[1]) < first + self.plan.num_ranks  # else of an earlier start, when that rank was here
             if ranked
-            else path == f"logs/{self.name}.log" or (path in OF_RANK_0 and self._plan.node_rank == 0)
+            else path == f"logs/{self.name}.log" or (path in OF_RANK_0 and self.plan.node_rank == 0)
         )
         return self._rundir.path / path if is_ours else None
 
@@ -318,11 +322,15 @@ def choose_manifest(rundir: RunDir, plan: Plan) -> None:
     """Of a run that outlives its hosts each keeps the manifest: that of the newest world is the run's."""
     if not plan.outlives_hosts:
         return
-    found = [folder for host in plan.hosts if (folder := host.state_path(rundir).parent / "manifest.json").exists()]
-    manifests = [(RunDir(path.parent).manifest(), path.parent) for path in found]
-    if not manifests:
+    found: list[tuple[tuple[int, bool], Path]] = []
+    for folder in (*(host.state_path(rundir).parent for host in plan.hosts), rundir.path):  # the launcher writes there
+        with contextlib.suppress(EvenerError):  # none yet, or a damaged one
+            manifest = RunDir(folder).manifest()
+            found.append(((manifest.roster.epoch, manifest.verdict != "running"), folder))
+    if not found:
         return
-    _, folder = max(manifests, key=lambda one: (one[0].verdict != "running", one[0].roster.epoch))
+    newest = max(order for order, _ in found)
+    folder = next(folder for order, folder in found if order == newest)
     for name in OF_RANK_0:
         path, here = folder / name, rundir.path / name
         if path.exists() and not (here.exists() and here.read_bytes() == path.read_bytes()):
@@ -337,11 +345,12 @@ def merge_events(rundir: RunDir, plan: Plan) -> None:
     for path in (rundir.events_path, *sorted((rundir.path / "hosts").glob("*/events.jsonl"))):
         try:
             complete = read_file(path).split(b"\n")[:-1] if path.exists() else []
-            lines |= {line: from_json(line, Event).time for line in complete}
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(f"{path}: damaged: {error}") from None
+        at = 0.0
+        for line in complete:
+            event = event_of(line)
+            at = lines[line] = event["time"] if event is not None else at  # what is damaged stays where it is
     if lines:
         write_atomic(rundir.events_path, b"".join(line + b"\n" for line in sorted(lines, key=lines.__getitem__)))
 

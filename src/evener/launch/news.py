@@ -8,7 +8,7 @@ from typing import Any
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir
 from evener.core.watch import Hang, Watch, sentence
-from evener.launch.failures import first_failure
+from evener.launch.failures import ended_well, first_failure
 from evener.launch.mirror import GONE, HostMirror, Mirror
 
 TOLD_S = 3.0  # after a host has failed: by then the others have mostly ended, and the run tells of it itself
@@ -33,11 +33,15 @@ class News:
     def of(self, mirror: Mirror) -> list[Event]:
         """What is new since the last time; where hosts may come and go their agents tell it, and see to it."""
         if self._plan.outlives_hosts:
+            if any(has_ended(host) for host in mirror.hosts.values()):
+                self._failed_at = self._failed_at or time.monotonic()
             return self._of_supervisors(mirror)
         return [*self._of_hangs(mirror), *self._of_failures(mirror), *self._of_supervisors(mirror)]
 
     def waits_in_vain(self) -> bool:
-        """Has a host failed, and the others do not come to an end?"""
+        """Has a host failed, and the others do not come to an end? Or has a run ended that hosts had left, and one that
+        waits to take part again did not hear it?
+        """
         return self._failed_at is not None and time.monotonic() - self._failed_at > ENDS_S
 
     def _of_hangs(self, mirror: Mirror) -> list[Event]:
@@ -90,6 +94,11 @@ class News:
                 for name in lost]  # fmt: skip
 
 
+def has_ended(host: HostMirror) -> bool:
+    """Has a run that outlives its hosts ended everywhere, by what this one tells: well, or for good?"""
+    return host.is_done and (host.state or GONE)["status"] in (0, 1)
+
+
 def has_failed(host: HostMirror) -> bool:
     """Has the run ended there, and not well?"""
-    return host.is_done and (host.state or GONE)["status"] != 0
+    return host.is_done and not ended_well(host.plan, host.state or GONE)

@@ -23,7 +23,7 @@ from evener.core.world import REGROUP, told_world
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
 from evener.worker.membership.back import Regroup
-from evener.worker.mistakes import in_words
+from evener.worker.mistakes import exit_status, in_words
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
         return REGROUP
     except EvenerError as error:
         print(in_words(error), file=sys.stderr)
-        return error.exit_status
+        return exit_status(error)
     return 0
 
 

@@ -8,6 +8,8 @@ from the weights agreed on.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ import safetensors.torch
 from torch import Tensor
 
 from evener.core.decoding import from_json
-from evener.core.errors import DivergedError, NonFiniteError
+from evener.core.errors import CheckpointError, DivergedError, NonFiniteError
 from evener.core.machine import this_machine
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
@@ -53,13 +55,18 @@ class Keeper:
             folder = self._dir.checkpoint_path(step)
             self._trained.load(folder)
             self._saved_step = step
-            saved = [(read_checkpoint(self._dir.checkpoint_path(step)).val_loss, step)
-                     for step in self._dir.checkpoint_steps()]  # fmt: skip
-            self._best = min(((loss, step) for loss, step in saved if loss is not None), default=None)
+            saved = [(one.val_loss, one.step) for one in self._saved() if one.val_loss is not None]
+            self._best = min(saved, default=None)
             if resume.world_size == self._group.world_size:
                 rng.restore(rng.of_rank(folder / "rng.safetensors", self._group.rank), self._group.device)
                 return
         rng.begin(self._spec.train.seed, step, self._group.number)
+
+    def _saved(self) -> Iterator[Checkpoint]:
+        """Those that can be read: an older one that is damaged is nobody's reason to end."""
+        for step in self._dir.checkpoint_steps():
+            with contextlib.suppress(CheckpointError):
+                yield read_checkpoint(self._dir.checkpoint_path(step))
 
     def restore_own(self, resume: Checkpoint | None) -> None:
         """Once the Sync is in place: what this rank alone remembered, and what ranks did that are no more.

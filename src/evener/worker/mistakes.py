@@ -8,8 +8,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from evener.core.errors import EvenerError
-from evener.core.world import told_world
+from evener.core.errors import DataError, EvenerError, HopelessError, UsageError
+from evener.core.world import REFUSED, told_world
 
 OURS = str(Path(__file__).parents[1])
 
@@ -21,6 +21,12 @@ def tell_in_words() -> None:
     """
     if sys.excepthook is sys.__excepthook__:  # somebody's own hook knows better
         sys.excepthook = _tell
+
+
+def exit_status(error: EvenerError) -> int:
+    """Of a rank that ends with it. Where hosts come and go, what is damaged on one host is no reason for all to end."""
+    is_hopeless = isinstance(error, (UsageError, DataError, HopelessError))
+    return error.exit_status if told_world() is None else REFUSED if is_hopeless else 1
 
 
 def in_words(error: EvenerError) -> str:
@@ -37,4 +43,4 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if theirs:  # the line that called us: what lies below may be torch's
         print(f"at:    {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}", file=sys.stderr)
     if told_world() is not None:
-        raise SystemExit(error.exit_status)  # from the hook it is the program's
+        raise SystemExit(exit_status(error))  # from the hook it is the program's

@@ -24,6 +24,8 @@ LOOK_S = 1.0
 CHUNK = 1 << 18
 ESTABLISHED, TRIES = "01", 4  # a state of the kernel's; so often was a segment sent again: 3 s, and longer each time
 START_S = 20.0
+STOPPED = "stopped"  # of supervisor.py
+KEPT_OUT = "host/kept-out"  # of core/world.py
 END_S = 5.0  # the supervisor's
 _ranks = {}  # pid: (when it began, its rank on this host)
 WHOLE = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
@@ -39,7 +41,7 @@ def start(run, spec, supervisor, files=None):
     _check_over(folder)
     end_leftovers(run)
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    for name in ("state.json", "failures.json", "joined"):
+    for name in ("state.json", "failures.json", "joined", STOPPED):
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
     for name, text in (files or {}).items():
@@ -53,11 +55,28 @@ def start(run, spec, supervisor, files=None):
     return _begin(run, folder)
 
 
+def leave(run, why):
+    """This host takes part in the run no more, from its next step on; its state once it has left, or ended."""
+    run = _absolute(run)
+    _write(os.path.join(run, KEPT_OUT), why.encode())
+    while True:
+        state = status(run)
+        if state is None or state["state"] == "ended":
+            yield state
+            return
+        yield {"waiting": True}
+        time.sleep(POLL_S)
+
+
 def start_again(run):
-    """Start what was started before, after the host went down under it; its state once it is running."""
+    """Start what was started before, after the host went down under it, or left; its state once it is running."""
     run = _absolute(run)
     folder = os.path.join(run, "host")
     _check_over(folder)
+    if os.path.exists(os.path.join(folder, STOPPED)):
+        raise RuntimeError("this run was stopped")
+    if os.path.exists(os.path.join(run, KEPT_OUT)):
+        os.remove(os.path.join(run, KEPT_OUT))
     end_leftovers(run)
     if os.path.exists(os.path.join(folder, "state.json")):
         os.remove(os.path.join(folder, "state.json"))
@@ -111,6 +130,9 @@ def stop(run, now=False):
     run = _absolute(run)
     folder = os.path.join(run, "host")
     spec = _read_json(os.path.join(folder, "spec.json"), {}) or {}
+    if os.path.isdir(folder):
+        with contextlib.suppress(OSError):  # a full disk
+            _write(os.path.join(folder, STOPPED), b"")  # whoever is killed meanwhile does not begin again
     deadline = time.monotonic() + (0 if now else spec.get("grace_s", 0)) + 4 * END_S
     asked = 0
     while _is_alive(folder):

@@ -1,7 +1,7 @@
 """Who looks after a run on its host when nobody is connected? This program, one for each run and host.
 
-    python3 supervisor.py RUN [N]  RUN/host/spec.json says what to start; RUN/host/state.json says how it goes;
-                                   N: how often one before it was killed
+    python3 supervisor.py RUN [N LOCK]   RUN/host/spec.json says what to start, RUN/host/state.json how it goes;
+                                         N: so many before it were killed; LOCK: the descriptor that is locked
 
 It is a session of its own, so it outlives ssh, the terminal and the controller. It starts one program, keeps everything
 that program and its ranks print, time-stamped and complete, and when the program ends or is told to stop, ends every
@@ -43,6 +43,7 @@ LOCK_S = 1.0  # that others may hold the lock while they look whether the run is
 REST_BYTES = 1 << 16  # of a line that has not ended
 REST_S = 1.0
 ROOM_BYTES = 1 << 20
+ALONE_S = 20.0
 MAX_AGAIN = 5  # times that an agent, or its supervisor, that was killed is started again
 MARK = "EVENER_RUN"
 
@@ -116,7 +117,8 @@ class RankLogs:
         """Take over what is new."""
         if last or time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + (LOOK_S if self._open else POLL_S)
-            for path in sorted(glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))):
+            found = glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))
+            for path in sorted(found, key=_in_order):
                 if path not in self._open and os.path.basename(os.path.dirname(path)).isdigit():
                     self._begin(path)
         for file, stream, log in self._open.values():
@@ -146,6 +148,11 @@ class RankLogs:
         had[stream] -= skipped
         file.seek(skipped)
         self._open[path] = file, stream, log
+
+
+def _in_order(path):
+    """World 10 after world 2."""
+    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", path)]
 
 
 def log_name(host, rank=None):
@@ -203,6 +210,7 @@ class Supervisor:
         self.asked_at = None
         self.escalation = 0
         self.told = set()  # the ranks that were asked
+        self.living_at = None  # when there were any, since that
         self.look_at = 0.0
         self.is_rank = self.spec.get("is_rank", False)  # the program, and not its children
         self.log_name = log_name(self.spec["host"], self.spec["first_rank"] if self.is_rank else None)
@@ -214,9 +222,9 @@ class Supervisor:
             signal.signal(signum, self._ask)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        lock(os.path.join(self.folder, "lock"))
+        held_lock = lock(os.path.join(self.folder, "lock"), int(sys.argv[3]) if len(sys.argv) > 3 else None)
         _become_subreaper()
-        guard = start_guard(self.run, self.spec["id"], self.spec.get("has_agent", False))
+        guard = start_guard(self.run, self.spec["id"], held_lock if self.spec.get("has_agent") else None)
         take_over(self.run)
         self.state["started"] = time.time()  # every line that is stamped from now on is this start's
         self.oom_kills, self.oom_at, self.full_at, self.next_look = oom_kills(), None, None, 0.0
@@ -242,9 +250,12 @@ class Supervisor:
             self.state["pid"] = child.pid
             self._save()
             begins, left, status = begins + 1, self._follow(child, log, ranks), child.returncode
-            if not self.spec.get("has_agent") or status >= 0 or self.asked or begins > MAX_AGAIN:
+            if not self.spec.get("has_agent") or status >= 0 or self.asked or is_stopped(self.run):
                 break
-            log.add("E", f"evener: the agent was killed by {signal_name(status)}; it is started again\n".encode())
+            what = "once more than it is started again" if begins > MAX_AGAIN else "it is started again"
+            log.add("E", f"evener: the agent was killed by {signal_name(status)}: {what}\n".encode())
+            if begins > MAX_AGAIN:
+                break
         ranks.read(last=True)
         ranks.close()
         shutil.rmtree(ranks.folder, ignore_errors=True)  # it is all in the logs
@@ -338,10 +349,13 @@ class Supervisor:
             ranks = set() if not grace else {child.pid} if self.is_rank else set(children(child.pid))
             if self.spec.get("has_agent"):  # its children are launchers
                 ranks = {rank for launcher in ranks for rank in children(launcher)}
+            self.living_at = now if ranks or self.living_at is None else self.living_at
             for pid in ranks - self.told:
                 _signal(pid, signal.SIGTERM)
             self.told |= ranks
-        if self.escalation == 0 and (waited >= grace or not self.told):  # before it has ranks it is asked itself
+        # Before it has ranks it is asked itself; and an agent that has none any more, for longer than it stays to tell.
+        is_idle = self.spec.get("has_agent") and self.living_at is not None and now - self.living_at >= ALONE_S
+        if self.escalation == 0 and (waited >= grace or not self.told or is_idle):
             self.escalation = 1
             self.program_told_at = now
             _signal(child.pid, signal.SIGTERM)
@@ -385,11 +399,12 @@ def oom_kills():
     return counted
 
 
-def lock(path):
-    """Held until this program and its guard are gone; that is how others know."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def lock(path, descriptor=None):
+    """Held until this program and its guard are gone; that is how others know. With a descriptor it is held already."""
+    is_held = descriptor is not None
+    descriptor = descriptor if is_held else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + LOCK_S
-    while True:
+    while not is_held:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
@@ -398,7 +413,9 @@ def lock(path):
                 raise
             time.sleep(0.01)
     os.ftruncate(descriptor, 0)
-    os.write(descriptor, b"%d\n" % os.getpid())
+    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)  # one that is handed over stands behind what was written
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def is_locked(descriptor):
@@ -411,9 +428,10 @@ def is_locked(descriptor):
     return False
 
 
-def start_guard(run, run_id, has_agent=False):
-    """A process that ends the run's processes when the supervisor is killed, and begins again where the run goes on
-    without them meanwhile; returns what tells it that all is well.
+def start_guard(run, run_id, held_lock):
+    """A process that ends the run's processes when the supervisor is killed; returns what tells it that all is well.
+
+    With the lock, which nobody else has meanwhile, it begins again: the run goes on without this host.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -437,11 +455,18 @@ def start_guard(run, run_id, has_agent=False):
         with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "state.json")) as file:
             state = json.load(file)
         begun = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-        if has_agent and not state["stopped"] and begun < MAX_AGAIN:
-            os.execv(sys.executable, [sys.executable, sys.argv[0], run, str(begun + 1)])  # noqa: S606
+        if held_lock is not None and not state["stopped"] and not is_stopped(run) and begun < MAX_AGAIN:
+            os.set_inheritable(held_lock, True)
+            again = [sys.executable, sys.argv[0], run, str(begun + 1), str(held_lock)]
+            os.execv(sys.executable, again)  # noqa: S606
         state.update(state="ended", ended=time.time(), status=None, signal=None, left=left)
         write_json(os.path.join(folder, "state.json"), dict(state, lost="the supervisor was killed"))
     os._exit(0)
+
+
+def is_stopped(run):
+    """Has somebody asked for its end, whoever came to hear of it?"""
+    return os.path.exists(os.path.join(run, "host", "stopped"))
 
 
 def end_all(run_id, ancestor=None):

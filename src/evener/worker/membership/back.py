@@ -17,6 +17,7 @@ Where nobody comes or goes, a run ends with what was found, and whoever started 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -85,16 +86,19 @@ def _after_diverged(rundir: RunWriter, group: Group, found: DivergedError) -> No
           goes_back=not is_over, hint=hint)  # fmt: skip
     if is_over:
         raise HopelessError(f"{found}, again", hint=hint) from None
-    if hosts[group.rank] in leaves and group.local_rank == 0:
-        keep_out(f"{found}, of this host for the second time; {hint}")
-    group.barrier()  # its agent sees that before any other's ranks have ended
+
+    def leave() -> None:
+        if hosts[group.rank] in leaves and group.local_rank == 0:
+            keep_out(f"{found}, of this host for the second time; {hint}")
+
+    group.all_or_none(leave)  # its agent sees that before any other's ranks have ended
     raise Regroup from found
 
 
 def _known(rundir: RunWriter, group: Group, kind: str) -> list[dict[str, Any]]:
     """What any host knows of such events in worlds before this one; in each was one at most."""
     mine = rundir.events() if group.local_rank == 0 else []
-    mine = [event for event in mine if event["event"] == kind and "world" in event]
+    mine = [event for event in mine if event["event"] == kind and event.get("run") == _start()]
     told = [from_json(text, list[dict[str, Any]]) for text in group.gather(msgspec.json.encode(mine))]
     return list({event["world"]: event for events in told for event in events}.values())
 
@@ -104,4 +108,9 @@ def _tell(rundir: RunWriter, group: Group, kind: str, **facts: Any) -> None:
     world, at = told_world(), group.gather(str(time.time()).encode())[0]
     assert world is not None
     if group.keeps:
-        rundir.add_event(kind, world=world.number, **facts | {"time": float(at)})
+        rundir.add_event(kind, run=_start(), world=world.number, **facts | {"time": float(at)})
+
+
+def _start() -> str:
+    """Of the run: what was before it was started anew has been seen to."""
+    return os.environ.get("EVENER_RUN", "")
