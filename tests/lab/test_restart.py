@@ -40,8 +40,8 @@ def pids_of(host: Host, program: str) -> list[int]:
 def test_hosts_go_and_come_and_the_same_is_learned(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
-    """A rank is killed; the first host loses its power, and is back; an agent and a supervisor are killed. Then it is
-    stopped, and every step that it took has the loss of one process.
+    """A rank is killed; the first host loses its power, and is back; an agent and a supervisor are killed; one leaves
+    and is let in again. Then it is stopped, and every step that it took has the loss of one process.
     """
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, a=HostSpec(rate="20Mbit"), b=HostSpec(rate="20Mbit"), c=HostSpec(rate="20Mbit"))
@@ -49,6 +49,12 @@ def test_hosts_go_and_come_and_the_same_is_learned(
     argv = [*evener, "train", "--fleet", str(file), "--data", str(corpus), *FLAGS, "--membership=restart", "--out=run"]
     with (tmp_path / "told").open("wb") as told:
         running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)
+
+    def verb(*words: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run([*evener, *words], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
+                              check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done
 
     def events() -> list[dict[str, Any]]:
         """Of all hosts, as they come home."""
@@ -85,10 +91,14 @@ def test_hosts_go_and_come_and_the_same_is_learned(
             os.kill(min(pids_of(lab.host("c"), what)), signal.SIGKILL)
             wait_until(lambda num=num: len(worlds()) > num and len(worlds()[-1]) == 3, f"c after {what}", WITHIN_S)
             until_saved(1)
+        left = verb("leave", "run", "--host", "b")
+        assert "b has left; " in left.stderr
+        wait_until(lambda: "b" not in worlds()[-1], "the others go on", WITHIN_S)
+        until_saved(1)
+        verb("add", "run", "--host", "b")
+        wait_until(lambda: "b" in worlds()[-1], "b is back", WITHIN_S)
     finally:
-        stopped = subprocess.run([*evener, "stop", "run"], cwd=tmp_path, capture_output=True, text=True,
-                                 timeout=WITHIN_S, check=False)  # fmt: skip
-    assert stopped.returncode == 0, stopped.stderr
+        verb("stop", "run")
     running.wait(WITHIN_S)
     manifest = run.manifest()
     assert (manifest.verdict, sorted(manifest.roster.hosts)) == ("stopped", ["a", "b", "c"])

@@ -17,6 +17,7 @@ from evener.cli import (
     lab,
     launch,
     logs,
+    members,
     plan,
     probe,
     report,
@@ -76,6 +77,8 @@ app.command("runs", epilog=runs.EXAMPLES)(runs.runs)
 app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
 app.command("fetch", epilog=fetch.EXAMPLES)(fetch.fetch)
 app.command("stop", epilog=stop.EXAMPLES)(stop.stop)
+app.command("leave", epilog=members.LEAVE_EXAMPLES)(members.leave)
+app.command("add", epilog=members.ADD_EXAMPLES)(members.add)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("verify", epilog=verify.EXAMPLES)(verify.verify)

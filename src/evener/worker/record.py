@@ -25,7 +25,8 @@ from evener.core.runwriter import RunWriter
 from evener.core.step import PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
 from evener.worker.clock import Clock, Laps
 
-REGROUP, STOP = 1.0, 2.0  # wishes: another world after the next checkpoint; the end
+# Wishes, of which the highest counts: another world after the next checkpoint, or after this step; the end.
+REGROUP, LEAVE, STOP = 1.0, 2.0, 3.0
 BLOCKED = "blocked"  # the lap between the last gradient and the end of backward: transfer and waiting together
 
 
@@ -39,7 +40,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
     norm: float = 0.0  # of the gradient; 0 where it was not measured, or where what overflows is skipped
     part_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 of a step that is not sampled
-    wish: float = 0.0  # 0, REGROUP or STOP
+    wish: float = 0.0  # 0, REGROUP, LEAVE or STOP
     weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
 
     def row(self) -> Tensor:
@@ -183,7 +184,12 @@ class Recorder:
     @property
     def regroups(self) -> bool:
         """Does any rank want another world, by the news that all have heard?"""
-        return any(news.wish == REGROUP for news in self.news)
+        return any(news.wish in (REGROUP, LEAVE) for news in self.news)
+
+    @property
+    def leaves(self) -> bool:
+        """Does a host leave, so that the others begin again without it?"""
+        return any(news.wish == LEAVE for news in self.news)
 
     def close(self) -> None:
         """Write what this rank knows of steps that the others will not complete any more."""

@@ -40,7 +40,7 @@ from evener.worker.keeper import Keeper
 from evener.worker.membership import Membership
 from evener.worker.membership.back import Regroup, going_back
 from evener.worker.membership.fixed import Fixed
-from evener.worker.membership.worlds import newest_anywhere, wish
+from evener.worker.membership.worlds import leave_where_asked, newest_anywhere, wish
 from evener.worker.mistakes import tell_in_words
 from evener.worker.pulse import begin_pulse
 from evener.worker.record import STOP, Recorder
@@ -155,6 +155,7 @@ class Run:
                 engine.recorder.begin()
                 if engine.recorder.hear():
                     return self._finish(keeper, "stopped", index, None)
+                leave_where_asked(engine.recorder, keeper, index)
                 self._take_up(engine, index)
                 step = Step(engine, self.roster.at(index), index, is_first=index == first)
                 self._open = engine, keeper, step
