@@ -138,7 +138,8 @@ def check_private(
         away = f"{sudo[name]}nft delete table inet {TABLE}"
         told = {
             "stands": f"only hosts of the run can connect to its ports at {where}; taken away with: {away}",
-            "closed": f"this machine, which is not of the run, cannot connect to its ports at {where}",
+            "closed": f"this machine, which is not of the run, cannot connect to its ports at {where}; whether others "
+            "can, nobody can tell: its rules are read as root, or by sudo without a password",
             "differs": f"its table {TABLE} is not for these hosts, addresses and ports",
             "absent": f"anybody who reaches {where} can connect to the run's ports: there is no table {TABLE}",
             "open": f"this machine, which is not of the run, can connect to its ports at {where}",
@@ -146,12 +147,12 @@ def check_private(
             "password, and this machine is of the run or does not reach it",
             "none": f"there is no nftables: --private cannot tell who can connect at {where}",
         }[guard.state]
-        is_well = guard.state in ("stands", "closed")
+        severity = {"stands": "info", "closed": "warning"}.get(guard.state, "error")
         command = f"on {name}: {sudo[name]}nft '{guard.rules}'"
-        if guard.state == "untold":
+        if guard.state in ("untold", "closed"):
             line = f"$USER ALL=(root) NOPASSWD: $(command -v nft || echo /usr/sbin/nft) -j list table inet {TABLE}"
             command += f' && echo "{line}" | sudo tee /etc/sudoers.d/evener'
         if guard.state == "none":
             command = f"leave out --private; {INSTEAD}"
-        yield Finding(check="net.private", severity="info" if is_well else "error", host=name, evidence=told,
-                      fix="" if is_well else command)  # fmt: skip
+        yield Finding(check="net.private", severity=severity, host=name, evidence=told,
+                      fix="" if guard.state == "stands" else command)  # fmt: skip
