@@ -26,7 +26,9 @@ def news(tmp_path: Path) -> News:
 def seen(**states: dict[str, Any]) -> Mirror:
     """Hosts, of which those that have ended are done."""
     hosts = {
-        name: SimpleNamespace(state=state, error=None, seen=[], is_done=state["state"] == "ended")
+        name: SimpleNamespace(
+            plan=SimpleNamespace(agent=None), state=state, error=None, seen=[], is_done=state["state"] == "ended"
+        )
         for name, state in states.items()
     }
     is_done = all(host.is_done for host in hosts.values())
