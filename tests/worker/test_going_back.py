@@ -177,10 +177,12 @@ def test_whichever_host_knows_of_it_all_come_to_the_same(
 ) -> None:
     (tmp_path / "world.json").write_bytes(msgspec.json.encode(World(number=3, hosts=["a", "b"])))
     monkeypatch.setenv("EVENER_WORLD", str(tmp_path / "world.json"))
+    monkeypatch.setenv("EVENER_RUN", "r2")
     run = RunWriter(tmp_path)
+    run.add_event("run.nonfinite", step=5, world=1, run="r1")  # before it was started anew
     for step in here:
-        run.add_event("run.nonfinite", step=step, world=1)
-    group: Any = Seat0([{"event": "run.nonfinite", "step": step, "world": 2} for step in there])
+        run.add_event("run.nonfinite", step=step, world=1, run="r2")
+    group: Any = Seat0([{"event": "run.nonfinite", "step": step, "world": 2, "run": "r2"} for step in there])
     with pytest.raises(expected) as raised, going_back(run, group):
         raise NonFiniteError("step 5: the loss of rank 1 is not finite", step=5, ranks=[1])
     assert raised.value.code == 75 if expected is Regroup else raised.value.exit_status == 2

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from evener.core.finding import Finding
+from evener.core.finding import Finding, Severity
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.hosts.facts import Facts
 from evener.hosts.pairs import Asker, Network
@@ -147,7 +147,7 @@ def check_private(
             "password, and this machine is of the run or does not reach it",
             "none": f"there is no nftables: --private cannot tell who can connect at {where}",
         }[guard.state]
-        severity = {"stands": "info", "closed": "warning"}.get(guard.state, "error")
+        severity: Severity = "info" if guard.state == "stands" else "warning" if guard.state == "closed" else "error"
         command = f"on {name}: {sudo[name]}nft '{guard.rules}'"
         if guard.state in ("untold", "closed"):
             line = f"$USER ALL=(root) NOPASSWD: $(command -v nft || echo /usr/sbin/nft) -j list table inet {TABLE}"
