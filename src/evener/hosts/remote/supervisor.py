@@ -252,9 +252,10 @@ class Supervisor:
             begins, left, status = begins + 1, self._follow(child, log, ranks), child.returncode
             if not self.spec.get("has_agent") or status >= 0 or self.asked or is_stopped(self.run):
                 break
-            what = "once more than it is started again" if begins > MAX_AGAIN else "it is started again"
+            is_last = begins > MAX_AGAIN
+            what = f"as {MAX_AGAIN} before it, and no other one is started" if is_last else "it is started again"
             log.add("E", f"evener: the agent was killed by {signal_name(status)}: {what}\n".encode())
-            if begins > MAX_AGAIN:
+            if is_last:
                 break
         ranks.read(last=True)
         ranks.close()
