@@ -100,6 +100,10 @@ def test_hosts_go_and_come_and_the_same_is_learned(
     finally:
         verb("stop", "run")
     running.wait(WITHIN_S)
+    for word in ("leave", "add"):
+        done = subprocess.run([*evener, word, "run", "--host", "b"], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=WITHIN_S, check=False)  # fmt: skip
+        assert (done.returncode, "run has ended: stopped" in done.stderr) == (2, True), done.stderr
     manifest = run.manifest()
     assert (manifest.verdict, sorted(manifest.roster.hosts)) == ("stopped", ["a", "b", "c"])
     assert manifest.result is not None

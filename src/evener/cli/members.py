@@ -28,7 +28,6 @@ def leave(run: str = RUN, host: str = HOST) -> int:
     from evener.launch import members
 
     rundir, plan = _run_of(run, host)
-    launcher.catch_up(rundir, plan)
     left = [name for name in rundir.manifest().roster.hosts if name != host] if rundir.is_run() else []
     if not left:
         raise UsageError(f"{host} alone trains {rundir}", hint=f"evener stop {rundir} ends it")
@@ -58,6 +57,7 @@ def _run_of(run: str, host: str) -> tuple[RunDir, Plan]:
     from evener.core.errors import UsageError
     from evener.core.plan import read_plan
     from evener.core.rundir import RunDir
+    from evener.launch import fleet as launcher
 
     rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
@@ -68,4 +68,8 @@ def _run_of(run: str, host: str) -> tuple[RunDir, Plan]:
     if not plan.outlives_hosts:
         hint = f"evener stop {rundir}, then evener train --resume {rundir} --membership restart"
         raise UsageError(f"{rundir} began with --membership fixed: its hosts neither leave nor come back", hint=hint)
+    launcher.catch_up(rundir, plan)
+    if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":
+        hint = f"evener train --resume {rundir} goes on with it"
+        raise UsageError(f"{rundir} has ended: {verdict}: nobody leaves it or comes back", hint=hint)
     return rundir, plan
