@@ -21,15 +21,17 @@ NAMES = "abcdef"
 class Host:
     """One host: its council, what it keeps on its disk, and ranks that are no more than a phase."""
 
-    def __init__(self, name: str, world: World) -> None:
-        self.name, self.kept = name, Kept(world)
+    def __init__(self, name: str, world: World, lives: bool) -> None:
+        self.name, self.kept, self.lives = name, Kept(world), lives
         self.council: Council | None = None
-        self.fails_at = float("inf")
+        self.has_ranks = False  # where they live on: in a world, or ready for one
 
     def boot(self, now: float) -> Council:
         is_back = self.kept.life > 0
         self.kept = Kept(self.kept.world, self.kept.vote, self.kept.life + 1)
-        self.council = Council(self.name, self.kept, silent_s=SILENT_S, join_by=now + (SILENT_S if is_back else 10))
+        self.has_ranks = False
+        self.council = Council(self.name, self.kept, silent_s=SILENT_S, join_by=now + (SILENT_S if is_back else 10),
+                               lives=self.lives)  # fmt: skip
         if is_back and self.council.is_member:
             self.council.phase = Phase.REGROUP
         return self.council
@@ -38,10 +40,11 @@ class Host:
 class Net:
     """Hosts, and what lies between them."""
 
-    def __init__(self, seed: int, num_hosts: int, lost: float = 0.1) -> None:
+    def __init__(self, seed: int, num_hosts: int, lost: float = 0.1, *, lives: bool = False) -> None:
+        self.lives = lives
         self.random, self.lost, self.now = random.Random(seed), lost, 0.0
         first = World(number=0, hosts=list(NAMES[:num_hosts]))
-        self.hosts = {name: Host(name, first) for name in first.hosts}
+        self.hosts = {name: Host(name, first, lives) for name in first.hosts}
         self.decided = {0: first}
         self.cut: set[tuple[str, str]] = set()  # nothing goes from the first to the second
         self.stopped: set[str] = set()  # they neither hear nor look, and know nothing of it
@@ -64,11 +67,13 @@ class Net:
             if name in self.stopped:
                 continue
             council = self.alive[name]
-            council.look(self.now)
+            was_member = council.is_member
+            if council.look(self.now) and (council.world.is_fresh or (was_member and not council.is_member)):
+                self.hosts[name].has_ranks = False
             self.hosts[name].kept = council.kept
             world = self.decided.setdefault(council.world.number, council.world)
             assert world == council.world, (world, council.world)
-            self.go_on(council)
+            (self.live_on if self.lives else self.go_on)(council)
             statement = council.say(self.now)
             for to in self.hosts:
                 if to != name and (name, to) not in self.cut and self.random.random() >= self.lost:
@@ -97,6 +102,31 @@ class Net:
             elif Phase.REGROUP in phases or (council.host == council.world.hosts[0] and council.waiting(self.now)):
                 council.phase = Phase.REGROUP
 
+    def live_on(self, council: Council) -> None:
+        """As ranks do that live on: they are made ready, lose others, and ask for whoever is ready."""
+        host, peers = self.hosts[council.host], [self.alive.get(name) for name in council.world.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.world.number == council.world.number]
+        if council.phase in (Phase.WAITING, Phase.READY) and not council.is_member:
+            host.has_ranks = host.has_ranks or self.random.random() < 0.1
+            council.phase = Phase.READY if host.has_ranks else Phase.WAITING
+        elif council.phase == Phase.WAITING and not council.is_cut_off(self.now):
+            host.has_ranks = host.has_ranks or council.world.is_fresh
+            council.phase = Phase.RUNNING if host.has_ranks else Phase.FAILED
+        elif council.phase in (Phase.RUNNING, Phase.LOST, Phase.REGROUP):
+            gone = any(peer is None or peer.world.number > council.world.number for peer in peers)
+            if council.is_cut_off(self.now):
+                host.has_ranks = council.has_learned = False
+                council.phase = Phase.REGROUP
+            elif council.phase == Phase.RUNNING and (gone or {Phase.FAILED, Phase.LOST} & {*phases}):
+                council.phase = Phase.LOST if council.has_learned else Phase.FAILED
+            elif council.phase == Phase.RUNNING and all(phase == Phase.RUNNING for phase in phases):
+                council.has_learned = len(phases) == len(peers) or council.has_learned
+                council.step += 1
+                if council.host == council.world.hosts[0] and council.waiting(self.now):
+                    council.phase = Phase.REGROUP
+            elif council.phase == Phase.RUNNING and Phase.REGROUP in phases:
+                council.phase = Phase.REGROUP
+
     def until(self, is_so: Callable[[], bool], within_s: float) -> float:
         """Seconds until it is."""
         began = self.now
@@ -113,9 +143,10 @@ def all_run(net: Net) -> bool:
     return set(net.last().hosts) == set(net.hosts) and net.runs(net.last())
 
 
+@pytest.mark.parametrize("lives", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_one_world_of_each_number_whatever_happens(seed: int) -> None:
-    net = Net(seed, 2 + seed % 4)
+def test_one_world_of_each_number_whatever_happens(seed: int, lives: bool) -> None:
+    net = Net(seed, 2 + seed % 4, lives=lives)
     chance = net.random
     for _ in range(chance.randint(1, 60)):
         one, other = chance.sample(sorted(net.hosts), 2)
@@ -135,6 +166,7 @@ def test_one_world_of_each_number_whatever_happens(seed: int) -> None:
             case 8 if one in net.alive:
                 net.alive[one].phase = Phase.FAILED if net.alive[one].is_member else Phase.WAITING
                 net.alive[one].step += 1
+                net.alive[one].has_learned = net.hosts[one].has_ranks = False
             case _:
                 pass
         for _ in range(chance.choice([1, 3, 10, 40])):
@@ -156,8 +188,8 @@ def test_two_quorums_have_a_host_in_common(num_hosts: int) -> None:
     assert not world.is_quorum("xyz")
 
 
-def well(num_hosts: int) -> Net:
-    net = Net(1, num_hosts, lost=0.0)
+def well(num_hosts: int, *, lives: bool = False) -> Net:
+    net = Net(1, num_hosts, lost=0.0, lives=lives)
     net.until(lambda: all_run(net), 5)
     for _ in range(50):
         net.tick()
@@ -224,6 +256,36 @@ def test_a_rank_that_is_killed_begins_the_next_world_at_once() -> None:
     assert net.until(lambda: net.last().number == 1 and net.runs(net.last()), 5) < SILENT_S
     assert (net.last().hosts, net.last().failures) == (["a", "b", "c"], 1)
     assert net.last().why in ("a failed", "b failed", "c failed")  # whose word came first: the others fail with it
+
+
+@pytest.mark.parametrize("killed", "abc")
+def test_where_ranks_live_on_the_others_keep_what_they_have_learned(killed: str) -> None:
+    """Whoever lost its ranks keeps its vote, and is let in when it has others."""
+    net = well(3, lives=True)
+    net.alive[killed].phase, net.hosts[killed].has_ranks, net.alive[killed].has_learned = Phase.FAILED, False, False
+    left = [name for name in "abc" if name != killed]
+    assert net.until(lambda: net.last().hosts == left and net.runs(net.last()), 5) < SILENT_S
+    assert (net.last().others, net.last().is_fresh, net.last().why) == ([killed], False, f"{killed} failed")
+    net.until(lambda: all_run(net), 20)
+    assert (net.last().hosts, net.last().is_fresh, net.last().number) == ([*left, killed], False, 2)
+
+
+def test_a_host_that_starts_its_ranks_anew_has_a_say_when_another_goes() -> None:
+    net = well(3, lives=True)
+    net.random.random = lambda: 1.0  # type: ignore[method-assign]  # nobody's ranks are made ready
+    net.alive["b"].phase, net.hosts["b"].has_ranks, net.alive["b"].has_learned = Phase.FAILED, False, False
+    net.until(lambda: net.last().hosts == ["a", "c"] and net.runs(net.last()), 5)
+    net.hosts["a"].council = None
+    net.until(lambda: net.last().hosts == ["c"] and net.runs(net.last()), 10)
+    assert (net.last().others, net.last().is_fresh) == (["b"], False)
+
+
+def test_where_nobodys_ranks_are_left_all_begin_anew() -> None:
+    net = well(2, lives=True)
+    for name in "ab":
+        net.alive[name].phase, net.hosts[name].has_ranks, net.alive[name].has_learned = Phase.FAILED, False, False
+    net.until(lambda: all_run(net), 10)
+    assert (net.last().number, net.last().is_fresh) == (1, True)
 
 
 def test_what_fails_again_and_again_without_a_step_is_over() -> None:

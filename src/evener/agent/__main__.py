@@ -3,6 +3,9 @@ its host's ranks in it, sees how they end, and begins again.
 
     python -m evener.agent FILE       FILE holds an AgentSpec
 
+Where ranks live on (`AgentSpec.lives`), they stay from world to world, and this program tells them where the next one
+meets; a host that is in none starts its ranks all the same, so that they are ready to be let in.
+
 It needs no controller and no torch. Exit status 0: the run has ended as it should; 1: it failed too often;
 LEFT: it goes on without this host.
 """
@@ -22,18 +25,31 @@ import msgspec
 
 from evener.agent.council import Council, Kept, Phase, Statement
 from evener.agent.gossip import Gossip
-from evener.agent.ranks import Ranks, free_port
+from evener.agent.ranks import Ranks, free_port, meeting_of
 from evener.core.decoding import from_json
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.watch import Hang, Watch, sentence
-from evener.core.world import KEPT_FILE, KEPT_OUT_FILE, LEFT, REFUSED, REGROUP, WAITING_FILE, AgentSpec, World
+from evener.core.world import (
+    KEPT_FILE,
+    KEPT_OUT_FILE,
+    LEFT,
+    LOST,
+    REFUSED,
+    REGROUP,
+    WAITING_FILE,
+    AgentSpec,
+    Meeting,
+    World,
+)  # fmt: skip
 
 LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
 SAY_S = 0.2  # between statements, where nothing new is to be said
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
+# Until ranks that have ended are started again to be let in: longer each time, if they did not last.
+AGAIN_S, MOST_AGAIN_S, LASTING_S = 1.0, 60.0, 30.0
 TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's failed
 
 
@@ -51,7 +67,7 @@ class Agent:
         is_back = kept.life > 0
         kept = Kept(kept.world, kept.vote, kept.life + 1)
         join_by = time.monotonic() + (spec.silent_s if is_back else spec.join_s)
-        self._council = Council(spec.host, kept, silent_s=spec.silent_s, join_by=join_by)
+        self._council = Council(spec.host, kept, silent_s=spec.silent_s, join_by=join_by, lives=spec.lives)
         if is_back and self._council.is_member:
             self._council.phase, self._council.why = self._regroup(), "its agent was started again"
         self._gossip = Gossip(spec.key.encode(), self._hear)
@@ -60,6 +76,8 @@ class Agent:
         self._ranks: Ranks | None = None
         self._failures: list[dict[str, Any]] = []  # of the last world that failed here
         self._ended_at: float | None = None
+        self._are_in = False  # this host's ranks, or they were, in some world
+        self._again_at, self._again_s = 0.0, AGAIN_S
         self._watch = Watch({name: part.num_ranks for name, part in spec.hosts.items()})
         self._hang: Hang | None = None  # of this host's ranks
         self._hangs_since = self._look_at = 0.0
@@ -73,7 +91,7 @@ class Agent:
             said, said_at = None, 0.0
             while (status := self._look()) is None:
                 now = time.monotonic()
-                state = self._council.kept, self._council.phase, self._council.store
+                state = self._council.kept, self._council.phase, self._council.has_learned, self._council.store
                 if state != said or now - said_at >= SAY_S:
                     said, said_at = state, now
                     self._gossip.say(self._council.say(now), others)
@@ -99,7 +117,8 @@ class Agent:
                 f"evener: {council.world.why}: world {council.world.number} is {', '.join(council.world.hosts)}",
                 flush=True,
             )
-            self._end_ranks()
+            if council.world.is_fresh or (self._are_in and not council.is_member):
+                self._end_ranks()
             self._watch.only(council.world.hosts)
         if council.kept != self._kept:
             write_atomic(self._path, msgspec.json.encode(council.kept))  # before anybody hears of it
@@ -110,16 +129,21 @@ class Agent:
             if "EVENER_FAILURES" in os.environ:
                 os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
             return 1
-        if council.has_ended and council.phase in (Phase.WAITING, Phase.FAILED, Phase.REGROUP, Phase.LEAVING):
+        if council.has_ended and council.phase not in (Phase.RUNNING, Phase.REFUSED, Phase.DONE):
             council.phase = Phase.DONE  # all who took part had taken the last step by then
+            self._end_ranks()
         match council.phase:
-            case Phase.WAITING if self._regroup() == Phase.LEAVING:
+            case Phase.WAITING | Phase.READY if self._regroup() == Phase.LEAVING:
                 council.phase = Phase.LEAVING
             case Phase.LEAVING if not council.is_member and self._linger(now):
                 print(f"evener: this host has left the run: {self._kept_out.read_text()}", flush=True)
                 return LEFT
             case Phase.WAITING if council.is_member and not council.is_cut_off(now):
                 self._begin()
+            case Phase.WAITING | Phase.READY if self._spec.lives and not council.is_member:
+                self._be_ready(now)
+            case Phase.REGROUP | Phase.LOST | Phase.LEAVING if self._ranks is not None:
+                self._see(now)
             case Phase.RUNNING:
                 waiting = Path(self._spec.folder, WAITING_FILE)
                 waiting.touch() if council.waiting(now) else waiting.unlink(missing_ok=True)
@@ -140,9 +164,31 @@ class Agent:
         else:
             told = council.of(first)
             store = told.store if told else 0
-        if store:
-            self._ranks, self._failures = Ranks(spec, council.world, store), []
-            council.phase = Phase.RUNNING
+        if not store:
+            return
+        meeting = meeting_of(spec, council.world, store)
+        if self._ranks is not None:
+            self._ranks.meet(meeting)
+        elif council.world.is_fresh:
+            self._ranks, self._failures = Ranks(spec, meeting), []
+        else:  # they ended while it was decided
+            council.phase, council.why = Phase.FAILED, "its ranks have ended"
+            return
+        council.phase, self._are_in = Phase.RUNNING, True
+
+    def _be_ready(self, now: float) -> None:
+        """Have ranks that could be let in."""
+        council = self._council
+        if self._ranks is None:
+            if now >= self._again_at:
+                self._again_s = AGAIN_S if now > self._again_at + LASTING_S else min(2 * self._again_s, MOST_AGAIN_S)
+                self._again_at = now + self._again_s
+                self._ranks, self._failures = Ranks(self._spec, Meeting(world=council.world)), []
+        elif self._ranks.status() is not None:
+            self._end_ranks()
+            council.phase = Phase.WAITING
+        elif len(self._ranks.sayings()) == self._spec.hosts[self._spec.host].num_ranks:
+            council.phase = Phase.READY
 
     def _see(self, now: float) -> None:
         """How are the ranks?"""
@@ -153,8 +199,12 @@ class Agent:
                 print("evener: too few of the hosts are in reach: the ranks are ended until more are", flush=True)
                 self._end_ranks()
                 council.phase = self._regroup()
+            elif self._spec.lives:
+                self._hear_ranks()
             return
         failures = self._ranks.failures()
+        for one in failures if self._spec.lives else ():  # its launcher knows of no other host
+            one["rank"] += self._first_rank
         self._end_ranks()
         council.step = max(council.step, *RunDir(self._spec.folder).checkpoint_steps()[-1:], -1)
         codes = {one["exitcode"] for one in failures}
@@ -169,6 +219,20 @@ class Agent:
         if failures and council.phase in (Phase.FAILED, Phase.REFUSED):
             council.why = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
             self._failures = failures
+
+    def _hear_ranks(self) -> None:
+        """How far are they, and do they ask for another world?"""
+        assert self._ranks is not None
+        council, number = self._council, self._council.world.number
+        sayings = self._ranks.sayings().values()
+        there = [saying for saying in sayings if saying.world >= 0]
+        council.has_learned = len(there) == self._spec.hosts[self._spec.host].num_ranks
+        council.step = max([council.step, *(saying.step for saying in there)])
+        asks = {saying.asks for saying in there if saying.world == number} - {""}
+        if LOST in asks:
+            council.phase = Phase.LOST
+        elif asks:
+            council.phase = self._regroup()
 
     def _look_at_ranks(self, now: float) -> None:
         """Does one of this host's hold all the others up? It is told; if that lasts, all begin again."""
@@ -209,6 +273,7 @@ class Agent:
         if self._ranks is not None:
             self._ranks.end()
             self._ranks = self._hang = None
+        self._are_in = self._council.has_learned = False
 
     def _linger(self, now: float) -> bool:
         """Do the others know that the run has ended, or must they have heard it by now?"""

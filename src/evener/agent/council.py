@@ -11,6 +11,11 @@ is something that the others see in a state:
     a quorum of n has accepted in b         that is world n + 1
     somebody is in a later world            a quorum has decided so: it is believed
 
+Where ranks live on (`lives`), a world that follows another has those in it whose ranks are left, with what they have
+learned; the other hosts keep their vote while they start theirs anew, and are let in when these are ready and all have
+asked for it. Only where nobody's ranks are left all begin again with the newest checkpoint, as they always do where
+ranks do not live on.
+
 Two quorums of n have a host in common, so there is one world n + 1, however messages are lost, hosts cut off and agents
 killed in between; what a host has promised and accepted (`Kept`) it keeps on its disk before it says it. The side of a
 cut without a quorum decides nothing, and waits.
@@ -40,10 +45,12 @@ MAX_FAILURES = 6  # in a row, each before another step was saved: it would fail 
 class Phase(enum.StrEnum):
     """How a host is doing in its world."""
 
-    WAITING = "waiting"  # no ranks yet, or not a member
+    WAITING = "waiting"  # no ranks yet, or none in this world
+    READY = "ready"  # not in this world, and its ranks could be in the next
     RUNNING = "running"
     FAILED = "failed"  # its ranks ended otherwise than they should
-    REGROUP = "regroup"  # its ranks are to be started again in another world: they have left, or went with their agent
+    REGROUP = "regroup"  # its ranks are to be in another world: they ask for it, have left, or went with their agent
+    LOST = "lost"  # its ranks are there, and have lost somebody without whom they can't go on in this one
     REFUSED = "refused"  # its ranks were asked for what can't be: no other world would help
     DONE = "done"  # its ranks have ended as they should
     LEAVING = "leaving"  # REGROUP, but without this host
@@ -51,7 +58,8 @@ class Phase(enum.StrEnum):
 
 # What ends a world, in words.
 ENDED = {
-    Phase.FAILED: "failed", Phase.REFUSED: "refused", Phase.REGROUP: "asked for it", Phase.LEAVING: "leaves",
+    Phase.FAILED: "failed", Phase.REFUSED: "refused", Phase.REGROUP: "asked for it", Phase.LOST: "lost somebody",
+    Phase.LEAVING: "leaves",
 }  # fmt: skip
 
 
@@ -79,7 +87,8 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     kept: Kept
     hears: list[str]  # hosts that it has heard lately
     phase: Phase = Phase.WAITING
-    step: int = -1  # the last that was saved
+    has_learned: bool = False  # its ranks are there, and can go on in another world with what they know
+    step: int = -1  # the last that was saved, or that ranks which live on have taken
     store: int = 0  # the port of the world's store, by its first host
     why: str = ""  # it failed
     looks: dict[int, Look] = {}  # at its ranks, by their numbers; see core/watch.py
@@ -94,10 +103,14 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
 class Council:
     """One host's seat. `hear` what others say, then `look`; keep `kept` where that changed, and `say`."""
 
-    def __init__(self, host: str, kept: Kept, *, silent_s: float, join_by: float = 0.0) -> None:
-        """Who was not heard for `silent_s` is gone; but until `join_by` nobody is before all have been there once."""
-        self.host, self.kept = host, kept
+    def __init__(self, host: str, kept: Kept, *, silent_s: float, join_by: float = 0.0, lives: bool = False) -> None:
+        """Who was not heard for `silent_s` is gone; but until `join_by` nobody is before all have been there once.
+
+        `lives`: ranks go on from world to world.
+        """
+        self.host, self.kept, self._lives = host, kept, lives
         self.phase, self.step, self.store, self.why = Phase.WAITING, kept.world.step, 0, ""
+        self.has_learned = False
         self.looks, self.looked_at = dict[int, Look](), 0.0
         self._silent_s, self._join_by = silent_s, join_by
         self._heard: dict[str, tuple[Statement, float]] = {}
@@ -112,8 +125,13 @@ class Council:
         return self.kept.world
 
     @property
+    def has_vote(self) -> bool:
+        """Does this host say with others what follows it?"""
+        return self.host in self.world.voters
+
+    @property
     def is_member(self) -> bool:
-        """Is this host in it?"""
+        """Are its ranks in it?"""
         return self.host in self.world.hosts
 
     def hear(self, statement: Statement, now: float) -> None:
@@ -126,8 +144,8 @@ class Council:
         """This host's state."""
         self._count += 1
         return Statement(host=self.host, count=self._count, kept=self.kept, hears=sorted(self._hears(now)),
-                         phase=self.phase, step=self.step, store=self.store, why=self.why, looks=self.looks,
-                         looked_at=self.looked_at)  # fmt: skip
+                         phase=self.phase, has_learned=self.has_learned, step=self.step, store=self.store,
+                         why=self.why, looks=self.looks, looked_at=self.looked_at)  # fmt: skip
 
     def of(self, host: str) -> Statement | None:
         """The newest word of another host, where it is of the world that this one is in."""
@@ -136,11 +154,12 @@ class Council:
 
     def waiting(self, now: float) -> list[str]:
         """Hosts that could be members, and are not."""
-        return [host for host in self._able(now) if host not in self.world.hosts]
+        others = [host for host in self._able(now) if host not in self.world.hosts]
+        return [host for host in others if not self._lives or self._is_ready(host)]
 
     def is_cut_off(self, now: float) -> bool:
         """Is this one on the side that must wait?"""
-        return self.is_member and now >= self._awake_by and not self.world.is_quorum(self._there(now))
+        return self.has_vote and now >= self._awake_by and not self.world.is_quorum(self._there(now))
 
     @property
     def has_ended(self) -> bool:
@@ -154,9 +173,9 @@ class Council:
         was = self.world.number
         self._wake(now)
         self._learn()
-        if not set(self.world.hosts).difference(self._able(now)):
+        if not set(self.world.voters).difference(self._able(now)):
             self._join_by = self._awake_by = -math.inf  # all are there
-        if self.is_member and not self.world.is_over:
+        if self.has_vote and not self.world.is_over:
             for host, phase in self._phases().items():
                 if phase in ENDED:
                     self._ended.setdefault(host, now)
@@ -181,11 +200,12 @@ class Council:
     def _begin(self, world: World) -> None:
         self.kept = Kept(world, Vote(), self.kept.life)
         self.phase, self.store, self.why, self.looks = Phase.WAITING, 0, "", {}
+        self.has_learned &= not world.is_fresh and self.host in world.hosts
         self._ballot, self._raised_at, self._ended = NO_BALLOT, -math.inf, {}
 
     def _votes(self) -> Iterator[tuple[str, Vote]]:
         """Of those who decide what follows this world, as far as they are known."""
-        for host in self.world.hosts:
+        for host in self.world.voters:
             if host == self.host:
                 yield host, self.kept.vote
             elif (statement := self.of(host)) is not None:
@@ -240,9 +260,9 @@ class Council:
         return {host for host, (_, at) in self._heard.items() if now - at <= self._silent_s}
 
     def _there(self, now: float) -> list[str]:
-        """This host, and those that it hears and that hear it; members first, by rank."""
+        """This host, and those that it hears and that hear it; who has a vote first, of these members, by rank."""
         both = {host for host in self._hears(now) if self.host in self._heard[host][0].hears} | {self.host}
-        return [host for host in self.world.hosts if host in both] + sorted(both - set(self.world.hosts))
+        return [host for host in self.world.voters if host in both] + sorted(both - set(self.world.voters))
 
     def _able(self, now: float) -> list[str]:
         """Of them those that would take part and all hear each other; whoever comes first stays."""
@@ -256,9 +276,11 @@ class Council:
         """What this host hears, and who hears it, is known already."""
         return self.host in (one, other) or (one in self._heard[other][0].hears and other in self._heard[one][0].hears)
 
+    def _phase_of(self, host: str) -> Phase:
+        return self.phase if host == self.host else self._heard[host][0].phase
+
     def _leaves(self, host: str) -> bool:
-        phase = self.phase if host == self.host else self._heard[host][0].phase
-        return phase in (Phase.LEAVING, Phase.DONE)
+        return self._phase_of(host) in (Phase.LEAVING, Phase.DONE)
 
     def _phases(self) -> dict[str, Phase]:
         """Of the members, as far as they are known."""
@@ -271,7 +293,7 @@ class Council:
         if now < max(self._join_by, self._awake_by) or not world.is_quorum(there):
             return None
         phases = {host: phase for host, phase in self._phases().items() if host in there}
-        hosts = self._able(now)
+        able = hosts = self._able(now)
         lost = [host for host in world.hosts if host not in hosts and not (host in there and self._leaves(host))]
         ended = {host: phases[host] for host in self._ended if host in phases}  # the first to end comes first
         if Phase.DONE in phases.values() or not hosts or not (lost or ended):
@@ -279,12 +301,30 @@ class Council:
         sure_at = min(self._ended.values(), default=now) + SURE_S
         if not lost and any(self._heard[host][1] < sure_at for host in hosts if host != self.host):
             return None  # not heard since: whoever failed may have failed because that one is gone
+        left = [host for host in world.hosts if host in able and self._has_learned(host)]
+        if left:
+            asked = {host for host in ended if (phases[host] == Phase.REGROUP and host in left) or self._leaves(host)}
+            only_asked = not lost and asked == ended.keys()
+            if only_asked and len(asked) < len(world.hosts):
+                return None  # the others ask as soon as they have heard of it
+            hosts = left + (self.waiting(now) if only_asked else [])
         step = max(world.step, self.step, *(self._heard[host][0].step for host in hosts if host != self.host))
         has_failed = Phase.FAILED in ended.values() and not lost  # by themselves
         failures = 0 if step > world.step else world.failures
         failures += has_failed
         away = [f"{host} is out of reach" for host in lost]  # the others fail with it
-        why = ", ".join(away or [f"{host} {ENDED[phase]}" for host, phase in ended.items()][:1])
+        first = min(ended, key=lambda host: phases[host] == Phase.LOST, default="")  # they lost whoever failed
+        why = ", ".join(away) or f"{first} {ENDED[phases[first]]}"
         is_over = failures > MAX_FAILURES or Phase.REFUSED in ended.values()
-        return World(number=world.number + 1, hosts=world.hosts if is_over else hosts, why=why, step=step,
-                     failures=failures, is_over=is_over)  # fmt: skip
+        hosts = world.hosts if is_over else hosts
+        return World(number=world.number + 1, hosts=hosts, others=[host for host in able if host not in hosts],
+                     is_fresh=not left, why=why, step=step, failures=failures, is_over=is_over)  # fmt: skip
+
+    def _is_ready(self, host: str) -> bool:
+        told = self if host == self.host else self.of(host)
+        return told is not None and told.phase == Phase.READY
+
+    def _has_learned(self, host: str) -> bool:
+        """Are its ranks there, with all that was learned in this world?"""
+        told = self if host == self.host else self.of(host)
+        return told is not None and told.has_learned

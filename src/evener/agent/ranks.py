@@ -1,10 +1,15 @@
-"""How are this host's ranks started in a world, and ended? By `evener.worker.torchrun`, once for each world."""
+"""How are this host's ranks started in a world, and ended? By `evener.worker.torchrun`, once for each world.
+
+Where ranks live on it is once for all worlds that they are in; it then starts this host's alone, and they find the
+others' by themselves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,29 +23,45 @@ import psutil
 from evener.core.decoding import from_json
 from evener.core.files import write_atomic
 from evener.core.watch import Look
-from evener.core.world import PULSE_FOLDER, WORLD_FILE, AgentSpec, World
+from evener.core.world import PULSE_FOLDER, SAYINGS_FOLDER, WORLD_FILE, AgentSpec, Meeting, Saying, World
 
 END_S = 5.0  # for the kernel to take what was killed
 LETTERS = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DISK_SLEEP: "D"}
 
 
 class Ranks:
-    """The ranks of one world on this host."""
+    """The ranks of this host."""
 
-    def __init__(self, spec: AgentSpec, world: World, store: int) -> None:
+    def __init__(self, spec: AgentSpec, meeting: Meeting) -> None:
         read, write = os.pipe()
         os.set_blocking(read, False)
-        path = Path(spec.folder, WORLD_FILE)
-        write_atomic(path, msgspec.json.encode(world))
-        self._mark = str(path)
+        self._path, self._sayings = Path(spec.folder, WORLD_FILE), Path(spec.folder, SAYINGS_FOLDER)
+        self._mark = str(self._path)
+        shutil.rmtree(self._sayings, ignore_errors=True)
+        self._sayings.mkdir(parents=True)
+        self.meet(meeting)
         env = os.environ | {"EVENER_FAILURES": str(write), "EVENER_WORLD": self._mark}
+        if spec.lives:
+            env["EVENER_SAYINGS"] = str(self._sayings)
         try:
-            self._process = subprocess.Popen(argv(spec, world, store), env=env, pass_fds=[write])
+            self._process = subprocess.Popen(argv(spec, meeting), env=env, pass_fds=[write])
         finally:
             os.close(write)
         self._told = os.fdopen(read, "rb", buffering=0)
         self._pulse = Path(spec.folder, PULSE_FOLDER)
         self._local_ranks: dict[int, int] = {}  # by pid; asked once, for a process that hangs may not let it be read
+
+    def meet(self, meeting: Meeting) -> None:
+        """Tell them where they meet others from now on."""
+        write_atomic(self._path, msgspec.json.encode(meeting))
+
+    def sayings(self) -> dict[int, Saying]:
+        """What they say of themselves, by their numbers on this host."""
+        found = {}
+        for path in self._sayings.glob("[0-9]*"):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                found[int(path.name)] = from_json(path.read_bytes(), Saying)
+        return found
 
     def status(self) -> int | None:
         """Of torchrun, once it has ended."""
@@ -101,17 +122,27 @@ def _look(process: psutil.Process, pulse: Path) -> Look:
     return Look(pid=process.pid, state=state, cpu_s=cpu_s, where=told.get("where", ""), waits=told.get("waits", False))
 
 
-def argv(spec: AgentSpec, world: World, store: int) -> list[str]:
-    """The command of this host's launcher in a world whose store is on this port of the first host."""
-    place, first = spec.hosts[spec.host], spec.hosts[world.hosts[0]]
-    address = f"[{first.address}]" if ":" in first.address else first.address
+def meeting_of(spec: AgentSpec, world: World, store: int) -> Meeting:
+    """Of this host's ranks in a world whose store is on this port of the first host."""
+    nums = [spec.hosts[host].num_ranks for host in world.hosts]
+    return Meeting(world=world, address=spec.hosts[world.hosts[0]].address, port=store,
+                   first_rank=sum(nums[: world.hosts.index(spec.host)]), world_size=sum(nums))  # fmt: skip
+
+
+def argv(spec: AgentSpec, meeting: Meeting) -> list[str]:
+    """The command of this host's launcher. Where ranks live on, it knows of no other host."""
+    place, world = spec.hosts[spec.host], meeting.world
+    hosts, address, port = world.hosts, meeting.address, meeting.port
+    if spec.lives:
+        hosts, address, port = [spec.host], place.address, 0
+    address = f"[{address}]" if ":" in address else address
     return [
         sys.executable, "-P", "-m", "evener.worker.torchrun",
-        f"--nnodes={len(world.hosts)}",
+        f"--nnodes={len(hosts)}",
         f"--nproc-per-node={place.num_ranks}",
         "--rdzv-backend=evener",
-        f"--rdzv-endpoint={address}:{store}",
-        f"--rdzv-conf=rank={world.hosts.index(spec.host)}",
+        f"--rdzv-endpoint={address}:{port}",
+        f"--rdzv-conf=rank={hosts.index(spec.host)}",
         f"--rdzv-id={spec.run}-{world.number}",
         f"--local-addr={place.address}",
         "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",

@@ -13,7 +13,8 @@ from evener.core.files import write_atomic
 
 AGENT_FILE = "host/agent.json"  # an AgentSpec
 KEPT_FILE = "host/kept.json"  # what the agent must not forget
-WORLD_FILE = "host/world.json"  # of a run's folder on each host, as EVENER_WORLD tells the ranks
+WORLD_FILE = "host/world.json"  # a Meeting, in a run's folder on each host: EVENER_WORLD tells the ranks
+SAYINGS_FOLDER = "host/sayings"  # what each rank there says of itself, a Saying, by its number on the host
 PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.py
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
@@ -28,20 +29,49 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int  # 0, 1, 2 …: no number is given twice
     hosts: list[str]  # by rank; the first one has the store
+    others: list[str] = []  # that say what follows with them, and have no ranks in it
+    is_fresh: bool = True  # its ranks begin with the newest checkpoint; else they go on with what they have learned
     why: str = ""  # it follows the one before
-    step: int = -1  # the last that had been saved when it was decided
+    step: int = -1  # the last that had been saved when it was decided; where ranks live on, the last that was taken
     failures: int = 0  # that began a world, one after the other, and no other step was saved in between
     is_over: bool = False  # nothing follows: it has failed too often
 
+    @property
+    def voters(self) -> list[str]:
+        """Who says what follows; the first is the first that trains."""
+        return [*self.hosts, *self.others]
+
     def is_quorum(self, hosts: Iterable[str]) -> bool:
-        """May these decide what follows? No two sides of a cut can: more than half of the world's hosts, or half of
+        """May these decide what follows? No two sides of a cut can: more than half of the world's voters, or half of
         them with the first.
 
         >>> World(number=0, hosts=["a", "b"]).is_quorum(["a"]), World(number=0, hosts=["a", "b"]).is_quorum(["b", "c"])
         (True, False)
         """
-        there = set(self.hosts).intersection(hosts)
-        return 2 * len(there) > len(self.hosts) or (2 * len(there) == len(self.hosts) and self.hosts[0] in there)
+        there = set(self.voters).intersection(hosts)
+        return 2 * len(there) > len(self.voters) or (2 * len(there) == len(self.voters) and self.hosts[0] in there)
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a world find each other, as the agent of a host tells its ranks."""
+
+    world: World
+    address: str = ""  # of the world's store
+    port: int = 0
+    first_rank: int = 0  # the place in the world of this host's first one
+    world_size: int = 0
+
+
+class Saying(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank that lives from world to world tells its agent."""
+
+    pid: int
+    world: int = -1  # in which it has learned; -1: none yet, but it is ready to be let in
+    step: int = -1  # the last that it has taken
+    asks: str = ""  # for another world, and why: to let hosts in or out; or LOST, as it can't go on in this one
+
+
+LOST = "lost"
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,12 +93,22 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
     silent_s: float = 12.0  # after which a host that says nothing is gone
     join_s: float = 180.0  # that hosts wait for each other at the start: Python may come from a cold, slow disk
+    lives: bool = False  # ranks go on from world to world: whoever is lost, the others lose nothing
 
 
-def told_world() -> World | None:
-    """The world in which this process was started; None where nobody comes or goes."""
-    path = os.environ.get("EVENER_WORLD")
-    return None if path is None else from_json(Path(path).read_bytes(), World)
+def hosts_come_and_go() -> bool:
+    """In the run of this process?"""
+    return "EVENER_WORLD" in os.environ
+
+
+def ranks_live_on() -> bool:
+    """Does this process go on from world to world?"""
+    return "EVENER_SAYINGS" in os.environ
+
+
+def told_meeting() -> Meeting:
+    """The newest of this host, where hosts come and go."""
+    return from_json(Path(os.environ["EVENER_WORLD"]).read_bytes(), Meeting)
 
 
 def somebody_waits() -> bool:
