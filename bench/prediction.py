@@ -3,12 +3,12 @@
     python bench/prediction.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
-with the kernel's counters of each host's interface, without headers, read at the same place of two steps, or of two
-rounds where replicas agree every so many steps. The hosts are probed again at the end: where a rate changed by more
-than 15 % meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. At 100 Mbit/s the
-plan would do without a host: shares are told there. Needs Linux, root and an idle machine, on which not even a linter
-runs: a quarter of an hour for each of the eight labs. Rows go into bench/prediction.jsonl, and what is there is not
-measured again.
+with the kernel's counters of what each host sends to the others (not to who started the run: its records go home by
+ssh), without headers, read at the same place of two steps, or of two rounds where replicas agree every so many steps.
+The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
+not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
+Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go
+into bench/prediction.jsonl, and what is there is not measured again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from evener.core.plan import read_plan, read_prediction
 from evener.core.roster import parse_sync
 from evener.core.rundir import RunDir, code_hash
 from evener.core.step import PARTS
+from evener.lab.host import Host
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
 from evener.report.summary import summarize
 
 CPUS = {2: 0.9, 3: 0.6}  # of a host, so that all together leave the machine some air
+HEADERS = 20 + 32  # bytes of a packet: IPv4, TCP with time stamps
 RESULTS = Path(__file__).with_name("prediction.jsonl")
 SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8:streamed")
 ACCUMULATIONS = (1, 4)
@@ -64,6 +66,7 @@ def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int,
     fleet = folder / "fleet.toml"
     lab = Lab.up(LabSpec(name=f"grid{num_hosts}", hosts=hosts), out=fleet)
     try:
+        _begin_counting(lab)
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3")
         before = _probed(folder, fleet)
         rows = [one_run(lab, folder, fleet, rate, num_hosts, equal, accumulation, steps, sync)
@@ -122,6 +125,21 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
     }
 
 
+def _begin_counting(lab: Lab) -> None:
+    for host in lab.hosts:
+        peers = ", ".join(other.address for other in lab.hosts if other.name != host.name)
+        chain = f"chain sent {{\n  type filter hook output priority 0;\n  ip daddr {{ {peers} }} counter\n }}\n"
+        host.exec(["nft", "-f", "-"], stdin=f"table inet evener_count {{\n {chain}}}\n")
+
+
+def _payload(host: Host) -> int:
+    """Bytes that it sent to the others so far."""
+    told = json.loads(host.exec(["nft", "-j", "list", "table", "inet", "evener_count"]).stdout)
+    [counted] = [one["counter"] for rule in told["nftables"] for one in rule.get("rule", {}).get("expr", [])
+                 if "counter" in one]  # fmt: skip
+    return int(counted["bytes"] - HEADERS * counted["packets"])
+
+
 def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, float]:
     """Bytes that each host sent in a step: a step's record is written when the next one begins, while all compute."""
     hosts = read_plan(rundir).hosts
@@ -133,7 +151,7 @@ def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, 
         while not rank0.exists() or rank0.read_bytes().count(b"\n") <= step:
             assert time.monotonic() < deadline, f"step {step} does not come"
             time.sleep(0.01)
-        seen.append({name: lab.host(name).interface_counters().payload for name in names})
+        seen.append({name: _payload(lab.host(name)) for name in names})
     return {name: (seen[1][name] - seen[0][name]) / (steps[1] - steps[0]) for name in names}
 
 

@@ -14,8 +14,8 @@ from evener.core.hardware import parse_hardware
 from evener.core.prediction import Basis, Cluster, HostRates, Job, Option
 from evener.core.spec import RunSpec
 
-# How far off a step may be, by where the rate of its computing comes from. *Measured*: of the 64 runs that count in
-# bench/prediction.jsonl 63 were within 10 % where hosts and links were probed. The others are *assumptions*: what
+# How far off a step may be, by where the rate of its computing comes from. *Measured*: of the 80 runs that count in
+# bench/prediction.jsonl 77 were within 10 % where hosts and links were probed. The others are *assumptions*: what
 # people quote of their machines varies by a seventh with heat and load; from one model to another FLOPs alone carry a
 # rate to a quarter; and published models reach 0.3 to 0.6 of a GPU's matrix products where half is taken.
 SPREAD: dict[Basis, float] = {"measured": 0.10, "declared": 0.15, "derived": 0.25, "assumed": 0.40}
