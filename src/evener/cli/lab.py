@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evener.cli.chaos import chaos
 from evener.cli.drill import drill
 from evener.cli.help import App
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from evener.lab.lab import Lab
 
 app = App(help="Emulate hosts on this machine: each with its own network, hostname, processes, files and sshd.")
@@ -126,10 +124,11 @@ def exec_(
 ) -> None:
     """Run a program in a host, entering it directly. Its exit status is ours."""
     from evener.lab.host import Host
+    from evener.lab.lab import Lab
 
     if command[0] == "--name" and len(command) > 2:  # behind the host, where everything is the program's
         name, command = command[1], command[2:]
-    inside: Host = _find(name).host(host)
+    inside: Host = Lab.find(name).host(host)
     inside.check_alive()
     if command[0] == "--":
         del command[0]
@@ -143,7 +142,9 @@ def power_off(
     host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False
 ) -> None:
     """Pull a host's plug: its processes end, and the others hear nothing. Its home stays."""
-    lab = _find(name)
+    from evener.lab.lab import Lab
+
+    lab = Lab.find(name)
     lab.host(host).power_off()
     print(json.dumps({"off": host}) if as_json else f"{host} is off")
     if not as_json:
@@ -153,7 +154,9 @@ def power_off(
 @app.command(epilog="evener lab boot b")
 def boot(host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False) -> None:
     """Switch a host on again, and wait until it takes ssh logins: same addresses, home, host key, limits and rates."""
-    _find(name).host(host).boot()
+    from evener.lab.lab import Lab
+
+    Lab.find(name).host(host).boot()
     print(json.dumps({"booted": host}) if as_json else f"{host} takes logins")
 
 
@@ -166,15 +169,15 @@ def down(
     """End a lab and remove every trace of it: processes, networks, cgroups, files. Twice does no harm."""
     from evener.core.errors import UsageError
     from evener.lab import state
-    from evener.lab.lab import take_down
+    from evener.lab.lab import take_down, usual
 
     labs = state.lab_names()
     if every:
         names = labs
     elif name is not None:
         names = [name]
-    elif (usual := _usual(labs)) is not None or not labs:
-        names = [usual] if usual else []
+    elif (only := usual(labs)) is not None or not labs:
+        names = [only] if only else []
     else:
         raise UsageError(f"which lab? {', '.join(labs)}", hint="evener lab down --all ends them all")
     ended = [one for one in names if take_down(one)]
@@ -185,29 +188,7 @@ def down(
 
 
 app.command("drill", epilog="evener lab drill --list\nevener lab drill net.firewall")(drill)
-
-
-def _find(name: str | None) -> Lab:
-    """The lab of this name, or the only one."""
-    from evener.core.errors import UsageError
-    from evener.lab import state
-    from evener.lab.lab import Lab
-
-    if name is None:
-        labs = state.lab_names()
-        if not labs:
-            raise UsageError("no lab is up", hint="evener lab up")
-        name = _usual(labs)
-        if name is None:
-            raise UsageError(f"which lab? {', '.join(labs)}", hint=f"--name {shlex.quote(labs[0])}")
-    return Lab.find(name)
-
-
-def _usual(labs: Sequence[str]) -> str | None:
-    """The lab that is meant where none is named: the only one, else the one that `lab up` makes without a --name."""
-    from evener.lab.spec import LabSpec
-
-    return labs[0] if len(labs) == 1 else next((name for name in labs if name == LabSpec().name), None)
+app.command("chaos", epilog="evener lab chaos --list\nevener lab chaos --seed 1 --minutes 10")(chaos)
 
 
 def _describe(lab: Lab) -> dict[str, Any]:

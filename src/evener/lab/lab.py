@@ -8,7 +8,9 @@ with Lab.up(LabSpec(name="attic"), out=Path("lab.toml")) as lab:
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from evener.core.errors import UsageError
@@ -53,8 +55,15 @@ class Lab:
         return lab
 
     @classmethod
-    def find(cls, name: str) -> Lab:
-        """The lab of this name, which is up (or was, and has crashed)."""
+    def find(cls, name: str | None) -> Lab:
+        """The lab of this name, which is up (or was, and has crashed); None: the one that is meant."""
+        if name is None:
+            names = state.lab_names()
+            if not names:
+                raise UsageError("no lab is up", hint="evener lab up")
+            name = usual(names)
+            if name is None:
+                raise UsageError(f"which lab? {', '.join(names)}", hint=f"--name {shlex.quote(names[0])}")
         path = state.root() / name
         made = state.load(path)
         if made is None:
@@ -114,6 +123,11 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.down()
+
+
+def usual(names: Sequence[str]) -> str | None:
+    """The lab that is meant where none is named: the only one, else the one that `lab up` makes without a --name."""
+    return names[0] if len(names) == 1 else next((name for name in names if name == LabSpec().name), None)
 
 
 def take_down(name: str) -> bool:

@@ -1,0 +1,240 @@
+"""What does it cost a run to lose hosts and ranks? Emulated hosts, real ssh, faults by a seed; fp32.
+
+    python bench/chaos.py kills --data FOLDER [--times 100] [--seed 1]     a random rank is killed, at random moments
+    python bench/chaos.py power --data FOLDER [--times 20]                 a random host, the first among them
+    python bench/chaos.py lid --data FOLDER [--seconds 600]                all of a host is stopped, and goes on
+    python bench/chaos.py night --data FOLDER [--minutes 60] [--seed 1]    everything in `evener lab chaos --list`
+    python bench/chaos.py --table                                          what is there
+
+A pause is the longest time between the ends of two steps around a fault, less the run's typical step. Whoever was lost
+is back when a world has all hosts again; beside that stands how long `import torch` takes on a host just then. At the
+end every loss is compared with that of one process that nobody disturbs. Rows go into bench/chaos.jsonl. Needs Linux
+and root, and nothing else running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from evener.core.rundir import RunDir
+from evener.core.step import aligned, first_of
+from evener.lab.chaos import AGENT, FAULTS, RANK, ROWS, SUPERVISOR, perform, pids_of, schedule
+from evener.lab.lab import Lab
+from evener.lab.spec import HostSpec, LabSpec
+
+RESULTS = Path(__file__).with_name("chaos.jsonl")
+EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
+COMMON = {"batch": 12, "dtype": "fp32", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "threads": 1, "lr": 3e-4,
+          "min-lr": 3e-4, "warmup": 0, "compile": "off", "checkpoint-every": 20}  # fmt: skip
+WHOLE_S = 180.0  # until all hosts are in the world again
+AROUND_S = 30.0  # of a fault, in which the longest pause counts as its own
+
+
+class Night:
+    """A run on three hosts."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.options, self.run = folder, options, RunDir(folder / "run")
+        hosts = {name: HostSpec(rate="1Gbit", cpus=0.6) for name in "abc"}
+        self.lab = Lab.up(LabSpec(name="chaos", hosts=hosts), out=folder / "fleet.toml")
+        flags = COMMON | {"model": options.model, "data": options.data.absolute(), "steps": 10**6,
+                          "membership": options.membership, "shares": "equal"}  # fmt: skip
+        self.flags = [f"--{name}={value}" for name, value in flags.items()]
+        argv = [*EVENER, "train", "--fleet", str(folder / "fleet.toml"), "--out", "run", *self.flags]
+        with (folder / "told").open("wb") as told:
+            self.process = subprocess.Popen(argv, cwd=folder, stdout=told, stderr=told)
+        self.until(lambda: len(self.steps()) > 30, "it begins")
+
+    def steps(self) -> list[float]:
+        """When each of rank 1's that has come home ended, by the controller's clock: hosts of a lab share it."""
+        path = self.run.steps_path(1)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line)["ended"] for line in lines if line.endswith(b"\n")]
+
+    def worlds(self) -> list[dict[str, Any]]:
+        lines = {line for path in self.run.path.glob("hosts/*/events.jsonl")
+                 for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
+        found = {event["number"]: event for event in map(json.loads, lines) if event["event"] == "world"}
+        return [event for _, event in sorted(found.items())]
+
+    def until(self, is_so: Callable[[], bool], what: str, within_s: float = WHOLE_S) -> float:
+        began = time.monotonic()
+        while not is_so():
+            if self.process.poll() is not None or time.monotonic() - began > within_s:
+                raise SystemExit(f"{what}: not so\n{(self.folder / 'told').read_text()[-3000:]}")
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+    def is_later(self, since: int) -> bool:
+        return len(self.worlds()) > since
+
+    def is_whole(self, since: int) -> bool:
+        """Is there a later world than so many, with all hosts?"""
+        worlds = self.worlds()
+        return len(worlds) > since and len(worlds[-1]["hosts"]) == len(self.lab.hosts)
+
+    def end(self) -> dict[str, Any]:
+        """Stop it, and set its losses beside those of one process."""
+        subprocess.run([*EVENER, "stop", "run"], cwd=self.folder, check=True, capture_output=True, timeout=300)
+        self.process.wait(300)
+        manifest = self.run.manifest()
+        records = [first_of(one) for one in aligned({rank: self.run.records(rank) for rank in range(3)})]
+        argv = [sys.executable, "-m", "evener.worker", *self.flags, f"--steps={len(records)}", "--device=cpu",
+                f"--out={self.folder / 'alone'}"]  # fmt: skip
+        argv = [word for word in argv if not word.startswith(("--membership", "--shares"))]
+        subprocess.run(argv, check=True, capture_output=True)
+        alone = RunDir(self.folder / "alone").records(0)
+        told = [(one.loss, other.loss) for one, other in zip(records, alone, strict=True)]
+        off = [abs(mine / theirs - 1) for mine, theirs in told if mine is not None and theirs is not None]
+        taken: dict[int, set[int]] = {}
+        for rank in range(3):
+            for record in self.run.records(rank):
+                taken.setdefault(record.step, set()).add(record.epoch)
+        left = [pid for host in self.lab.hosts for what in (RANK, AGENT, SUPERVISOR) for pid in pids_of(host, what)]
+        return {
+            "steps": len(records), "verdict": manifest.verdict, "worst_loss_off": max(off),
+            "steps_without_loss": len(told) - len(off), "taken_again": sum(len(one) - 1 for one in taken.values()),
+            "replicas_agree": manifest.result.replicas_agree if manifest.result else None, "left": len(left),
+        }  # fmt: skip
+
+    def pauses(self, moments: list[float]) -> list[float]:
+        """Of each fault."""
+        ends = sorted(ended for rank in range(3) for ended in [one.ended for one in self.run.records(rank)])
+        typical = statistics.median(b - a for a, b in zip(ends, ends[3:], strict=False))
+        found = []
+        for moment in moments:
+            near = [b - a for a, b in itertools.pairwise(ends) if b > moment and a < moment + AROUND_S]
+            found.append(max(near, default=0.0) - typical)
+        return found
+
+
+def one_by_one(night: Night, do: Callable[[random.Random], tuple[str, Callable[[], None]]]) -> Iterator[dict[str, Any]]:
+    """Fault after fault, each when all hosts are there again and a random time later."""
+    chance = random.Random(night.options.seed)
+    for number in range(night.options.times):
+        time.sleep(chance.uniform(2.0, 6.0))
+        since, moment = len(night.worlds()), time.time()
+        host, mend = do(chance)
+        night.until(functools.partial(night.is_later, since), "the others go on")
+        mend()
+        night.until(functools.partial(night.is_whole, since), f"{host} is back")
+        print(f"{number + 1}: {host}, back after {time.time() - moment:.1f} s", flush=True)
+        yield {"host": host, "moment": moment, "back_s": time.time() - moment}
+
+
+def kills(night: Night) -> list[dict[str, Any]]:
+    def kill(chance: random.Random) -> tuple[str, Callable[[], None]]:
+        host = chance.choice(night.lab.hosts)
+        FAULTS["kill-rank"].begin(night.lab, host)
+        return host.name, lambda: None
+
+    return list(one_by_one(night, kill))
+
+
+def power(night: Night) -> list[dict[str, Any]]:
+    def off(chance: random.Random) -> tuple[str, Callable[[], None]]:
+        first = night.worlds()[-1]["hosts"][0]
+        name = first if night.options.first else chance.choice([one.name for one in night.lab.hosts])
+        night.lab.host(name).power_off()
+        return name, night.lab.host(name).boot
+
+    return list(one_by_one(night, off))
+
+
+def lid(night: Night) -> list[dict[str, Any]]:
+    host, moment, since = night.lab.host("c"), time.time(), len(night.worlds())
+    for pid in host.pids():
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(night.options.seconds)
+    opened = time.time()
+    for pid in host.pids():
+        os.kill(pid, signal.SIGCONT)
+    night.until(lambda: night.is_whole(since), "c is back")
+    return [{"host": "c", "moment": moment, "back_s": time.time() - opened}]
+
+
+def all_night(night: Night) -> list[dict[str, Any]]:
+    rows = []
+    for event, begins in perform(night.lab, schedule(night.options.seed, night.options.minutes, list("abc"), ROWS)):
+        if begins:
+            print(event, flush=True)
+            rows.append({"host": event.host, "fault": event.fault.name, "moment": time.time(),
+                         "lasts_s": event.lasts_s, "expected_pause_s": event.fault.pause_s})  # fmt: skip
+    night.until(lambda: night.is_whole(0), "all are there")
+    return rows
+
+
+KINDS = {"kills": kills, "power": power, "lid": lid, "night": all_night}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", choices=KINDS)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--membership", default="live")
+    parser.add_argument("--times", type=int, default=100)
+    parser.add_argument("--first", action="store_true", help="power: always of the first host")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.kind is not None:
+        if options.data is None:
+            parser.error("--data: which corpus?")
+        with tempfile.TemporaryDirectory(prefix="evener-chaos-") as folder:
+            measure(Path(folder), options)
+    print_table()
+
+
+def measure(folder: Path, options: argparse.Namespace) -> None:
+    night = Night(folder, options)
+    try:
+        faults = KINDS[options.kind](night)
+        imports = night.lab.hosts[0].exec([sys.executable, "-c", "import time; t = time.time(); import torch; "
+                                           "print(time.time() - t)"])  # fmt: skip
+        found = night.end()
+        for fault, pause in zip(faults, night.pauses([one["moment"] for one in faults]), strict=True):
+            fault["pause_s"] = pause
+        row = {"kind": options.kind, "model": options.model, "membership": options.membership, "seed": options.seed,
+               "date": time.strftime("%Y-%m-%d"), "import_s": float(imports.stdout), "faults": faults}  # fmt: skip
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(row | found) + "\n")
+    finally:
+        if night.process.poll() is None:
+            night.process.kill()
+        night.lab.down()
+
+
+def print_table() -> None:
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    print(
+        "| | faults | pause: median, 95 %, worst | back: median, 95 % | import torch | steps | taken again | loss off |"
+    )
+    print("|:--|--:|--:|--:|--:|--:|--:|--:|")
+    for row in rows:
+        pauses, backs = (sorted(one[what] for one in row["faults"] if what in one) for what in ("pause_s", "back_s"))
+        back = f"{statistics.median(backs):.1f}, {backs[int(0.95 * len(backs))]:.1f} s" if backs else ""
+        title = f"{row['kind']}, {row['membership']}, {row['model']}"
+        print(f"| {title} | {len(pauses)} | {statistics.median(pauses):.1f}, "
+              f"{pauses[int(0.95 * len(pauses))]:.1f}, {pauses[-1]:.1f} s | {back} | {row['import_s']:.1f} s | "
+              f"{row['steps']} | {row['taken_again']} | {row['worst_loss_off']:.1e} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What befalls a lab's hosts by chance: every fault does what its row says, and nothing of it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.core.errors import UsageError
+from evener.lab import cgroup
+from evener.lab.chaos import AGENT, FAULTS, RANK, ROWS, SUPERVISOR, find, perform, pids_of, schedule
+from evener.lab.host import Host
+from evener.lab.lab import Lab
+from evener.lab.spec import HostSpec
+from tests.lab.conftest import MakeLab, wait_until
+
+CALM_S = (0.0, 0.2)
+KEEPER = "import sys, time; time.sleep(1000)"  # a process, called as it is told
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_night_is_one_fault_after_the_other_and_over_in_time(seed: int) -> None:
+    events = schedule(seed, 60, ["a", "b", "c"], ROWS)
+    assert events == schedule(seed, 60, ["a", "b", "c"], ROWS)
+    assert len(events) > 20
+    for one, other in itertools.pairwise(events):
+        assert other.at_s >= one.at_s + one.lasts_s + 20
+    assert events[-1].at_s + events[-1].lasts_s + 20 <= 3600
+    assert all(event.lasts_s in (event.fault.lasts_s or (0.0,)) for event in events)
+
+
+def test_chance_forgets_no_fault_and_no_host() -> None:
+    events = [event for seed in range(20) for event in schedule(seed, 60, ["a", "b", "c"], ROWS)]
+    assert {event.fault.name for event in events} == set(FAULTS)
+    assert {event.host for event in events} == {"a", "b", "c"}
+    counts = [sum(event.fault is row for event in events) for row in ROWS]
+    mean = len(events) / len(ROWS)
+    assert all(abs(count - mean) < 5 * mean**0.5 for count in counts)  # five standard deviations
+
+
+def test_a_fault_that_nobody_knows() -> None:
+    with pytest.raises(UsageError, match="no fault is called powre: kill-rank, "):
+        find(["power", "powre"])
+
+
+@pytest.fixture(scope="module")
+def lab(make_lab: MakeLab) -> Lab:
+    return make_lab(a=HostSpec(rate="100Mbit", cpus=0.5), b=HostSpec(rate="100Mbit", cpus=0.5))
+
+
+def state_of(pid: int) -> str:
+    """As the kernel calls it; "" of one that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    return ""
+
+
+def hears(lab: Lab, name: str, other: str) -> bool:
+    """Does a host get an answer of another's sshd?"""
+    done = lab.host(name).exec(["ssh-keyscan", "-T1", lab.host(other).address], check=False)
+    return bool(done.stdout)
+
+
+def free_bytes(host: Host) -> int:
+    return int(host.exec(["sh", "-c", "df --output=avail -B1 ~/.evener | tail -1"]).stdout)
+
+
+def quota(lab: Lab, host: Host) -> int:
+    return int((cgroup.ROOT / "cpu" / cgroup.SUBTREE / lab.name / host.name / "cpu.cfs_quota_us").read_text())
+
+
+def is_broken(name: str, lab: Lab, host: Host, keepers: dict[str, int]) -> bool:
+    """Is the host as the fault says?"""
+    states = {program: state_of(pid) for program, pid in keepers.items()}
+    match name:
+        case "kill-rank" | "kill-agent" | "kill-supervisor":
+            program = {"kill-rank": RANK, "kill-agent": AGENT, "kill-supervisor": SUPERVISOR}[name]
+            return {one for one, state in states.items() if state in ("", "Z")} == {program}
+        case "stop-rank":
+            return (states[RANK], states[AGENT]) == ("T", "S")
+        case "lid":
+            return set(states.values()) == {"T"}
+        case "power":
+            return host.is_off()
+        case "cable":
+            return not hears(lab, "a", "b") and not hears(lab, "b", "a")
+        case "one-way":
+            return not hears(lab, "a", "b")
+        case "packets":
+            return "numgen random mod 50" in host.exec(["nft", "list", "ruleset"]).stdout
+        case "rate":
+            return host.spec.up_bps == 10_000_000
+        case "half-speed":
+            return quota(lab, host) == cgroup.PERIOD_US // 4
+        case "disk-full":
+            return free_bytes(host) == 0
+        case "read-only":
+            return host.exec(["sh", "-c", "touch ~/.evener/x"], check=False).returncode != 0
+    raise AssertionError(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_does_what_its_row_says_and_leaves_nothing(lab: Lab, name: str) -> None:
+    if name == "half-speed" and not (cgroup.ROOT / "cpu").exists():
+        pytest.skip("its quota lies elsewhere where cgroups are of version 2")
+    host = lab.host("b")
+    if name in ("disk-full", "read-only"):
+        host.exec(["sh", "-ec", "mkdir -p ~/.evener; mount -t tmpfs -o size=8M tmpfs ~/.evener"])
+    started = {program: host.popen([sys.executable, "-c", KEEPER, program]) for program in (RANK, AGENT, SUPERVISOR)}
+    try:
+        wait_until(lambda: all(pids_of(host, program) for program in started), "they run")
+        keepers = {program: pids_of(host, program)[-1] for program in started}
+        [event, *_] = schedule(1, 60, ["b"], find([name]), CALM_S)
+        for _, begins in perform(lab, [event.__class__(at_s=0.0, fault=event.fault, host="b", lasts_s=0.0)]):
+            if begins:
+                wait_until(lambda: is_broken(name, lab, host, keepers), f"{name} begins")
+        if not name.startswith("kill"):
+            wait_until(lambda: not is_broken(name, lab, host, keepers), f"{name} is over")
+        wait_until(lambda: hears(lab, "a", "b") and hears(lab, "b", "a"), "as before")
+    finally:
+        for one in started.values():
+            one.kill()
+            one.wait()
+        if name in ("disk-full", "read-only"):
+            host.exec(["sh", "-ec", "umount -l ~/.evener"])
