@@ -10,10 +10,10 @@ import pytest
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.plan import Plan, read_plan, write_plan
-from evener.core.roster import Roster, first_roster
+from evener.core.roster import Roster, Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec, parse_args
-from evener.launch.commands import Place, Project, script_plan, train_plan
+from evener.launch.commands import Place, Project, script_plan, train_plan, why_not_live
 
 
 def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True,
@@ -196,3 +196,18 @@ def test_a_plan_is_read_back(tmp_path: Any) -> None:
     write_plan(RunDir(tmp_path), plan)
     assert read_plan(RunDir(tmp_path)) == plan
     assert (tmp_path / "plan.json").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("sync", "device", "why"),
+    [
+        ("ddp", "cpu", ""),
+        ("packed+sparse", "cpu", ""),
+        ("int8", "cpu", "--sync int8 remembers what is lost with a rank; ways that live on: ddp, packed"),
+        ("diloco:10", "cpu", "--sync diloco:10 remembers what is lost with a rank; ways that live on: ddp, packed"),
+        ("ddp", "cuda:0", "ranks on GPUs begin anew: NCCL's communicators do not survive a member"),
+    ],
+)
+def test_only_what_remembers_nothing_lives_on(sync: str, device: str, why: str) -> None:
+    seats = [Seat(host=name, device=device) for name in "ab"]
+    assert why_not_live(first_roster(parse_args(["--batch", "4", "--sync", sync]), seats, 256)) == why

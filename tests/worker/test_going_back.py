@@ -19,7 +19,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
-from evener.core.world import LEFT, World
+from evener.core.world import LEFT, Meeting, World
 from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
 from evener.worker.membership.back import Regroup, going_back
@@ -155,6 +155,7 @@ class Seat0:
 
     rank = local_rank = 0
     is_in_world = keeps = True
+    world = World(number=3, hosts=["a", "b"])
 
     def __init__(self, other: list[dict[str, Any]]) -> None:
         self._other = other
@@ -175,8 +176,6 @@ class Seat0:
 def test_whichever_host_knows_of_it_all_come_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: list[int], there: list[int], expected: type[BaseException]
 ) -> None:
-    (tmp_path / "world.json").write_bytes(msgspec.json.encode(World(number=3, hosts=["a", "b"])))
-    monkeypatch.setenv("EVENER_WORLD", str(tmp_path / "world.json"))
     monkeypatch.setenv("EVENER_RUN", "r2")
     run = RunWriter(tmp_path)
     run.add_event("run.nonfinite", step=5, world=1, run="r1")  # before it was started anew
@@ -268,7 +267,8 @@ def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
 def test_a_program_of_ones_own_tells_the_agents_whether_another_world_would_help(
     tmp_path: Path, error: str, status: int
 ) -> None:
-    (tmp_path / "world.json").write_bytes(msgspec.json.encode(World(number=0, hosts=["a"])))
+    meeting = Meeting(world=World(number=0, hosts=["a"]))
+    (tmp_path / "world.json").write_bytes(msgspec.json.encode(meeting))
     imports = "from evener.core import errors; from evener.worker.mistakes import tell_in_words"
     program = f"{imports}; tell_in_words(); raise errors.{error}('no')"
     argv, env = [sys.executable, "-c", program], {"EVENER_WORLD": str(tmp_path / "world.json")}

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a
 # It lasts until there is a file, and tells what world it is in; its launcher's end is its own.
 RANK = """
 import json, os, pathlib, sys, time
-world = json.loads(pathlib.Path(os.environ["EVENER_WORLD"]).read_text())
+world = json.loads(pathlib.Path(os.environ["EVENER_WORLD"]).read_text())["world"]
 print("world", world["number"], "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
 go, launcher = pathlib.Path(sys.argv[1]), os.getppid()
 while not go.exists() and os.getppid() == launcher:
@@ -38,6 +38,8 @@ raise SystemExit(int(go.read_text() or 0) if go.exists() else 9)
 
 class Hosts:
     """A run's agents."""
+
+    LIVES = False
 
     def __init__(self, folder: Path, names: str, program: Callable[[Path], list[str]] | None = None) -> None:
         self.folder, self.port = folder, free_port()
@@ -52,7 +54,7 @@ class Hosts:
     def start(self, name: str) -> None:
         home = self.folder / name
         spec = AgentSpec(run="r1", host=name, hosts=self.parts, port=self.port, key="secret", folder=str(home),
-                         program=self._program(home), silent_s=8.0)  # fmt: skip
+                         program=self._program(home), silent_s=8.0, lives=self.LIVES)  # fmt: skip
         (home / "agent.json").write_bytes(msgspec.json.encode(spec))
         argv = [sys.executable, "-m", "evener.agent", str(home / "agent.json")]
         with (home / "log").open("ab") as log:
@@ -305,4 +307,49 @@ def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Pat
     assert last["failures"] == 0
     manifests = [RunDir(tmp_path / name).manifest() for name in "abc"]
     assert {manifest.verdict for manifest in manifests} == {"finished"}
+    assert all(manifest.result is not None and manifest.result.replicas_agree for manifest in manifests)
+
+
+class Living(Training):
+    """The same, of ranks that live on, for as long as it takes."""
+
+    LIVES = True
+    STEPS = 100_000
+
+    @classmethod
+    def flags(cls, corpus: Path) -> list[str]:
+        return [*super().flags(corpus), "--min-lr", "3e-4", "--warmup", "0"]
+
+
+def test_where_ranks_live_on_no_step_is_taken_twice(tmp_path: Path, corpus: Path) -> None:
+    """A rank is killed, and let in when there is another one in its place; then the first host loses its power."""
+    fleet = Living(tmp_path, corpus)
+    try:
+        fleet.until(lambda: fleet.saved("a") >= 20)
+        lasting = {one.pid for name in "ac" for one in fleet.ranks(name)}
+        next(one for one in fleet.ranks("b")).kill()
+        fleet.until(lambda: "world 2 is a, c, b" in (tmp_path / "c" / "log").read_text())
+        assert {one.pid for name in "ac" for one in fleet.ranks(name)} == lasting
+        before = fleet.saved("b")
+        fleet.until(lambda: fleet.saved("b") > before)
+        fleet.kill("a")
+        fleet.until(lambda: "world 3 is c, b" in (tmp_path / "c" / "log").read_text())
+        fleet.start("a")
+        fleet.until(lambda: "world 4 is c, b, a" in (tmp_path / "c" / "log").read_text())
+        saved = fleet.saved("a")
+        fleet.until(lambda: fleet.saved("a") > saved)
+        next(one for one in fleet.ranks("c")).terminate()  # it ends its step, and all save
+        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
+    finally:
+        for name, agent in fleet.agents.items():
+            if agent.poll() is None:
+                fleet.kill(name)
+    records = [record for rank, name in enumerate("abc") for record in RunDir(tmp_path / name).records(rank)]
+    losses = fleet.losses()
+    assert list(losses) == list(range(len(losses)))
+    assert len({(record.step, record.epoch) for record in records}) == len(losses)  # each in one world
+    undisturbed = alone(type("Alone", (Living,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
+    assert list(losses.values()) == pytest.approx(undisturbed, rel=1e-5)
+    manifests = [RunDir(tmp_path / name).manifest() for name in "abc"]
+    assert {manifest.verdict for manifest in manifests} == {"stopped"}
     assert all(manifest.result is not None and manifest.result.replicas_agree for manifest in manifests)

@@ -274,6 +274,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
             why=why,
         )
 
+    def of_one(self, member: Member) -> Roster:
+        """The Roster of one of these ranks, with all of the batch."""
+        return msgspec.structs.replace(self, members=[msgspec.structs.replace(member, share=self.batch)],
+                                       sync=NO_SYNC, backend="none", round_shares=[])  # fmt: skip
+
     def with_weights(self, weights: Sequence[float], from_step: int) -> Roster:
         """The next Roster: shares in proportion to the ranks' weights, all else as it is."""
         return self.with_shares(weighted_shares(self.batch, weights), from_step, why="the program weighs its ranks so")

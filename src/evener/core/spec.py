@@ -116,8 +116,8 @@ class MachineSpec(Section, frozen=True, kw_only=True):
         str, Meta(description="parts of a batch by rank: auto: by measured speed; equal; or such as 3:1, 0: none")
     ] = "auto"
     membership: Annotated[
-        Literal["fixed", "restart"],
-        Meta(description="fixed: a run that loses a host ends; restart: those that are left go on"),
+        Literal["fixed", "restart", "live"],
+        Meta(description="who loses a host: fixed: the run ends; restart: the others begin anew; live: they go on"),
     ] = "fixed"
     private: Annotated[
         bool, Meta(description="start only where a firewall keeps all but the run's hosts from its ports")

@@ -19,6 +19,8 @@ from evener.core.spec import MachineSpec, RunSpec, to_flags
 from evener.core.world import AGENT_FILE, AgentSpec, Part
 
 TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
+LIVE_SYNCS = ("ddp", "packed")  # they remember nothing from step to step
+LIVE_SILENT_S = 3.0  # nobody loses more than this by one who was only slow to answer, and comes back
 SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
 # What a person writes in front of torchrun and expects to reach the ranks. Interfaces and folders are a host's own.
@@ -85,7 +87,8 @@ def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, r
         env = _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
         host = _host_plan(run_id, places, counts, i, port, program, env)
         if key and len(places) > 1:
-            host = _under_agent(run_id, places, counts, host, port, program, key)
+            lives = spec.machine.membership == "live"
+            host = _under_agent(run_id, places, counts, host, port, program, key, lives=lives)
         hosts.append(alone(host, program) if place.is_here and counts == [1] else host)
     return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
                 spec=spec, hosts=hosts)  # fmt: skip
@@ -148,13 +151,23 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
 
 
 def _under_agent(run_id: str, places: Sequence[Place], counts: Sequence[int], host: HostPlan, port: int,
-                 program: list[str], key: str) -> HostPlan:  # fmt: skip
+                 program: list[str], key: str, *, lives: bool) -> HostPlan:  # fmt: skip
     """The same, where an agent that agrees with the other hosts' starts what would be started at once."""
     parts = {place.name: Part(address=place.address, num_ranks=num) for place, num in zip(places, counts, strict=True)}
     assert host.run is not None
-    agent = AgentSpec(run=run_id, host=host.name, hosts=parts, port=port, key=key, folder=host.run, program=program)
+    agent = AgentSpec(run=run_id, host=host.name, hosts=parts, port=port, key=key, folder=host.run, program=program,
+                      lives=lives, silent_s=LIVE_SILENT_S if lives else AgentSpec.silent_s)  # fmt: skip
     argv = [host.argv[0], "-P", "-m", "evener.agent", posixpath.join(host.run, AGENT_FILE)]
     return msgspec.structs.replace(host, argv=argv, agent=agent)
+
+
+def why_not_live(roster: Roster) -> str:
+    """Why ranks of this Roster can't live on when others are lost; "" where they can."""
+    if any(member.is_gpu for member in roster.members) or roster.backend == "nccl":
+        return "ranks on GPUs begin anew: NCCL's communicators do not survive a member"
+    if roster.sync.kind not in LIVE_SYNCS:
+        return f"--sync {roster.sync} remembers what is lost with a rank; ways that live on: {', '.join(LIVE_SYNCS)}"
+    return ""
 
 
 def alone(host: HostPlan, program: Sequence[str]) -> HostPlan:

@@ -41,7 +41,7 @@ from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
 from evener.launch import carry
 from evener.launch.carry import Carrier
-from evener.launch.commands import Place, Project, script_plan, train_plan
+from evener.launch.commands import Place, Project, script_plan, train_plan, why_not_live
 from evener.launch.failures import Failure, first_failure
 from evener.launch.mirror import (
     GONE,
@@ -157,7 +157,9 @@ def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, res
         if weights is not None:
             trees.append(pack({weights.name: weights}))
             init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
-    key = secrets.token_hex(16) if spec.machine.membership == "restart" else ""
+    key = secrets.token_hex(16) if spec.machine.membership != "fixed" else ""
+    if spec.machine.membership == "live" and (why := why_not_live(roster)):
+        raise UsageError(f"--membership live: {why}", hint="--membership restart")
     port = prepared.port
     plan = train_plan(prepared.id, prepared.places, port, spec, roster, data, init_from, resume=resume, key=key)
     return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees

@@ -19,7 +19,7 @@ from evener.core.errors import EvenerError
 from evener.core.plan import told_roster
 from evener.core.resolve import resolve
 from evener.core.spec import parse_args
-from evener.core.world import REGROUP, told_world
+from evener.core.world import REGROUP, hosts_come_and_go
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
 from evener.worker.membership.back import Regroup
@@ -36,7 +36,7 @@ def main() -> int:
         resolved = resolve(
             spec,
             resume=resume,
-            in_world=told_world() is not None,
+            in_world=hosts_come_and_go(),
             roster=told_roster(),
             ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )

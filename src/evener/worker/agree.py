@@ -26,7 +26,6 @@ from evener.core.roster import Roster, Seat, check_built, first_roster
 from evener.core.rundir import RunDir, code_hash
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
-from evener.core.world import told_world
 from evener.worker.arithmetic import has_bf16
 from evener.worker.group import Group
 from evener.worker.trained import Trained
@@ -63,7 +62,10 @@ def seated(group: Group, rundir: RunDir, machine: Machine, spec: RunSpec, resolv
         if resolved is None and spec.model.dtype == "auto":  # a program of the user's own computes as torch does
             spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="fp32"))
         return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
-    if (world := told_world()) is not None:
+    if not group.is_let_in:  # the others will say which; until then this rank is alone
+        member = next(one for one in roster.members if (one.host, one.device) == (seats[0].host, seats[0].device))
+        return roster.of_one(member)
+    if (world := group.world) is not None:
         epochs = [record.epoch for rank in rundir.recorded_ranks() for record in rundir.records(rank)[-1:]]
         epoch = max(int(text) for text in group.gather(str(max(epochs, default=-1) + 1).encode()))
         roster = roster.among(world.hosts, epoch, world.why)

@@ -29,7 +29,7 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
 from evener.core.version import __version__
-from evener.core.world import REFUSED, told_world
+from evener.core.world import REFUSED
 from evener.plan.penalty import Watch
 from evener.worker.group import Group
 
@@ -46,16 +46,7 @@ class Journal:
         """The run goes on with step `first`; a remark is for whoever reads of it."""
         group = self._group
         params_by_group = resolved.shape.params_by_group() if resolved else {"all": num_params}
-        on_gpu = group.device.type == "cuda"
-        facts = Rank(
-            rank=group.number,
-            host=self._machine.host,
-            device=torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
-            threads=torch.get_num_threads(),
-            pid=os.getpid(),
-        )
-        ranks = [from_json(text, Rank) for text in group.gather(msgspec.json.encode(facts))]
-        hosts = [from_json(text, Machine) for text in group.gather(msgspec.json.encode(self._machine))]
+        ranks, hosts = self._places()
         versions = {
             "evener": __version__, "torch": str(torch.__version__), "python": platform.python_version()
         }  # fmt: skip
@@ -74,7 +65,7 @@ class Journal:
             num_params=num_params,
             roster=roster,
             compiled=compiled,
-            hosts=list({host.host: host for host in hosts}.values()),
+            hosts=hosts,
             ranks=ranks,
         )
         if before is not None:
@@ -83,6 +74,8 @@ class Journal:
         self._watch = Watch(roster.sync, roster.world_size)
         if group.local_rank == 0:
             tell_launcher(self._dir)
+        if not group.is_let_in:
+            return
         if group.keeps:
             self._dir.write_manifest(self._manifest)
         if group.rank != 0:
@@ -92,8 +85,8 @@ class Journal:
                 if file.exists():
                     write_atomic(self._dir.path / file.name, file.read_bytes())
         self._dir.add_event("start", step=first, ranks=roster.world_size, sync=str(roster.sync))
-        if (world := told_world()) is not None:
-            self._dir.add_event("world", step=first, number=world.number, hosts=world.hosts, why=world.why)
+        if group.world is not None:
+            self._tell_world(first)
         groups = ", ".join(f"{name} {count(num)}" for name, num in params_by_group.items() if num)
         print(f"{count(self._manifest.num_params)} parameters: {groups}")
         through = "" if roster.backend == "none" else f"{roster.backend}, "
@@ -106,6 +99,37 @@ class Journal:
         if remark:
             self._dir.add_event("remark", what=remark)
             print(remark, flush=True)
+
+    def entered(self, roster: Roster, step: int, lost_s: float) -> None:
+        """Ranks that live on are in another world, with `step` under way or next; it cost them so long."""
+        assert self._manifest is not None
+        ranks, hosts = self._places()
+        self._manifest = msgspec.structs.replace(self._manifest, roster=roster, ranks=ranks, hosts=hosts)
+        self._watch = Watch(roster.sync, roster.world_size)
+        if self._group.keeps:
+            self._dir.write_manifest(self._manifest)
+        if self._group.rank == 0:
+            self._tell_world(step, lost_s=lost_s)
+
+    def _places(self) -> tuple[list[Rank], list[Machine]]:
+        """Where all ranks are."""
+        group = self._group
+        on_gpu = group.device.type == "cuda"
+        facts = Rank(
+            rank=group.number,
+            host=self._machine.host,
+            device=torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
+            threads=torch.get_num_threads(),
+            pid=os.getpid(),
+        )
+        ranks = [from_json(text, Rank) for text in group.gather(msgspec.json.encode(facts))]
+        hosts = [from_json(text, Machine) for text in group.gather(msgspec.json.encode(self._machine))]
+        return ranks, list({host.host: host for host in hosts}.values())
+
+    def _tell_world(self, step: int, **cost: float) -> None:
+        world = self._group.world
+        assert world is not None
+        self._dir.add_event("world", step=step, number=world.number, hosts=world.hosts, why=world.why, **cost)
 
     def heard(self, records: Sequence[StepRecord]) -> None:
         """All ranks have told of these steps."""
@@ -141,7 +165,7 @@ class Journal:
                 shares = shares_text(roster.mean_shares)
                 print(f"step {roster.from_step + 1}: shares {shares}: {roster.why}", flush=True)
 
-    def finish(self, verdict: str, step: int, *, last: StepRecord | None, val_loss: float | None, agree: bool | None,
+    def finish(self, verdict: str, step: int, last: StepRecord | None, val_loss: float | None, agree: bool | None,
                contention: Contention | None) -> None:  # fmt: skip
         """The run has ended as it should."""
         on_gpu = self._group.device.type == "cuda"

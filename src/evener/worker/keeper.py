@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,6 +45,21 @@ class Keeper:
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
         self._compared_step: int | None = None
         self._best: tuple[float, int] | None = None
+
+    @property
+    def saved(self) -> tuple[int | None, float | None, int | None]:
+        """(step of the last checkpoint, loss and step of the best one), as all ranks know them."""
+        return self._saved_step, *(self._best or (None, None))
+
+    @saved.setter
+    def saved(self, told: tuple[int | None, float | None, int | None]) -> None:
+        self._saved_step, loss, step = told
+        self._best = None if loss is None or step is None else (loss, step)
+
+    @property
+    def folder(self) -> Path:
+        """Of the run here."""
+        return self._dir.path
 
     def restore(self, resume: Checkpoint | None) -> None:
         """Become what a checkpoint holds, with this rank's random numbers as they were, or as they begin."""

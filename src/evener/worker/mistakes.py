@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from evener.core.errors import DataError, EvenerError, HopelessError, UsageError
-from evener.core.world import REFUSED, told_world
+from evener.core.world import REFUSED, hosts_come_and_go
 
 OURS = str(Path(__file__).parents[1])
 
@@ -26,7 +26,7 @@ def tell_in_words() -> None:
 def exit_status(error: EvenerError) -> int:
     """Of a rank that ends with it. Where hosts come and go, what is damaged on one host is no reason for all to end."""
     is_hopeless = isinstance(error, (UsageError, DataError, HopelessError))
-    return error.exit_status if told_world() is None else REFUSED if is_hopeless else 1
+    return error.exit_status if not hosts_come_and_go() else REFUSED if is_hopeless else 1
 
 
 def in_words(error: EvenerError) -> str:
@@ -42,5 +42,5 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
     theirs = list(itertools.takewhile(lambda frame: not frame.filename.startswith(OURS), traceback.extract_tb(trace)))
     if theirs:  # the line that called us: what lies below may be torch's
         print(f"at:    {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}", file=sys.stderr)
-    if told_world() is not None:
+    if hosts_come_and_go():
         raise SystemExit(exit_status(error))  # from the hook it is the program's

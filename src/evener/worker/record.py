@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.core.errors import NonFiniteError
+from evener.core.failure import is_consequence
 from evener.core.roster import Roster
 from evener.core.runwriter import RunWriter
 from evener.core.step import PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
@@ -122,6 +123,7 @@ class Draft(msgspec.Struct, kw_only=True):
     bytes: int
     lr: float
     loss_sum: OnHost  # over this rank's tokens
+    of_all: float | None = None  # over all ranks', where these have told it already
     grad_norm: OnHost | None
     mine_sq: OnHost | None = None  # squared norm of what this rank adds to the gradient, in steps that are sampled
     whole_sq: OnHost | None = None  # of the gradient
@@ -132,10 +134,10 @@ class Recorder:
     """Writes `steps/rank-R.jsonl`."""
 
     def __init__(self, rundir: RunWriter, rank: int, roster: Roster, clock: Clock, group: Any) -> None:
-        self._rank, self._world_size, self._clock, self._group = rank, roster.world_size, clock, group
-        self._rundir = rundir
+        self.clock, self._rundir = clock, rundir
+        self._enter(roster, rank, group)
         self._skips = roster.members[rank].dtype == "fp16"  # its scaler, steps whose gradients overflow
-        self._numbers = [member.rank for member in roster.members]
+        self._is_open = False  # a step has begun, and not ended
         path = rundir.steps_path(self._numbers[rank])
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
@@ -146,10 +148,33 @@ class Recorder:
         self.completed: list[StepRecord] = []  # the steps of which it was
         self.last: StepRecord | None = None
 
+    def _enter(self, roster: Roster, rank: int, group: Any) -> None:
+        self._rank, self._world_size, self._group = rank, roster.world_size, group
+        self._numbers = [member.rank for member in roster.members]
+
+    def enter(self, roster: Roster, rank: int, group: Any) -> None:
+        """The ranks are others from here on: news that were under way are lost, and are told again, or dropped."""
+        self._enter(roster, rank, group)
+        self._on_way.clear()
+        self.news = []
+
+    def drop(self) -> None:
+        """Others have heard the news of the steps that are still on their way, and the ranks are others now."""
+        while self._drafts:
+            draft = self._drafts.popleft()
+            loss = None if draft.of_all is None else draft.of_all / draft.global_tokens
+            self._write_line(draft, loss, exposed_and_wait=(None, None))
+
+    def waited(self) -> None:
+        """The time since the last lap, of a step that is under way, was waiting."""
+        if self._is_open:
+            self.lap("wait_s")
+
     def begin(self) -> None:
         """A step begins now."""
+        self._is_open = True
         self._wall, self._cpu = time.perf_counter(), time.process_time()  # first: no part of a step lies outside it
-        self._laps = Laps(self._clock)
+        self._laps = Laps(self.clock)
 
     def lap(self, part: str) -> None:
         """Charge the time since the last lap to a part of the step."""
@@ -161,9 +186,13 @@ class Recorder:
 
     def end(self, *, wish: float, weight: float = math.nan, **facts: Any) -> None:
         """The step ended when `pause` was called last; the news of it go out."""
-        self.news, self.completed = [], []
+        self.news, self.completed, self._is_open = [], [], False
         self._drafts.append(Draft(laps=self._laps, wall_s=self._wall_s, cpu_s=self._cpu_s, ended=time.time(), **facts))
-        self._tell(self._drafts[-1 - self._lag] if len(self._drafts) > self._lag else None, wish, weight)
+        try:
+            self._tell(self._drafts[-1 - self._lag] if len(self._drafts) > self._lag else None, wish, weight)
+        except RuntimeError as error:
+            if not is_consequence(error):
+                raise  # else it is told again when it is due, or fails there
 
     def hear(self) -> bool:
         """Read the news that are due, write the step they complete, and say whether all stop now."""
@@ -199,6 +228,8 @@ class Recorder:
 
     def _hear(self, left: int) -> bool:
         """Until only so many are on their way."""
+        if self._drafts and not self._on_way and not self._lag:
+            self._tell(self._drafts[-1])  # once more, to others
         while len(self._on_way) > left:
             _, gathered, work = self._on_way.popleft()
             if work is not None:
@@ -232,7 +263,8 @@ class Recorder:
     def _write(self, draft: Draft) -> None:
         told = {int(news.step) for news in self.news}
         assert told == {draft.step}, f"news of steps {told} beside rank {self._rank}'s step {draft.step}"
-        loss = sum(news.loss_sum for news in self.news) / draft.global_tokens
+        of_all = sum(news.loss_sum for news in self.news) if draft.of_all is None else draft.of_all
+        loss = of_all / draft.global_tokens
         noise = None
         if draft.whole_sq is not None:
             noise = noise_of([news.part_sq for news in self.news], float(draft.whole_sq), draft.global_tokens)

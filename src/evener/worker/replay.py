@@ -37,6 +37,7 @@ from evener.worker.clock import CudaClock, HostClock
 from evener.worker.data import TokenBlocks
 from evener.worker.group import Group
 from evener.worker.loop import build, learn
+from evener.worker.membership.fixed import Fixed
 from evener.worker.optim import adamw
 from evener.worker.record import Recorder
 from evener.worker.step import Engine, Step
@@ -92,7 +93,8 @@ class Replay:
                 rng.restore(rng.of_rank(folder / "rng.safetensors", 0), self.device)
         sync.wrap(self.model, uses_all=True)
         blocks = TokenBlocks(request.corpus, "train", request.shape.block_size, self.spec.train.sampling)
-        self.engine = Engine(self.spec, group, blocks, self.trained, sync, recorder, is_own=False, is_compiled=False)
+        self.engine = Engine(self.spec, group, blocks, self.trained, sync, recorder, Fixed(self.roster), is_own=False,
+                             is_compiled=False)  # fmt: skip
 
     def records(self) -> Iterator[StepRecord]:
         """Of its steps, each when it is known; the last has a loss that is not finite, if any has."""

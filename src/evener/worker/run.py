@@ -30,6 +30,7 @@ from evener.core.rundir import Checkpoint, Contention
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
+from evener.core.world import ranks_live_on
 from evener.worker.agree import agree, planned_cluster, seated
 from evener.worker.arithmetic import autocast, compile_module, compiles
 from evener.worker.clock import CudaClock, HostClock
@@ -40,7 +41,8 @@ from evener.worker.keeper import Keeper
 from evener.worker.membership import Membership
 from evener.worker.membership.back import Regroup, going_back
 from evener.worker.membership.fixed import Fixed
-from evener.worker.membership.worlds import leave_where_asked, newest_anywhere, wish
+from evener.worker.membership.live import Live
+from evener.worker.membership.worlds import newest_anywhere, wish
 from evener.worker.mistakes import tell_in_words
 from evener.worker.pulse import begin_pulse
 from evener.worker.record import STOP, Recorder
@@ -83,27 +85,54 @@ def _goes_on_from(rundir: RunWriter, group: Group, spec: RunSpec, resolved: Reso
                   resume: bool) -> Checkpoint | None:  # fmt: skip
     """The checkpoint with which this start begins; where hosts come and go, they find it together."""
     if group.is_in_world:
-        return newest_anywhere(rundir, group)
+        return newest_anywhere(rundir, group) if group.is_let_in else None
     begin = functools.partial(starting_point, rundir, spec, resume=resume)
     return resolved.resume if resolved else group.all_or_none(begin)
+
+
+def _take_up(who: Membership, engine: Engine, journal: Journal, index: int) -> None:
+    """The Roster of step `index`, where the news ask for another one."""
+    journal.heard(engine.recorder.completed)
+    was, news = who.roster, engine.recorder.news
+    if news and (roster := who.hear(news, index)) is not None:
+        if roster.sync != was.sync:
+            change_sync(engine.sync, roster, engine.group, engine.recorder.clock, engine.trained.module)
+        else:
+            check_batch_norm(engine.trained.module, roster)
+        journal.changed(roster, was)
+
+
+def _end(who: Membership, recorder: Recorder, keeper: Keeper, journal: Journal, verdict: str, step: int,
+         val_loss: float | None, contention: Contention | None) -> None:  # fmt: skip
+    """The run's last pieces."""
+    who.together(recorder.flush, instead=recorder.drop)
+    val_loss = None if who.together(keeper.conclude, step) else val_loss  # of the replicas, before they became one
+    agree = who.together(keeper.compare, step)
+    who.together(keeper.save, step, val_loss)
+    who.together(journal.finish, verdict, step, recorder.last, val_loss, agree, contention)
 
 
 class Run:
     """One rank of a run, as a training program sees it."""
 
+    rank = property(lambda self: self.group.rank, doc="This rank's place among those who take part, from 0.")
+    world_size = property(lambda self: self.group.world_size, doc="How many take part.")
+
     def __init__(self, spec: RunSpec, resolved: Resolved | None, resume: bool) -> None:
         self.spec, self._resolved = spec, resolved
         self.group = Group(spec.machine.device)
-        self.rank, self.world_size, self.device = self.group.rank, self.group.world_size, self.group.device
+        self.device = self.group.device
         machine = this_machine()
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
         self.dir = _directory(spec, self.group)
         self._journal = Journal(self.dir, self.group, machine)
         self._resume = _goes_on_from(self.dir, self.group, spec, resolved, resume)
         self.begins_at = self._resume.step if self._resume else 0  # the first step of this start
-        self._membership: Membership = Fixed(seated(self.group, self.dir, machine, spec, resolved))
+        roster = seated(self.group, self.dir, machine, spec, resolved)
+        self._membership: Membership = Live(roster, self.group) if ranks_live_on() else Fixed(roster)
         self.group.move_gradients_by(self.roster.backend, apart=self.roster.sync.streamed)
-        self._compiled = compiles(spec, resolved, self.roster, self.dir if self._resume else None)
+        goes_on = self._resume is not None or (not self.group.is_let_in and self.dir.is_run())
+        self._compiled = compiles(spec, resolved, self.roster, self.dir if goes_on else None)
         self._trained = Trained(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
         self._clock = CudaClock() if self.device.type == "cuda" else HostClock()
         self._recorder: Recorder | None = None
@@ -150,14 +179,17 @@ class Run:
         train, every, first = self.spec.train, self.spec.checkpoint, self.begins_at
         with going_back(self.dir, self.group):
             engine, keeper = self._begin(as_dataset(dataset, self.spec), first)
+            is_fresh, who = self.group.is_let_in, self._membership
+            first = who.begin(engine, keeper, self._journal, first)
             self._stopping.begin(train.max_s)
             for index in range(first, train.steps):
                 engine.recorder.begin()
-                if engine.recorder.hear():
-                    return self._finish(keeper, "stopped", index, None)
-                leave_where_asked(engine.recorder, keeper, index)
-                self._take_up(engine, index)
-                step = Step(engine, self.roster.at(index), index, is_first=index == first)
+                if index > first or is_fresh:  # the others have heard the news before they let this rank in
+                    if who.together(engine.recorder.hear, instead=engine.recorder.drop):
+                        return self._finish(keeper, "stopped", index, None)
+                    who.before_step(engine.recorder, keeper, index)
+                _take_up(who, engine, self._journal, index)
+                step = Step(engine, self.roster.at(index), index, is_first=index == first and is_fresh)
                 self._open = engine, keeper, step
                 yield step
                 self._open = None
@@ -165,13 +197,12 @@ class Run:
                 self._weight = math.nan
                 done = index + 1
                 if every.verify_every and done % every.verify_every == 0 and done < train.steps:
-                    keeper.compare(done)
+                    who.together(keeper.compare, done)
                 if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
-                    if engine.recorder.flush():
+                    if who.together(engine.recorder.flush, instead=engine.recorder.drop):
                         return self._finish(keeper, "stopped", done, step.val_loss)
-                    keeper.save(done, step.val_loss)
-                    if engine.recorder.regroups:
-                        raise Regroup
+                    who.together(keeper.save, done, step.val_loss)
+                    who.after_save(engine.recorder)
             return self._finish(keeper, "finished", train.steps, step.val_loss)
 
     @property
@@ -205,7 +236,7 @@ class Run:
 
     def mean(self, total: float, num: float) -> float:
         """Σ total / Σ num over ranks."""
-        totals = self.group.sum(total, num)
+        totals = self._membership.together(self.group.sum, total, num)
         return totals[0] / totals[1]
 
     def tell(self, text: str) -> None:
@@ -241,33 +272,24 @@ class Run:
         trained = self._trained
         trained.check()
         agree(self.group, self.dir, self.spec, self._resolved, self.roster, first, trained)
-        check_batch_norm(trained.module, self.roster)
+        if self.group.is_let_in:
+            check_batch_norm(trained.module, self.roster)
         # A compiled model is compiled again for every size; and it is one on all ranks, or on none.
         one_size = self.group.sum(float(self._compiled or bool(batch_norms(trained.module))), 0.0)[0] > 0
         remark = self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=one_size)
         sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
-        keeper.restore(self._resume)
+        if self.group.is_let_in:
+            keeper.restore(self._resume)
         sync.wrap(trained.module, uses_all=self._resolved is not None)
         keeper.restore_own(self._resume)
         self._journal.begin(self.spec, self._resolved, self.roster, trained.num_params, compiled=self._compiled,
                             first=first, resumes=self._resume is not None, remark=remark)  # fmt: skip
         # Not before the records that a resumed run makes again are gone from its file.
         self._recorder = recorder = Recorder(self.dir, self.rank, self.roster, self._clock, self.group.control)
-        return Engine(self.spec, self.group, data, trained, sync, recorder, self._resolved is None,
+        return Engine(self.spec, self.group, data, trained, sync, recorder, self._membership, self._resolved is None,
                       self._compiled), keeper  # fmt: skip
-
-    def _take_up(self, engine: Engine, index: int) -> None:
-        """The Roster of step `index`, where the news ask for another one."""
-        self._journal.heard(engine.recorder.completed)
-        was, news = self.roster, engine.recorder.news
-        if news and (roster := self._membership.hear(news, index)) is not None:
-            if roster.sync != was.sync:
-                change_sync(engine.sync, roster, self.group, self._clock, self.module)
-            else:
-                check_batch_norm(self.module, roster)
-            self._journal.changed(roster, was)
 
     def _leave(self, engine: Engine, keeper: Keeper, step: Step) -> None:
         """The program has left its loop by itself, on all ranks: what it has learned is saved."""
@@ -277,12 +299,7 @@ class Run:
 
     def _finish(self, keeper: Keeper, verdict: str, step: int, val_loss: float | None) -> None:
         assert self._recorder is not None
-        self._recorder.flush()
-        val_loss = None if keeper.conclude(step) else val_loss  # of the replicas, before they became one
-        agreed = keeper.compare(step)
-        keeper.save(step, val_loss)
-        self._journal.finish(verdict, step, last=self.last_record, val_loss=val_loss, agree=agreed,
-                             contention=self.contention)  # fmt: skip
+        _end(self._membership, self._recorder, keeper, self._journal, verdict, step, val_loss, self.contention)
 
     def _only_before_steps(self, what: str) -> None:
         if self._recorder is not None:

@@ -23,6 +23,7 @@ from evener.core.spec import RunSpec
 from evener.worker.buffers import MovingBuffers
 from evener.worker.datasets import Dataset, fingerprint
 from evener.worker.group import Group
+from evener.worker.membership import Membership
 from evener.worker.record import BLOCKED, OnHost, Recorder
 from evener.worker.rehearsal import Rehearsal
 from evener.worker.sync import Sync
@@ -39,6 +40,7 @@ class Engine:
     trained: Trained
     sync: Sync
     recorder: Recorder
+    membership: Membership
     is_own: bool  # the program's own data and loss, not evener's
     is_compiled: bool
     moved: set[str] = field(default_factory=set)  # buffers that forward changes
@@ -73,7 +75,7 @@ class Step:
     """One optimizer step of one rank."""
 
     def __init__(self, engine: Engine, roster: Roster, index: int, *, is_first: bool) -> None:
-        self._engine, self._roster, self._is_first = engine, roster, is_first
+        self._engine, self._is_first = engine, is_first
         train, every = engine.spec.train, engine.spec.eval.eval_every
         self.index = index
         self.val_loss: float | None = None
@@ -82,13 +84,7 @@ class Step:
         self._global_tokens = engine.dataset.num_tokens(self._samples)
         if not self._global_tokens > 0:
             raise UsageError(f"step {index}: num_tokens of its batch is {self._global_tokens}: expected more than 0")
-        sizes, start = self.member.micro_batches, roster.first_sequence(engine.group.rank)
-        mine = self._samples[start : start + self.member.share]
-        self._parts = np.split(mine, np.cumsum(sizes)[:-1]) if sizes else []
-        self._tokens = float(sum(engine.dataset.num_tokens(part) for part in self._parts))
-        drifts = engine.sync.replica == "drifting"
-        self._divisor = (self._tokens or 1.0) if drifts else self._global_tokens
-        self._learns = self._tokens > 0 or not drifts  # one that drifts has no gradients but its own
+        self._divide(roster)
         self._is_last_step = index + 1 == train.steps
         self._updated: set[int] = set()  # ids of optimizers
         self._is_over = False  # what is due after it has been done
@@ -98,9 +94,21 @@ class Step:
         self._held: Held | None = None
         self._has_backward = False
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.group.device)
+        self._of_all: float | None = None  # the sum of all ranks' losses, where these have told it already
         self._losses: list[Tensor] | None = None  # of each backward, while it is rehearsed
         self._grad_norm: Tensor | None = None
         self._lr = 0.0
+
+    def _divide(self, roster: Roster) -> None:
+        """Take this rank's share of the batch."""
+        self._roster, engine = roster, self._engine
+        sizes, start = self.member.micro_batches, roster.first_sequence(engine.group.rank)
+        mine = self._samples[start : start + self.member.share]
+        self._parts = np.split(mine, np.cumsum(sizes)[:-1]) if sizes else []
+        self._tokens = float(sum(engine.dataset.num_tokens(part) for part in self._parts))
+        drifts = engine.sync.replica == "drifting"
+        self._divisor = (self._tokens or 1.0) if drifts else self._global_tokens
+        self._learns = self._tokens > 0 or not drifts  # one that drifts has no gradients but its own
 
     @property
     def member(self) -> Member:
@@ -122,7 +130,25 @@ class Step:
         if self._is_first:
             yield from self._rehearse()
         self._num_passes += 1
-        yield from self._run(self._parts)
+        if not self._engine.membership.lives:
+            yield from self._run(self._parts)
+            return
+        before = self._loss_sum.clone()
+        while True:
+            try:
+                yield from self._run(self._parts)
+                of_all = self._engine.membership.agree(float(self._loss_sum - before))
+                break
+            except RuntimeError as error:
+                self._held = None
+                if self._engine.membership.is_behind(error):
+                    of_all = self._engine.membership.result
+                    break
+                self._loss_sum = before.clone()
+                self._divide(self._engine.membership.roster.at(self.index))
+                self._engine.trained.zero_grad()
+        self._of_all = of_all + (self._of_all or 0.0)
+        self._engine.recorder.lap(BLOCKED)
 
     def backward(self, loss: Tensor, tokens: float | None = None) -> None:
         """Backward of a *sum* of losses, divided by what the losses of the global batch are weighed by; of a replica
@@ -209,6 +235,7 @@ class Step:
             bytes=num_bytes,
             lr=self._lr,
             loss_sum=OnHost(self._loss_sum),
+            of_all=self._of_all,
             grad_norm=OnHost.of(self._grad_norm),
             mine_sq=OnHost.of(samples.mine_sq),
             whole_sq=OnHost.of(samples.whole_sq),
@@ -228,6 +255,8 @@ class Step:
         engine = self._engine
         moving = MovingBuffers(engine.trained.module, sorted(engine.moved))
         for i, part in enumerate(parts):
+            if engine.membership.is_lost:
+                raise RuntimeError("remote process exit: another world has begun")
             batch = engine.dataset.load(part, engine.group.device)
             engine.recorder.lap("data_s")
             self._in_micro_batch, self._is_last = True, i + 1 == len(parts)

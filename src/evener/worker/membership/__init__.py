@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster
 from evener.core.spec import RunSpec
-from evener.worker.record import News
+from evener.worker.group import Group
+from evener.worker.journal import Journal
+from evener.worker.keeper import Keeper
+from evener.worker.record import News, Recorder
+from evener.worker.sync import Sync
+from evener.worker.trained import Trained
+
+T = TypeVar("T")
+
+
+class Learner(Protocol):
+    """A rank, as far as a change of its world has to do with it."""
+
+    spec: RunSpec
+    group: Group
+    trained: Trained
+    sync: Sync
+    recorder: Recorder
+    moved: set[str]  # buffers that forward changes
 
 
 class Membership(Protocol):
     """The Roster in force. All ranks hold the same one at the same step, because all derive it from the same News."""
 
     roster: Roster
+    lives: bool  # ranks go on from world to world: a piece that could not be done is done again
+    result: Any  # of the last piece
+    is_lost: bool  # there is another world already: what is under way is for nothing
+
+    def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
+        """Everything is given; the step to begin with. Where others train already, once they let this rank in."""
+
+    def together(self, do: Callable[..., T], *args: Any, instead: Callable[[], Any] = lambda: None) -> T:
+        """A piece: what all ranks do at this point, and its result, which JSON can hold.
+
+        `instead`: it is not done, for others have it behind them; their result is everybody's.
+        """
+
+    def agree(self, loss_sum: float) -> float:
+        """All have the sums of a pass, and nobody goes on before that: the sum of their losses. A piece."""
+
+    def is_behind(self, error: RuntimeError) -> bool:
+        """A piece could not be done: after this the rank is in another world, with another Roster. Have others done it?
+        Then so has this one. Raises the error, where it is of another kind.
+        """
+
+    def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
+        """All that came before `step` is done: hosts may leave here, or be let in."""
+
+    def after_save(self, recorder: Recorder) -> None:
+        """A checkpoint is there: hosts may be let in."""
 
     def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
         """What the spec leaves open follows what is measured: shares the ranks' speed, the way to agree the link.

@@ -28,7 +28,7 @@ from evener.core.decoding import from_json
 from evener.core.errors import DivergedError, HopelessError, NonFiniteError
 from evener.core.machine import this_machine
 from evener.core.runwriter import RunWriter
-from evener.core.world import REGROUP, keep_out, told_world
+from evener.core.world import REGROUP, keep_out
 from evener.worker.group import Group
 
 
@@ -105,7 +105,7 @@ def _known(rundir: RunWriter, group: Group, kind: str) -> list[dict[str, Any]]:
 
 def _tell(rundir: RunWriter, group: Group, kind: str, **facts: Any) -> None:
     """An event that every host has, with the same time: where they come together it is one."""
-    world, at = told_world(), group.gather(str(time.time()).encode())[0]
+    at, world = group.gather(str(time.time()).encode())[0], group.world
     assert world is not None
     if group.keeps:
         rundir.add_event(kind, run=_start(), world=world.number, **facts | {"time": float(at)})

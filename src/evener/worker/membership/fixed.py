@@ -5,7 +5,8 @@ weights, and with --sync auto their way to agree follows the link.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from evener.core.errors import RunError
 from evener.core.prediction import Cluster, Job
@@ -15,11 +16,20 @@ from evener.core.spec import RunSpec
 from evener.plan.options import BUCKETED
 from evener.plan.rebalance import Balancer
 from evener.plan.rechoose import Chooser
-from evener.worker.record import News
+from evener.worker.journal import Journal
+from evener.worker.keeper import Keeper
+from evener.worker.membership import Learner
+from evener.worker.membership.back import Regroup
+from evener.worker.record import News, Recorder
+
+T = TypeVar("T")
 
 
 class Fixed:
-    """A run that loses a rank ends: whoever started it hears which, and can resume it."""
+    """Ranks that lose one end: whoever started them hears which, and they begin again, or somebody resumes the run."""
+
+    lives = is_lost = False
+    result: Any = None
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -27,6 +37,29 @@ class Fixed:
         self._balancer: Balancer | None = None
         self._whole: int | None = None
         self._chooser: Chooser | None = None
+
+    def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
+        return first
+
+    def together(self, do: Callable[..., T], *args: Any, instead: Callable[[], Any] = lambda: None) -> T:
+        return do(*args)
+
+    def agree(self, loss_sum: float) -> float:
+        raise NotImplementedError
+
+    def is_behind(self, error: RuntimeError) -> bool:
+        raise error
+
+    def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
+        """Where a host is to leave, all save what they have learned, and go to another world."""
+        if recorder.leaves:
+            recorder.flush()
+            keeper.save(step, None)
+            raise Regroup
+
+    def after_save(self, recorder: Recorder) -> None:
+        if recorder.regroups:
+            raise Regroup
 
     def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
         remark = ""

@@ -21,8 +21,6 @@ from evener.core.runwriter import RunWriter
 from evener.core.world import is_kept_out, somebody_waits
 from evener.worker import record
 from evener.worker.group import Group
-from evener.worker.keeper import Keeper
-from evener.worker.membership.back import Regroup
 from evener.worker.own import forget_after
 
 CHUNK_BYTES = 1 << 24
@@ -33,14 +31,6 @@ def wish(group: Group) -> float:
     if group.is_in_world and group.local_rank == 0 and is_kept_out():
         return record.LEAVE
     return record.REGROUP if group.is_in_world and group.rank == 0 and somebody_waits() else 0.0
-
-
-def leave_where_asked(recorder: record.Recorder, keeper: Keeper, step: int) -> None:
-    """Where a host is to leave, all save what they have learned, and go to another world."""
-    if recorder.leaves:
-        recorder.flush()
-        keeper.save(step, None)
-        raise Regroup
 
 
 def newest_anywhere(rundir: RunWriter, group: Group) -> Checkpoint | None:

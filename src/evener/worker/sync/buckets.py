@@ -45,6 +45,9 @@ class Reduction(Protocol):
     def finish(self) -> None:
         """Return when every bucket that was started holds its sum."""
 
+    def abandon(self) -> None:
+        """What is under way has failed: return when nothing is any more."""
+
     def take_bytes(self) -> int:
         """Bytes that this rank sent since the last call."""
 
@@ -95,12 +98,21 @@ class Buckets:
         return self._reduction.traits.rounds_by_model
 
     def change(self, reduction: Reduction, bucket_bytes: int | None) -> None:
-        """Sums come about in another way from the next step on; what the one before has not sent goes out first."""
+        """Sums come about in another way, or among others, from here on; what has not been sent yet goes out first."""
+        self._is_rehearsal = False
         self._left += self._reduction.left_over()
         self._reduction = reduction
         self._bucket_MiB = None if bucket_bytes is None else bucket_bytes >> 20
         self._make(all_have_rank_0s_weights=True)
         self._settles_next = self._uses_all
+
+    def abandon(self) -> None:
+        """What is under way has failed: return when nothing is any more."""
+        self._reduction.abandon()
+        self._ddp._remove_autograd_hooks()
+        self._buffers.clear()
+        self._mine_sq.clear()
+        self._done.clear()
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         self._module, self._all, self._uses_all = module, list(module.parameters()), uses_all

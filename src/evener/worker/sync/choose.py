@@ -55,7 +55,7 @@ def _check(roster: Roster, module: nn.Module) -> None:
 
 
 def _reduction(sync: SyncSpec, group: Group, clock: Clock, module: nn.Module) -> Reduction:
-    if sync.kind == "ddp" and not sync.sparse:
+    if group.world_size == 1 or (sync.kind == "ddp" and not sync.sparse):
         return AllReduce(group, clock)
     return Lane(group, clock, _exchange(sync, group), tables_of(module) if sync.sparse else frozenset())
 

@@ -42,6 +42,9 @@ class AllReduce:
     def finish(self) -> None:
         pass  # the reducer has waited for what `start` gave it
 
+    def abandon(self) -> None:
+        pass  # Gloo's own threads see to it
+
     def take_bytes(self) -> int:
         taken, self._bytes = self._bytes, 0
         return taken

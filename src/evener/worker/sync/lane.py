@@ -10,7 +10,7 @@ ranks. Meanwhile backward goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -138,6 +138,10 @@ class Lane:
         going, self._going = self._going, []
         self._jobs.wait(going)
         self._num_buckets, self._num_sampled = max(1, len(going)), self._num_sampled + self._samples
+
+    def abandon(self) -> None:
+        going, self._going = self._going, []
+        wait(going)
 
     def take_bytes(self) -> int:
         taken, self._bytes = self._bytes, 0

@@ -1,0 +1,235 @@
+"""Who takes part where ranks live on? Whoever is left: what was under way is done again without those who are gone.
+
+All that ranks do together is a piece: the gradients of a pass, the news of a step, a comparison, a checkpoint. Whoever
+has done a piece to its end knows that all had begun it. So when the world is lost in the middle of one, and those who
+are left meet in the next world, they are at the same piece or one apart, and what each has done says how all go on:
+
+    nobody has the piece behind it        all do it again; a pass with other shares of the same batch
+    somebody has                          the others have all of it that is theirs: they take over its result, and go on
+
+For the gradients that holds because a pass ends with each rank telling that it has all sums; until all have told it
+nobody updates. Losses travel with that word, so that no step's is lost with the rank that computed it.
+
+Hosts are let in between two steps, when all ask for it. Whoever comes takes over weights, optimizers and states of one
+who is there, from its memory (`heal.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from evener.core.decoding import from_json
+from evener.core.errors import RunError
+from evener.core.failure import is_consequence
+from evener.core.machine import this_machine
+from evener.core.plan import told_roster
+from evener.core.prediction import Cluster
+from evener.core.resolve import Resolved
+from evener.core.roster import Roster
+from evener.core.spec import RunSpec
+from evener.core.world import LOST, Meeting, Saying, told_meeting
+from evener.worker.group import Group
+from evener.worker.journal import Journal
+from evener.worker.keeper import Keeper
+from evener.worker.membership import Learner
+from evener.worker.membership.back import Regroup
+from evener.worker.membership.fixed import Fixed
+from evener.worker.membership.heal import heal
+from evener.worker.record import Recorder
+from evener.worker.sync.buckets import Buckets
+from evener.worker.sync.choose import change_sync
+
+LOOK_S = 0.05  # between looks for another world
+ASKS = "hosts come or go"
+T = TypeVar("T")
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a rank is that has learned."""
+
+    done: int  # pieces
+    result: Any  # of the last
+    step: int  # that comes next, or is under way
+    epoch: int  # of its Roster
+    asks: bool  # it is between two steps, and has asked for another world
+
+
+class Live(Fixed):
+    """One rank's part in it."""
+
+    lives = True
+
+    def __init__(self, roster: Roster, group: Group) -> None:
+        self._group, self._full = group, told_roster()
+        super().__init__(self._kept(roster))
+        self._done, self.result, self._step = 0, None, -1
+        self._has_learned = self.is_lost = False
+        self._host, self._lock = this_machine().host, threading.Lock()
+        self._path = Path(os.environ["EVENER_SAYINGS"], str(group.local_rank))
+
+    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
+        self._follow = (spec, resolved, None), one_size  # ways that lose nothing are not chosen anew
+        return super().follow(*self._follow[0], one_size=one_size)
+
+    def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
+        self._learner, self._keeper, self._journal, self._step = learner, keeper, journal, first
+        threading.Thread(target=self._watch, daemon=True, name="worlds").start()
+        if not self._group.is_let_in:
+            self._meet("")
+        return self._step
+
+    def together(self, do: Callable[..., T], *args: Any, instead: Callable[[], Any] = lambda: None) -> T:
+        while True:
+            try:
+                result: T = do(*args)
+                break
+            except RuntimeError as error:
+                if self.is_behind(error):
+                    instead()
+                    theirs: T = self.result
+                    return theirs
+        self.have_done(result)
+        return result
+
+    def have_done(self, result: Any) -> None:
+        """A piece, with what came of it."""
+        self._done, self.result = self._done + 1, result
+
+    def is_behind(self, error: RuntimeError) -> bool:
+        """A piece could not be done: after this the rank is in another world. Have others done it? Then so has this
+        one. The error, where it is of another kind.
+        """
+        if not self._has_learned or not is_consequence(error):
+            raise error
+        return self._meet(LOST)
+
+    def agree(self, loss_sum: float) -> float:
+        """All have the sums of a pass, and nobody goes on before that: the sum of their losses."""
+        mine, group = torch.tensor([[loss_sum]], dtype=torch.float64), self._group
+        told = torch.empty(group.world_size, 1, dtype=torch.float64)
+        dist.all_gather_single(told, mine, group=group.control)
+        total = float(told.sum())
+        self.have_done(total)
+        if not self._has_learned:
+            self._has_learned = True
+            self._say("")
+        return total
+
+    def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
+        if step > self._step:
+            self._step = step
+            self._say("")
+        if recorder.regroups:
+            self._meet(ASKS)
+
+    def after_save(self, recorder: Recorder) -> None:
+        pass
+
+    # --- from world to world ----------------------------------------------------------------------------------------
+
+    def _meet(self, asks: str) -> bool:
+        """Go on in the next world; have others done what this rank was at?"""
+        began = time.monotonic()
+        while True:
+            self._say(asks)
+            try:
+                self._enter()
+                is_behind = self._take_up(asks == ASKS, began)
+            except RuntimeError as error:
+                if not (is_consequence(error) or "gloo" in str(error).lower()):
+                    raise
+                asks = LOST if self._has_learned else ""
+            else:
+                self._has_learned = True
+                self._say("")
+                self._learner.recorder.waited()
+                return is_behind
+
+    def _enter(self) -> None:
+        """Leave this world; be in the next one with this host."""
+        group, was = self._group, self._group.world
+        assert was is not None
+        group.shut()  # what is under way fails
+        sync = self._learner.sync
+        assert isinstance(sync, Buckets)
+        sync.abandon()
+        group.leave_world()
+        while (meeting := told_meeting()).world.number <= was.number or not self._is_for_us(meeting):
+            time.sleep(LOOK_S / 5)
+        with self._lock:
+            self.is_lost, group.world, group.is_let_in = False, meeting.world, True
+        group.enter(meeting)
+
+    def _is_for_us(self, meeting: Meeting) -> bool:
+        """May this rank be in that world as it is?"""
+        is_for_us = self._host in meeting.world.hosts and not meeting.world.is_fresh
+        if self._has_learned and not is_for_us:
+            raise Regroup  # others go on without it, or all begin anew
+        return is_for_us
+
+    def _take_up(self, asks: bool, began: float) -> bool:
+        """Become one of the new world, as all in it do together."""
+        group, learner = self._group, self._learner
+        mine = Position(done=self._done, result=self.result, step=self._step, epoch=self.roster.epoch, asks=asks)
+        told = [from_json(text, list[Position])
+                for text in group.gather(msgspec.json.encode([mine] if self._has_learned else []))]  # fmt: skip
+        known = [one for of_rank in told for one in of_rank]
+        if not known or (len(known) < len(told) and not all(one.asks for one in known)):
+            raise RuntimeError("remote process exit: nobody can be let in here")  # and so does everybody
+        newest = max(known, key=lambda one: one.done)
+        if newest.done - min(one.done for one in known) > 1:
+            raise RunError(f"ranks are more than a piece apart: {[one.done for one in known]}")
+        assert group.world is not None
+        assert self._full is not None
+        epoch = max(one.epoch for one in known) + 1
+        roster = self._kept(self._full.among(group.world.hosts, epoch, group.world.why))
+        group.numbers = [member.rank for member in roster.members]
+        lacks = [rank for rank, of_rank in enumerate(told) if not of_rank]
+        if lacks:
+            heal(learner, self._keeper, newest.step, source=told.index([newest]), lacks=lacks)
+        Fixed.__init__(self, roster)
+        change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
+        learner.recorder.enter(roster, group.rank, group.control)
+        spec, one_size = self._follow
+        super().follow(*spec, one_size=one_size)
+        self._journal.entered(self.roster, newest.step, lost_s=time.monotonic() - began)
+        is_behind = self._has_learned and newest.done > self._done
+        self._step = self._step if self._has_learned else newest.step
+        self._done, self.result = newest.done, newest.result
+        return is_behind
+
+    def _kept(self, roster: Roster) -> Roster:
+        """A rank that is alone for a while goes on as with others: nothing else then changes with a world."""
+        assert self._full is not None
+        return msgspec.structs.replace(roster, sync=self._full.sync, backend=self._full.backend)
+
+    def _say(self, asks: str) -> None:
+        world = self._group.world
+        assert world is not None
+        number = world.number if self._has_learned else -1
+        saying = Saying(pid=os.getpid(), world=number, step=self._step, asks=asks)
+        new = self._path.with_name(f".{self._path.name}")
+        new.write_bytes(msgspec.json.encode(saying))  # once a step: nobody waits for the disk, for it dies with us
+        new.replace(self._path)
+
+    def _watch(self) -> NoReturn:
+        """Whoever waits for somebody who is gone is freed as soon as its host knows of another world."""
+        path, changed, newest = Path(os.environ["EVENER_WORLD"]), 0, -1
+        while True:
+            time.sleep(LOOK_S)
+            if (now := path.stat().st_mtime_ns) != changed:
+                changed, newest = now, told_meeting().world.number
+            with self._lock:
+                world = self._group.world
+                if world is not None and self._group.is_let_in and newest > world.number:
+                    self.is_lost = True
+                    self._group.shut()
