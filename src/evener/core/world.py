@@ -12,6 +12,7 @@ from evener.core.decoding import from_json
 from evener.core.files import write_atomic
 
 AGENT_FILE = "host/agent.json"  # an AgentSpec
+SILENT_S = 12.0  # where who is lost costs all a start
 KEPT_FILE = "host/kept.json"  # what the agent must not forget
 WORLD_FILE = "host/world.json"  # a Meeting, in a run's folder on each host: EVENER_WORLD tells the ranks
 SAYINGS_FOLDER = "host/sayings"  # what each rank there says of itself, a Saying, by its number on the host
@@ -91,7 +92,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     key: str  # which the run's agents alone know
     folder: str  # of the run, on this host
     program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
-    silent_s: float = 12.0  # after which a host that says nothing is gone
+    silent_s: float = SILENT_S  # after which a host that says nothing is gone
     join_s: float = 180.0  # that hosts wait for each other at the start: Python may come from a cold, slow disk
     lives: bool = False  # ranks go on from world to world: whoever is lost, the others lose nothing
 

@@ -16,7 +16,7 @@ from evener.core.fleet import Host
 from evener.core.plan import JOINED_FILE, ROSTER_FILE, HostPlan, Plan
 from evener.core.roster import Roster, Seat, devices_of
 from evener.core.spec import MachineSpec, RunSpec, to_flags
-from evener.core.world import AGENT_FILE, AgentSpec, Part
+from evener.core.world import AGENT_FILE, SILENT_S, AgentSpec, Part
 
 TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
 LIVE_SYNCS = ("ddp", "packed")  # they remember nothing from step to step
@@ -156,7 +156,7 @@ def _under_agent(run_id: str, places: Sequence[Place], counts: Sequence[int], ho
     parts = {place.name: Part(address=place.address, num_ranks=num) for place, num in zip(places, counts, strict=True)}
     assert host.run is not None
     agent = AgentSpec(run=run_id, host=host.name, hosts=parts, port=port, key=key, folder=host.run, program=program,
-                      lives=lives, silent_s=LIVE_SILENT_S if lives else AgentSpec.silent_s)  # fmt: skip
+                      lives=lives, silent_s=LIVE_SILENT_S if lives else SILENT_S)  # fmt: skip
     argv = [host.argv[0], "-P", "-m", "evener.agent", posixpath.join(host.run, AGENT_FILE)]
     return msgspec.structs.replace(host, argv=argv, agent=agent)
 
