@@ -23,6 +23,7 @@ KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, unt
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
 REFUSED = 2  # it would be the same in any world
 LEFT = 76  # of an agent: its host has left the run, which goes on without it
+LOST = "lost"  # what a rank asks its agent with that can't go on in its world
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +71,6 @@ class Saying(msgspec.Struct, frozen=True, kw_only=True):
     world: int = -1  # in which it has learned; -1: none yet, but it is ready to be let in
     step: int = -1  # the last that it has taken
     asks: str = ""  # for another world, and why: to let hosts in or out; or LOST, as it can't go on in this one
-
-
-LOST = "lost"
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

@@ -130,25 +130,24 @@ class Step:
         if self._is_first:
             yield from self._rehearse()
         self._num_passes += 1
-        if not self._engine.membership.lives:
-            yield from self._run(self._parts)
-            return
-        before = self._loss_sum.clone()
+        who, before = self._engine.membership, self._loss_sum.clone()
         while True:
+            if who.roster.epoch != self._roster.epoch:  # the world has changed since the step began
+                self._divide(who.roster.at(self.index))
             try:
                 yield from self._run(self._parts)
-                of_all = self._engine.membership.agree(float(self._loss_sum - before))
+                of_all = who.agree(self._loss_sum - before)
                 break
             except RuntimeError as error:
                 self._held = None
-                if self._engine.membership.is_behind(error):
-                    of_all = self._engine.membership.result
+                if who.is_behind(error):
+                    of_all = who.result
                     break
                 self._loss_sum = before.clone()
-                self._divide(self._engine.membership.roster.at(self.index))
                 self._engine.trained.zero_grad()
-        self._of_all = of_all + (self._of_all or 0.0)
-        self._engine.recorder.lap(BLOCKED)
+        if of_all is not None:
+            self._of_all = of_all + (self._of_all or 0.0)
+            self._engine.recorder.lap(BLOCKED)
 
     def backward(self, loss: Tensor, tokens: float | None = None) -> None:
         """Backward of a *sum* of losses, divided by what the losses of the global batch are weighed by; of a replica

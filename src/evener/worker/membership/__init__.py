@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from torch import Tensor
+
 from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster
@@ -34,7 +36,6 @@ class Membership(Protocol):
     """The Roster in force. All ranks hold the same one at the same step, because all derive it from the same News."""
 
     roster: Roster
-    lives: bool  # ranks go on from world to world: a piece that could not be done is done again
     result: Any  # of the last piece
     is_lost: bool  # there is another world already: what is under way is for nothing
 
@@ -47,8 +48,10 @@ class Membership(Protocol):
         `instead`: it is not done, for others have it behind them; their result is everybody's.
         """
 
-    def agree(self, loss_sum: float) -> float:
-        """All have the sums of a pass, and nobody goes on before that: the sum of their losses. A piece."""
+    def agree(self, loss_sum: Tensor) -> float | None:
+        """Where a lost world is gone on from, the end of a pass, and a piece: all have its sums, and nobody goes on
+        before that; the sum of all ranks' losses. Else None.
+        """
 
     def is_behind(self, error: RuntimeError) -> bool:
         """A piece could not be done: after this the rank is in another world, with another Roster. Have others done it?

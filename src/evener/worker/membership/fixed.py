@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from evener.core.errors import RunError
 from evener.core.prediction import Cluster, Job
 from evener.core.resolve import Resolved
@@ -28,7 +30,7 @@ T = TypeVar("T")
 class Fixed:
     """Ranks that lose one end: whoever started them hears which, and they begin again, or somebody resumes the run."""
 
-    lives = is_lost = False
+    is_lost = False
     result: Any = None
 
     def __init__(self, roster: Roster) -> None:
@@ -44,8 +46,8 @@ class Fixed:
     def together(self, do: Callable[..., T], *args: Any, instead: Callable[[], Any] = lambda: None) -> T:
         return do(*args)
 
-    def agree(self, loss_sum: float) -> float:
-        raise NotImplementedError
+    def agree(self, loss_sum: Tensor) -> float | None:
+        return None
 
     def is_behind(self, error: RuntimeError) -> bool:
         raise error

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from evener.core.decoding import from_json
 from evener.core.errors import RunError
@@ -65,8 +66,6 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
 class Live(Fixed):
     """One rank's part in it."""
-
-    lives = True
 
     def __init__(self, roster: Roster, group: Group) -> None:
         self._group, self._full = group, told_roster()
@@ -112,9 +111,8 @@ class Live(Fixed):
             raise error
         return self._meet(LOST)
 
-    def agree(self, loss_sum: float) -> float:
-        """All have the sums of a pass, and nobody goes on before that: the sum of their losses."""
-        mine, group = torch.tensor([[loss_sum]], dtype=torch.float64), self._group
+    def agree(self, loss_sum: Tensor) -> float | None:
+        mine, group = loss_sum.reshape(1, 1), self._group
         told = torch.empty(group.world_size, 1, dtype=torch.float64)
         dist.all_gather_single(told, mine, group=group.control)
         total = float(told.sum())
