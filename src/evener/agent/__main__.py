@@ -42,7 +42,7 @@ from evener.core.world import (
     AgentSpec,
     Meeting,
     World,
-)  # fmt: skip
+)
 
 LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it

@@ -35,8 +35,8 @@ def chaos(
     if not 0 < minutes < 10_000:
         raise UsageError(f"--minutes {minutes:g}: expected more than 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    lab = Lab.find(name)
     kinds = find([word.strip() for word in faults.split(",")]) if faults else list(ROWS)
+    lab = Lab.find(name)
     events = schedule(seed, minutes, [host.name for host in lab.hosts], kinds)
     if not events:
         raise UsageError(f"--minutes {minutes:g}: no fault would be over in time", hint="--minutes 5")
@@ -62,15 +62,15 @@ def _list(as_json: bool) -> int:
     from evener.lab.chaos import NOT_HERE, ROWS
 
     if as_json:
-        told = [{"name": row.name, "what": row.what, "expects": row.expects, "lost_steps": row.lost_steps,
+        told = [{"name": row.name, "what": row.what, "expects": row.expects,
                  "pause_s": row.pause_s, "lasts_s": list(row.lasts_s)} for row in ROWS]  # fmt: skip
         print(json.dumps({"faults": told, "not_possible": NOT_HERE}))
         return 0
     screen = console()
-    rows = [(row.name, row.what.format(host="b"), " or ".join(f"{one:g} s" for one in row.lasts_s) or "at once",
-             row.expects.format(host="b"), row.lost_steps, f"{row.pause_s:g} s") for row in ROWS]  # fmt: skip
-    table(screen, ("fault", "what happens", "for", "what a run makes of it", "steps lost", "pause at most"), rows,
-          text=True)  # fmt: skip
+    rows = [(row.name, " or ".join(f"{one:g} s" for one in row.lasts_s) or "at once", f"{row.pause_s:g} s",
+             f"{row.what}: {row.expects}".format(host="b")) for row in ROWS]  # fmt: skip
+    table(screen, ("fault", "lasts", "pause", "what happens to a host b, and what a run makes of it"), rows,
+          left=["lasts"], text=True)  # fmt: skip
     screen.print()
     table(screen, ("what no lab can do", "why"), list(NOT_HERE.items()), text=True)
     print("\nnext: evener lab chaos --seed 1 --minutes 10", file=sys.stderr)

@@ -33,7 +33,6 @@ class Fault:
     name: str
     what: str  # happens to {host}
     expects: str
-    lost_steps: str = "none"
     pause_s: float  # that the others lose at most
     lasts_s: tuple[float, ...] = ()  # of which one is chosen; none: it is over at once
     begin: Callable[[Lab, Host], object]
@@ -153,14 +152,12 @@ ROWS = (
     Fault(name="half-speed", what="{host} is half as fast", lasts_s=(60,), pause_s=0, begin=_cores(0.5), end=_cores(1),
           expects="its share becomes smaller within 10 steps"),
     Fault(name="disk-full", what="the disk of {host} is full", lasts_s=(30,), pause_s=6,
-          lost_steps="since the checkpoint",
-          expects="no checkpoint is lost; whoever can't save begins anew with the others",
+          expects="no checkpoint is lost; all begin anew from the last",
           begin=_runs("fallocate -l $(df --output=avail -B1 ~/.evener | tail -1) ~/.evener/full || "
                        "dd if=/dev/zero of=$HOME/.evener/full bs=1M 2>/dev/null || true"),
           end=_runs("rm -f ~/.evener/full")),
     Fault(name="read-only", what="the disk of {host} can only be read", lasts_s=(30,), pause_s=6,
-          lost_steps="since the checkpoint", expects="as if it were full",
-          begin=_runs("mount -o remount,ro ~/.evener"), end=_runs("mount -o remount,rw ~/.evener")),
+          expects="as if it were full", begin=_runs("mount -o remount,ro ~/.evener"), end=_runs("mount -o remount,rw ~/.evener")),
 )  # fmt: skip
 FAULTS: Mapping[str, Fault] = {row.name: row for row in ROWS}
 # What no lab can do to a host by itself, and where it is tried instead.
@@ -175,7 +172,7 @@ def schedule(seed: int, minutes: float, hosts: Sequence[str], faults: Sequence[F
     """Faults one after the other, each of a kind and on a host that chance takes; the last is over in time.
 
     >>> [str(event) for event in schedule(1, 2, ["a", "b"], [FAULTS["power"]])]
-    ['a loses its power, for 5 s', 'a loses its power, for 5 s']
+    ['b loses its power, for 5 s']
     """
     chance, now, found = random.Random(seed), 0.0, list[Event]()
     while True:
