@@ -48,11 +48,11 @@ def pair(make_lab: MakeLab) -> Lab:
     return make_lab(a=HostSpec(), b=HostSpec())
 
 
-def wait_until(condition: Callable[[], bool], what: str, within_s: float = TIMEOUT_S) -> None:
-    """Poll with a deadline."""
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], within_s: float = TIMEOUT_S) -> None:
+    """Poll with a deadline. `what` was waited for, or what there is to be seen when it did not come."""
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.01)
 
 
@@ -72,5 +72,5 @@ def rank_on(host: Host) -> int:
         with contextlib.suppress(OSError):
             if b"evener.worker\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    (rank,) = [pid for pid, parent in found.items() if parent in found]
+    (rank,) = [pid for pid, parent in found.items() if parent in found and found[parent] not in found]
     return rank

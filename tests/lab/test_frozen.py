@@ -33,9 +33,11 @@ def running(fleet: Fleet, corpus: Path, name: str, steps: str = "100000", *flags
     fleet.ok("train", "--data", str(corpus), *FLAGS, steps, *flags, "--out", name, "--detach")
     watcher = fleet.start("logs", "-f", name)
     wait_until(lambda: len(fleet.rundir(name).records(0)) > 2, "it trains")
-    yield watcher
-    fleet.run("stop", "--now", name)
-    watcher.wait()
+    try:
+        yield watcher
+    finally:
+        fleet.run("stop", "--now", name)
+        watcher.wait()
 
 
 def keepers_on(host: Host) -> list[int]:
@@ -53,11 +55,11 @@ def test_a_stopped_rank_is_named_and_when_it_goes_on_nothing_was_lost(fleet: Fle
         pid = rank_on(fleet.lab.host("b"))
         os.kill(pid, signal.SIGSTOP)
         expected = "run.hang: rank 1 on b is stopped, by a signal or a debugger"
-        wait_until(lambda: expected in watcher.told(), "it is named", WITHIN_S)
+        wait_until(lambda: expected in watcher.told(), watcher.told, WITHIN_S)
         assert f"hint:  on b: kill -CONT {fleet_pid(pid)}" in watcher.told()
         had = len(fleet.rundir("runs/frozen").records(0))
         fleet.lab.host("b").exec(["kill", "-CONT", str(fleet_pid(pid))])
-        wait_until(lambda: "it goes on, " in watcher.told(), "it goes on", WITHIN_S)
+        wait_until(lambda: "it goes on, " in watcher.told(), watcher.told, WITHIN_S)
         wait_until(lambda: len(fleet.rundir("runs/frozen").records(0)) > had + 2, "it trains again")
     events = [event["event"] for event in fleet.rundir("runs/frozen").events()]
     assert [events.count("run.hang"), events.count("run.goes-on")] == [1, 1]

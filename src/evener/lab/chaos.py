@@ -157,7 +157,8 @@ ROWS = (
                        "dd if=/dev/zero of=$HOME/.evener/full bs=1M 2>/dev/null || true"),
           end=_runs("rm -f ~/.evener/full")),
     Fault(name="read-only", what="the disk of {host} can only be read", lasts_s=(30,), pause_s=6,
-          expects="as if it were full", begin=_runs("mount -o remount,ro ~/.evener"), end=_runs("mount -o remount,rw ~/.evener")),
+          expects="as if it were full",
+          begin=_runs("mount -o remount,ro ~/.evener"), end=_runs("mount -o remount,rw ~/.evener")),
 )  # fmt: skip
 FAULTS: Mapping[str, Fault] = {row.name: row for row in ROWS}
 # What no lab can do to a host by itself, and where it is tried instead.
