@@ -268,6 +268,7 @@ def test_where_ranks_live_on_the_others_keep_what_they_have_learned(killed: str)
     assert (net.last().others, net.last().is_fresh, net.last().why) == ([killed], False, f"{killed} failed")
     net.until(lambda: all_run(net), 20)
     assert (net.last().hosts, net.last().is_fresh, net.last().number) == ([*left, killed], False, 2)
+    assert net.last().why == f"{killed} is let in"
 
 
 def test_a_host_that_starts_its_ranks_anew_has_a_say_when_another_goes() -> None:

@@ -314,7 +314,10 @@ class Council:
         failures += has_failed
         away = [f"{host} is out of reach" for host in lost]  # the others fail with it
         first = min(ended, key=lambda host: phases[host] == Phase.LOST, default="")  # they lost whoever failed
+        comes = [host for host in hosts if host not in world.hosts]
         why = ", ".join(away) or f"{first} {ENDED[phases[first]]}"
+        if comes and not away and phases[first] == Phase.REGROUP:  # that is what it asked for
+            why = f"{' and '.join(comes)} {'is' if len(comes) == 1 else 'are'} let in"
         is_over = failures > MAX_FAILURES or Phase.REFUSED in ended.values()
         hosts = world.hosts if is_over else hosts
         return World(number=world.number + 1, hosts=hosts, others=[host for host in able if host not in hosts],
