@@ -19,7 +19,6 @@ from evener.core.spec import MachineSpec, RunSpec, to_flags
 from evener.core.world import AGENT_FILE, SILENT_S, AgentSpec, Part
 
 TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
-LIVE_SYNCS = ("ddp", "packed")  # they remember nothing from step to step
 LIVE_SILENT_S = 3.0  # nobody loses more than this by one who was only slow to answer, and comes back
 SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
@@ -165,8 +164,6 @@ def why_not_live(roster: Roster) -> str:
     """Why ranks of this Roster can't live on when others are lost; "" where they can."""
     if any(member.is_gpu for member in roster.members) or roster.backend == "nccl":
         return "ranks on GPUs begin anew: NCCL's communicators do not survive a member"
-    if roster.sync.kind not in LIVE_SYNCS:
-        return f"--sync {roster.sync} remembers what is lost with a rank; ways that live on: {', '.join(LIVE_SYNCS)}"
     return ""
 
 

@@ -61,6 +61,7 @@ class Group:
         self.backend: Backend = "none"  # of what moves gradients
         self.control: Any = None  # moves news
         self.gradients: Any = None  # moves gradients
+        self._is_apart = False  # do gradients move apart from the news?
         self._sockets_before: set[str] = set()  # the world was entered
         self._sockets: set[str] | None = None  # of the world; None while it is entered
         if ranks_live_on():
@@ -98,9 +99,11 @@ class Group:
         self._sockets_before, self._sockets = _sockets(), None
         store = PrefixStore(str(self.world.number), _store(meeting, self.rank))
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT)
-        self._sockets = _sockets() - self._sockets_before
         self.backend = "gloo"
         self.control = self.gradients = dist.group.WORLD
+        if self._is_apart:
+            self.gradients = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._sockets = _sockets() - self._sockets_before
 
     def shut(self) -> None:
         """From any thread: nobody waits for anything in this world any more. Gloo's own abort waits itself."""
@@ -129,7 +132,9 @@ class Group:
             self.backend = backend
             self.gradients = dist.new_group(backend="nccl", timeout=TIMEOUT, device_id=self.device)
         elif backend == "gloo" and apart:
+            self._is_apart, self._sockets = True, None
             self.gradients = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            self._sockets = _sockets() - self._sockets_before
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Everyone's bytes by rank, on every rank."""

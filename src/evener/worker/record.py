@@ -34,8 +34,9 @@ BLOCKED = "blocked"  # the lap between the last gradient and the end of backward
 class News(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank tells all others once a step; a row of float64."""
 
-    step: float = -1.0  # of which the six figures below are; -1: of none yet
+    step: float = -1.0  # of which the seven figures below are; -1: of none yet
     loss_sum: float = 0.0  # over this rank's tokens
+    tokens: float = 0.0  # of its share
     blocked_s: float = 0.0  # in the collective at the end of backward
     took_s: float = 0.0  # its share of the batch: input, forward, backward
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
@@ -146,24 +147,25 @@ class Recorder:
         self._on_way: deque[tuple[Tensor, Tensor, Any]] = deque()  # what was sent, what will be gathered, and by what
         self.news: list[News] = []  # what all ranks told, as it was heard after the last step
         self.completed: list[StepRecord] = []  # the steps of which it was
+        self.heard = -1  # the newest step of which all ranks told
         self.last: StepRecord | None = None
 
     def _enter(self, roster: Roster, rank: int, group: Any) -> None:
         self._rank, self._world_size, self._group = rank, roster.world_size, group
         self._numbers = [member.rank for member in roster.members]
 
-    def enter(self, roster: Roster, rank: int, group: Any) -> None:
-        """The ranks are others from here on: news that were under way are lost, and are told again, or dropped."""
+    def enter(self, roster: Roster, rank: int, group: Any, heard: int) -> None:
+        """The ranks are others from here on: news that were on their way are lost, and are told again. Those of steps
+        that any of the ranks has `heard` of are not: it has written down what the steps came to.
+        """
         self._enter(roster, rank, group)
         self._on_way.clear()
-        self.news = []
-
-    def drop(self) -> None:
-        """Others have heard the news of the steps that are still on their way, and the ranks are others now."""
-        while self._drafts:
+        self.news, self.heard = [], heard
+        while self._drafts and self._drafts[0].step <= heard:
             draft = self._drafts.popleft()
             loss = None if draft.of_all is None else draft.of_all / draft.global_tokens
             self._write_line(draft, loss, exposed_and_wait=(None, None))
+        self._tell_rest()
 
     def waited(self) -> None:
         """The time since the last lap, of a step that is under way, was waiting."""
@@ -198,6 +200,10 @@ class Recorder:
         """Read the news that are due, write the step they complete, and say whether all stop now."""
         return self._hear(self._slack)
 
+    def catch_up(self) -> bool:
+        """Read all news of steps that have ended, whether they are due or not. Do all stop now?"""
+        return self._hear(0)
+
     def flush(self) -> bool:
         """Write the steps that are still on their way; all ranks call it together. Do all stop now?
 
@@ -228,8 +234,8 @@ class Recorder:
 
     def _hear(self, left: int) -> bool:
         """Until only so many are on their way."""
-        if self._drafts and not self._on_way and not self._lag:
-            self._tell(self._drafts[-1])  # once more, to others
+        if not self._lag:
+            self._tell_rest()
         while len(self._on_way) > left:
             _, gathered, work = self._on_way.popleft()
             if work is not None:
@@ -240,6 +246,11 @@ class Recorder:
                 self._write(self._drafts.popleft())
         return any(news.wish == STOP for news in self.news)
 
+    def _tell_rest(self) -> None:
+        """Of steps that have ended, what could not be told then."""
+        for draft in list(self._drafts)[len(self._on_way) :]:
+            self._tell(draft)
+
     def _tell(self, draft: Draft | None, wish: float = 0.0, weight: float = math.nan) -> None:
         """The news of a step go out, or that there are none yet."""
         news = News(wish=wish, weight=weight)
@@ -249,7 +260,7 @@ class Recorder:
             draft.in_flight_s = draft.sync_s()
             in_flight_s = math.nan if draft.in_flight_s is None else draft.in_flight_s
             news = msgspec.structs.replace(news, step=float(draft.step), loss_sum=float(draft.loss_sum),
-                                           blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s,
+                                           tokens=draft.tokens, blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s,
                                            in_flight_s=in_flight_s, norm=self._norm(draft),
                                            part_sq=_part_sq(draft))  # fmt: skip
         sent = news.row()
@@ -264,7 +275,9 @@ class Recorder:
         told = {int(news.step) for news in self.news}
         assert told == {draft.step}, f"news of steps {told} beside rank {self._rank}'s step {draft.step}"
         of_all = sum(news.loss_sum for news in self.news) if draft.of_all is None else draft.of_all
-        loss = of_all / draft.global_tokens
+        # Replicas that drift do not take up what a rank that is gone learned in this step.
+        loss = of_all / (sum(news.tokens for news in self.news) if self._slack else draft.global_tokens)
+        self.heard = draft.step
         noise = None
         if draft.whole_sq is not None:
             noise = noise_of([news.part_sq for news in self.news], float(draft.whole_sq), draft.global_tokens)

@@ -105,7 +105,7 @@ def _take_up(who: Membership, engine: Engine, journal: Journal, index: int) -> N
 def _end(who: Membership, recorder: Recorder, keeper: Keeper, journal: Journal, verdict: str, step: int,
          val_loss: float | None, contention: Contention | None) -> None:  # fmt: skip
     """The run's last pieces."""
-    who.together(recorder.flush, instead=recorder.drop)
+    who.together(recorder.flush)
     val_loss = None if who.together(keeper.conclude, step) else val_loss  # of the replicas, before they became one
     agree = who.together(keeper.compare, step)
     who.together(keeper.save, step, val_loss)
@@ -185,7 +185,7 @@ class Run:
             for index in range(first, train.steps):
                 engine.recorder.begin()
                 if index > first or is_fresh:  # the others have heard the news before they let this rank in
-                    if who.together(engine.recorder.hear, instead=engine.recorder.drop):
+                    if who.listen(engine.recorder):
                         return self._finish(keeper, "stopped", index, None)
                     who.before_step(engine.recorder, keeper, index)
                 _take_up(who, engine, self._journal, index)
@@ -199,7 +199,7 @@ class Run:
                 if every.verify_every and done % every.verify_every == 0 and done < train.steps:
                     who.together(keeper.compare, done)
                 if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
-                    if who.together(engine.recorder.flush, instead=engine.recorder.drop):
+                    if who.together(engine.recorder.flush):
                         return self._finish(keeper, "stopped", done, step.val_loss)
                     who.together(keeper.save, done, step.val_loss)
                     who.after_save(engine.recorder)

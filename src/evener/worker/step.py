@@ -244,8 +244,8 @@ class Step:
     def _finish(self) -> None:
         """Once all optimizers have stepped, or at the latest when the step ends: what is due after it."""
         self._is_over = True
-        sync = self._engine.sync
-        sync.conclude() if self._is_last_step else sync.after_step(self.index)
+        sync, who = self._engine.sync, self._engine.membership
+        who.again(sync.conclude) if self._is_last_step else who.again(sync.after_step, self.index)
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 

@@ -42,11 +42,16 @@ class Membership(Protocol):
     def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
         """Everything is given; the step to begin with. Where others train already, once they let this rank in."""
 
-    def together(self, do: Callable[..., T], *args: Any, instead: Callable[[], Any] = lambda: None) -> T:
-        """A piece: what all ranks do at this point, and its result, which JSON can hold.
-
-        `instead`: it is not done, for others have it behind them; their result is everybody's.
+    def together(self, do: Callable[..., T], *args: Any) -> T:
+        """A piece: what all ranks do at this point, and its result, which JSON can hold. Where others have it behind
+        them, and their world is lost, it is not done here: their result is everybody's.
         """
+
+    def again(self, do: Callable[..., T], *args: Any) -> T:
+        """What can be done again and again until it could be done, whatever others have behind them."""
+
+    def listen(self, recorder: Recorder) -> bool:
+        """Read the news that are due. Do all stop now?"""
 
     def agree(self, loss_sum: Tensor) -> float | None:
         """Where a lost world is gone on from, the end of a pass, and a piece: all have its sums, and nobody goes on

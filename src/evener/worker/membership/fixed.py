@@ -43,8 +43,14 @@ class Fixed:
     def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
         return first
 
-    def together(self, do: Callable[..., T], *args: Any, instead: Callable[[], Any] = lambda: None) -> T:
+    def together(self, do: Callable[..., T], *args: Any) -> T:
         return do(*args)
+
+    def again(self, do: Callable[..., T], *args: Any) -> T:
+        return do(*args)
+
+    def listen(self, recorder: Recorder) -> bool:
+        return recorder.hear()
 
     def agree(self, loss_sum: Tensor) -> float | None:
         return None

@@ -42,7 +42,8 @@ def heal(learner: Learner, keeper: Keeper, step: int, *, source: int, lacks: Seq
     mine, tensors = b"", dict[str, Tensor]()
     if group.rank == source:
         trees: dict[str, Any] = {}
-        tensors = {WEIGHTS + name: tensor.detach() for name, tensor in trained.weights().items()}
+        weights = learner.sync.agreed(trained.weights())
+        tensors = {WEIGHTS + name: tensor.detach() for name, tensor in weights.items()}
         for name, state in trained.state_dicts().items():
             trees[name], more = pack(state, name)
             tensors |= more

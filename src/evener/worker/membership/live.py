@@ -1,6 +1,6 @@
 """Who takes part where ranks live on? Whoever is left: what was under way is done again without those who are gone.
 
-All that ranks do together is a piece: the gradients of a pass, the news of a step, a comparison, a checkpoint. Whoever
+All that ranks do together is a piece: the gradients of a pass, a comparison, a checkpoint, the run's end. Whoever
 has done a piece to its end knows that all had begun it. So when the world is lost in the middle of one, and those who
 are left meet in the next world, they are at the same piece or one apart, and what each has done says how all go on:
 
@@ -10,6 +10,11 @@ are left meet in the next world, they are at the same piece or one apart, and wh
 For the gradients that holds because a pass ends with each rank telling that it has all sums; until all have told it
 nobody updates. Losses travel with that word, so that no step's is lost with the rank that computed it.
 
+Replicas that drift go on alone from step to step, and may be a step apart. What a rank that is gone learned since they
+agreed last is lost. Of an exchange that anybody had done all take over what came of it; any other is as if it had not
+begun, and what each has learned goes out with the next (`DiLoCo.regroup`). So it is with the news of a step: what
+anybody has heard is not told again.
+
 Hosts are let in between two steps, when all ask for it. Whoever comes takes over weights, optimizers and states of one
 who is there, from its memory (`heal.py`).
 """
@@ -17,6 +22,7 @@ who is there, from its memory (`heal.py`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +44,7 @@ from evener.core.resolve import Resolved
 from evener.core.roster import Roster
 from evener.core.spec import RunSpec
 from evener.core.world import LOST, Meeting, Saying, told_meeting
-from evener.worker.group import Group
+from evener.worker.group import Group, leave
 from evener.worker.journal import Journal
 from evener.worker.keeper import Keeper
 from evener.worker.membership import Learner
@@ -48,8 +54,14 @@ from evener.worker.membership.heal import heal
 from evener.worker.record import Recorder
 from evener.worker.sync.buckets import Buckets
 from evener.worker.sync.choose import change_sync
+from evener.worker.sync.diloco import DiLoCo
 
 LOOK_S = 0.05  # between looks for another world
+# A collective that begins in the very moment in which its connection ends may never hear of it: gloo's Pair::write
+# tells all that waits of the end that it meets, and leaves what it was asked to send waiting. *Seen*: a few times in a
+# hundred ends, with a collective every 2 ms.
+STUCK_S = 5.0  # that a rank did nothing at all after its world had ended
+IDLE = 0.05  # of a processor: less is nothing, for Gloo's threads look around all the time
 ASKS = "hosts come or go"
 T = TypeVar("T")
 
@@ -59,6 +71,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     done: int  # pieces
     result: Any  # of the last
+    heard: int  # the newest step of which it has heard from all
+    stops: bool  # by what it heard
     step: int  # that comes next, or is under way
     epoch: int  # of its Roster
     asks: bool  # it is between two steps, and has asked for another world
@@ -71,7 +85,7 @@ class Live(Fixed):
         self._group, self._full = group, told_roster()
         super().__init__(self._kept(roster))
         self._done, self.result, self._step = 0, None, -1
-        self._has_learned = self.is_lost = False
+        self._has_learned = self.is_lost = self._stops = self._is_between = False
         self._host, self._lock = this_machine().host, threading.Lock()
         self._path = Path(os.environ["EVENER_SAYINGS"], str(group.local_rank))
 
@@ -86,18 +100,29 @@ class Live(Fixed):
             self._meet("")
         return self._step
 
-    def together(self, do: Callable[..., T], *args: Any, instead: Callable[[], Any] = lambda: None) -> T:
+    def together(self, do: Callable[..., T], *args: Any) -> T:
         while True:
             try:
                 result: T = do(*args)
                 break
             except RuntimeError as error:
                 if self.is_behind(error):
-                    instead()
                     theirs: T = self.result
                     return theirs
         self.have_done(result)
         return result
+
+    def again(self, do: Callable[..., T], *args: Any) -> T:
+        while True:
+            try:
+                return do(*args)
+            except RuntimeError as error:
+                self.is_behind(error)
+
+    def listen(self, recorder: Recorder) -> bool:
+        heard = self.again(recorder.hear)
+        self._stops = self._stops or heard
+        return self._stops
 
     def have_done(self, result: Any) -> None:
         """A piece, with what came of it."""
@@ -112,6 +137,9 @@ class Live(Fixed):
         return self._meet(LOST)
 
     def agree(self, loss_sum: Tensor) -> float | None:
+        drifts, moves = self._learner.sync.replica == "drifting", bool(self._learner.moved)
+        if drifts and not moves and self._has_learned:
+            return None
         mine, group = loss_sum.reshape(1, 1), self._group
         told = torch.empty(group.world_size, 1, dtype=torch.float64)
         dist.all_gather_single(told, mine, group=group.control)
@@ -127,7 +155,10 @@ class Live(Fixed):
             self._step = step
             self._say("")
         if recorder.regroups:
-            self._meet(ASKS)
+            stops = self.again(recorder.catch_up)  # who comes has nothing to tell of steps before
+            self._stops = self._stops or stops
+            if recorder.regroups:  # and the world was not lost meanwhile
+                self._meet(ASKS)
 
     def after_save(self, recorder: Recorder) -> None:
         pass
@@ -157,14 +188,13 @@ class Live(Fixed):
         group, was = self._group, self._group.world
         assert was is not None
         group.shut()  # what is under way fails
-        sync = self._learner.sync
-        assert isinstance(sync, Buckets)
-        sync.abandon()
+        self._learner.sync.abandon()
         group.leave_world()
+        self._is_between = True
         while (meeting := told_meeting()).world.number <= was.number or not self._is_for_us(meeting):
             time.sleep(LOOK_S / 5)
         with self._lock:
-            self.is_lost, group.world, group.is_let_in = False, meeting.world, True
+            self.is_lost, self._is_between, group.world, group.is_let_in = False, False, meeting.world, True
         group.enter(meeting)
 
     def _is_for_us(self, meeting: Meeting) -> bool:
@@ -177,13 +207,14 @@ class Live(Fixed):
     def _take_up(self, asks: bool, began: float) -> bool:
         """Become one of the new world, as all in it do together."""
         group, learner = self._group, self._learner
-        mine = Position(done=self._done, result=self.result, step=self._step, epoch=self.roster.epoch, asks=asks)
+        mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, stops=self._stops,
+                        step=self._step, epoch=self.roster.epoch, asks=asks)  # fmt: skip
         told = [from_json(text, list[Position])
                 for text in group.gather(msgspec.json.encode([mine] if self._has_learned else []))]  # fmt: skip
         known = [one for of_rank in told for one in of_rank]
         if not known or (len(known) < len(told) and not all(one.asks for one in known)):
             raise RuntimeError("remote process exit: nobody can be let in here")  # and so does everybody
-        newest = max(known, key=lambda one: one.done)
+        newest = max(known, key=lambda one: (one.done, one.step))
         if newest.done - min(one.done for one in known) > 1:
             raise RunError(f"ranks are more than a piece apart: {[one.done for one in known]}")
         assert group.world is not None
@@ -192,14 +223,19 @@ class Live(Fixed):
         roster = self._kept(self._full.among(group.world.hosts, epoch, group.world.why))
         group.numbers = [member.rank for member in roster.members]
         lacks = [rank for rank, of_rank in enumerate(told) if not of_rank]
+        if isinstance(learner.sync, DiLoCo):
+            learner.sync.regroup(lacks)
         if lacks:
             heal(learner, self._keeper, newest.step, source=told.index([newest]), lacks=lacks)
         Fixed.__init__(self, roster)
-        change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
-        learner.recorder.enter(roster, group.rank, group.control)
+        if isinstance(learner.sync, Buckets):
+            change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
+        self._stops = any(one.stops for one in known)
         spec, one_size = self._follow
         super().follow(*spec, one_size=one_size)
         self._journal.entered(self.roster, newest.step, lost_s=time.monotonic() - began)
+        # At last: a rank that is a step ahead tells of a step that others tell of when they have taken it.
+        learner.recorder.enter(roster, group.rank, group.control, max(one.heard for one in known))
         is_behind = self._has_learned and newest.done > self._done
         self._step = self._step if self._has_learned else newest.step
         self._done, self.result = newest.done, newest.result
@@ -220,10 +256,18 @@ class Live(Fixed):
         new.replace(self._path)
 
     def _watch(self) -> NoReturn:
-        """Whoever waits for somebody who is gone is freed as soon as its host knows of another world."""
-        path, changed, newest = Path(os.environ["EVENER_WORLD"]), 0, -1
+        """Whoever waits for somebody who is gone is freed as soon as its host knows of another world; who can't be
+        ends, and comes back as another one.
+        """
+        path, changed, newest, idle_s, cpu_s = Path(os.environ["EVENER_WORLD"]), 0, -1, 0.0, 0.0
         while True:
             time.sleep(LOOK_S)
+            was_s, cpu_s = cpu_s, time.process_time()
+            is_idle = self.is_lost and not self._is_between and cpu_s - was_s < IDLE * LOOK_S
+            idle_s = idle_s + LOOK_S if is_idle else 0.0
+            if idle_s > STUCK_S:
+                print("evener: could not be freed from a world that is no more, and begins anew", file=sys.stderr)
+                leave(1)
             if (now := path.stat().st_mtime_ns) != changed:
                 changed, newest = now, told_meeting().world.number
             with self._lock:

@@ -82,6 +82,9 @@ class Sync(Protocol):
     def conclude(self) -> None:
         """There is no next step: replicas that drift become one model."""
 
+    def abandon(self) -> None:
+        """What is under way has failed, for ranks are gone: return when nothing is any more."""
+
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         """(bytes that this rank sent since the last call, by the strategy's formula; seconds in flight, hidden or not).
 

@@ -44,6 +44,9 @@ class Alone:
     def conclude(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         return 0, lambda: None
 

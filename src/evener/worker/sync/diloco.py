@@ -13,19 +13,26 @@ and plain SGD inside, this is data-parallel SGD.   [Douillard et al. 2023; by to
 ranks, and so have m and the agreed weights: only single products and single sums make them, no fused ones, which one
 processor may round otherwise than another. They, and not the weights that drift, are what replicas are compared by and
 what a checkpoint holds. All parameters travel: a frozen one may be thawed.
+
+A fragment's exchange is a flight. Where ranks are lost and the others go on, what came of a flight that anybody has
+seen arrive all take up at once. Any other has not been: the weights still hold what it carried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.utils import _sync_module_states
 
+from evener.core.decoding import from_json
 from evener.core.errors import UsageError
 from evener.core.roster import SyncSpec
 from evener.plan.collectives import ring_all_reduce_bytes
@@ -59,7 +66,7 @@ class Fragment:
     momentum: Tensor  # (n,)
     rounds: int = 0  # outer steps taken
     tokens: float = 0.0  # that this replica has learned from since the fragment was last exchanged
-    of_all: float = 0.0  # the same of all replicas
+    of_all: float = 0.0  # the same of all replicas; NaN: they are others than then, and have to be asked
 
     def held(self) -> Tensor:
         """This replica's weights: (n,), a copy."""
@@ -75,6 +82,27 @@ class Fragment:
             parameter.detach().copy_(view.view(parameter.shape))
 
 
+@dataclass
+class Flight:
+    """A fragment's exchange."""
+
+    delta: Tensor  # becomes the sum over ranks: (n,)
+    tokens: float  # the fragment's when it left
+    of_all: float
+    sent: Tensor | None = None  # this replica's weights then: (n,); None: they wait for it
+    going: list[Future[None]] = field(default_factory=list)
+    has_arrived: bool = False
+    came_of_it: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._sum`
+    spans: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a replica is."""
+
+    begun: int  # the newest step after which flights left
+    rounds: list[int]  # of each fragment
+
+
 class DiLoCo:
     """Replicas that drift apart for `spec.every` steps, and then agree."""
 
@@ -85,8 +113,12 @@ class DiLoCo:
                  momentum: float = OUTER_MOMENTUM) -> None:  # fmt: skip
         self._group, self._clock, self._lap, self._spec, self._every = group, clock, lap, spec, spec.every
         self._momentum = momentum
-        self._narrow = Narrow(group, Scaled(8 if spec.bits == 8 else 4)) if spec.bits < 32 else None
+        self._narrow = self._new_narrow()
+        self._last_left: list[tuple[nn.Parameter, Tensor]] = []  # what no code sends any more
         self._fragments: list[Fragment] = []
+        self._flights: dict[int, Flight] = {}
+        self._arrived: set[int] = set()  # of the fragments that are exchanged one after the other, now
+        self._begun = -1  # the newest step after which flights left
         self._loaded: dict[str, Any] = {}  # until `wrap`
         self._bytes = 0
         self._spans: list[tuple[Any, Any]] = []
@@ -104,11 +136,19 @@ class DiLoCo:
         self._fragments = []
         for parameters in self._cut(list(self._names)):
             fragment = Fragment(parameters, agreed=torch.empty(0), momentum=torch.empty(0))
-            fragment.agreed = fragment.held()
-            fragment.momentum = torch.zeros_like(fragment.agreed)
+            fragment.momentum = torch.zeros_like(fragment.held())
             self._fragments.append(fragment)
+        self._set_out()
+
+    def _set_out(self) -> None:
+        """With these weights, and what was loaded."""
+        for fragment in self._fragments:
+            fragment.agreed = fragment.held()
         self._take_up(self._loaded)
         self._loaded = {}
+
+    def _new_narrow(self) -> Narrow | None:
+        return Narrow(self._group, Scaled(8 if self._spec.bits == 8 else 4)) if self._spec.bits < 32 else None
 
     def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
         if loss is not None:
@@ -125,37 +165,115 @@ class DiLoCo:
 
     def after_step(self, index: int) -> None:
         if (index + 1) % self._every == 0:
-            self._exchange(self._step)
+            if index > self._begun:
+                self._exchange(self._step)
+                self._begun = index
+            self._arrived.clear()
 
     def conclude(self) -> None:
-        left = self._narrow.left_over() if self._narrow else []
-        self._narrow = None  # nothing follows that could send what a code would lose
+        if self._narrow:  # nothing follows that could send what a code would lose
+            self._last_left, self._narrow = self._narrow.left_over(), None
 
         def step(fragment: Fragment, delta: Tensor) -> None:
+            fragment.rounds += 1
             fragment.agreed.sub_(delta)
 
-        self._exchange(step, left)
+        self._exchange(step)
 
     @torch.no_grad()
-    def _exchange(self, step: Callable[[Fragment, Tensor], object],
-                  left: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:  # fmt: skip
-        """All of it at once, while this rank waits; with what was `left` of exchanges before."""
+    def _exchange(self, step: Callable[[Fragment, Tensor], object]) -> None:
+        """All of it at once, while this rank waits; where it failed, what is left of it."""
         self._lap("optimizer_s")
         for i, fragment in enumerate(self._fragments):
-            if fragment.of_all or left:
-                begin = self._clock.mark()
-                delta = self._difference(fragment)
-                views = dict(zip(fragment.parameters, fragment.views(delta), strict=True))
-                for parameter, more in left:
-                    if parameter in views:
-                        views[parameter].add_(more)
+            if i not in self._arrived and (fragment.of_all or self._last_left):
+                flight = self._flights[i] = self._depart(fragment)
                 self._lap("optimizer_s")
-                self._count(*self._sum(i, fragment, delta))
+                self._carry(i, flight, self._last_left)
                 self._lap(BLOCKED)
-                self._spans.append((begin, self._clock.mark()))
-                step(fragment, delta)
+                self._arrive(i, step)
             fragment.put(fragment.agreed)
+            self._arrived.add(i)
             self._lap("optimizer_s")
+
+    def _depart(self, fragment: Fragment) -> Flight:
+        """How far this replica has gone, and what it learned from; from here that is counted anew."""
+        flight = Flight(fragment.agreed - fragment.held(), fragment.tokens, fragment.of_all)
+        fragment.tokens = fragment.of_all = 0.0
+        return flight
+
+    def _carry(self, i: int, flight: Flight, left: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
+        """Weigh what this rank has learned, add what was `left` of exchanges before, and make the sum over ranks."""
+        begin, fragment, of_all = self._clock.mark(), self._fragments[i], flight.of_all
+        if math.isnan(of_all):
+            told = torch.tensor(flight.tokens, dtype=torch.float64)
+            dist.all_reduce(told, group=self._group.gradients)
+            of_all = float(told)
+        flight.delta.mul_(flight.tokens / of_all if of_all else 0.0)
+        views = dict(zip(fragment.parameters, fragment.views(flight.delta), strict=True))
+        for parameter, more in left:
+            if parameter in views:
+                views[parameter].add_(more)
+        flight.came_of_it = self._sum(i, fragment, flight.delta)
+        flight.spans.append((begin, self._clock.mark()))
+        flight.has_arrived = True
+
+    def _arrive(self, i: int, step: Callable[[Fragment, Tensor], object]) -> Flight:
+        """What came of it is agreed upon."""
+        flight = self._flights.pop(i)
+        self._count(*flight.came_of_it)
+        self._spans += flight.spans
+        step(self._fragments[i], flight.delta)
+        return flight
+
+    def abandon(self) -> None:
+        for flight in self._flights.values():
+            wait(flight.going)
+
+    @torch.no_grad()
+    def regroup(self, lacks: Sequence[int]) -> None:
+        """Among other ranks, go on from what all know of exchanges together. All ranks call it; the ranks at these
+        places will learn from another what there is to know.
+        """
+        group = self._group
+        for i in [i for i, flight in self._flights.items() if flight.has_arrived]:
+            self._land(i)
+        mine = Standing(begun=self._begun, rounds=[fragment.rounds for fragment in self._fragments])
+        told = [from_json(text, Standing) for text in group.gather(msgspec.json.encode(mine))]
+        known = [rank for rank in range(group.world_size) if rank not in lacks]
+        self._begun = max(told[rank].begun for rank in known)
+        for i, fragment in enumerate(self._fragments):
+            rounds = max(told[rank].rounds[i] for rank in known)
+            source = next(rank for rank in known if told[rank].rounds[i] == rounds)
+            behind = [rank for rank in known if told[rank].rounds[i] < rounds]
+            flight = self._flights.pop(i, None)
+            for rank in behind if group.rank == source else ():
+                for tensor in (fragment.agreed, fragment.momentum):
+                    dist.send(tensor, rank, group=group.control)
+            if group.rank in behind:
+                assert flight is not None  # nothing arrives anywhere before it has left everywhere
+                for tensor in (fragment.agreed, fragment.momentum):
+                    dist.recv(tensor, source, group=group.control)
+                fragment.rounds = rounds
+                self._take_in(fragment, flight)
+                if flight.sent is None:
+                    self._arrived.add(i)
+            elif flight is not None:
+                fragment.tokens += flight.tokens
+                if self._narrow:
+                    self._narrow.forget(i)
+            fragment.of_all = math.nan
+        was, self._narrow = self._narrow, self._new_narrow() if self._narrow else None
+        if was and self._narrow:
+            self._narrow.add_left(was.left_over())
+
+    def _land(self, i: int) -> None:
+        """A flight that has arrived is taken up."""
+        self._take_in(self._fragments[i], self._arrive(i, self._step))
+
+    def _take_in(self, fragment: Fragment, flight: Flight) -> None:
+        """What is agreed upon now, and what this replica has learned since the flight left."""
+        agreed = fragment.agreed
+        fragment.put(agreed if flight.sent is None else fragment.held().sub_(flight.sent).add_(agreed))
 
     def take_cost(self) -> tuple[int, Callable[[], float | None]]:
         num_bytes, spans, clock = self._bytes, self._spans, self._clock
@@ -182,8 +300,11 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": self._by_name("momentum"), "rounds": [fragment.rounds for fragment in self._fragments]}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         self._loaded = dict(state)
+        if self._fragments:  # of others who train already, and what they agreed on is here
+            self._set_out()
 
     def own_state(self) -> dict[str, Any]:
         """All that it goes on with: what is agreed as well, for a run's end agrees once more, and a resumed run has not
@@ -210,18 +331,13 @@ class DiLoCo:
     def _cut(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
         return fragments(parameters, fragment_bytes(self._spec, sum(parameter.nbytes for parameter in parameters)))
 
-    def _difference(self, fragment: Fragment) -> Tensor:
-        """How far this replica has gone, weighed by what it learned from; and from here it is counted anew."""
-        delta = fragment.agreed - fragment.held()
-        delta.mul_(fragment.tokens / fragment.of_all if fragment.of_all else 0.0)
-        fragment.tokens = fragment.of_all = 0.0
-        return delta
-
     def _sum(self, index: int, fragment: Fragment, delta: Tensor) -> tuple[int, Tensor | None]:
         """Make of it the sum over ranks: (bytes that this rank sent, how near it came to the exact sum).
 
         The second now and then, of one fragment, another each time.
         """
+        if self._group.world_size == 1:
+            return 0, None
         if self._narrow is None:
             dist.all_reduce(delta, group=self._group.gradients)
             return ring_all_reduce_bytes(delta.nbytes, self._group.world_size), None

@@ -94,7 +94,8 @@ class Lane:
         self._rows = Rows(group)
         self.traits = exchange.traits
         self._jobs = Jobs(group.device)
-        self._going: list[Future[None]] = []
+        self._going: list[Future[None]] = []  # what the present pass has started
+        self._has_failed = False
         self._bytes = 0
         self._fidelity: Tensor | None = None
         self._num_buckets = 1
@@ -135,11 +136,12 @@ class Lane:
         self._bytes += num_bytes
 
     def finish(self) -> None:
-        going, self._going = self._going, []
-        self._jobs.wait(going)
-        self._num_buckets, self._num_sampled = max(1, len(going)), self._num_sampled + self._samples
+        self._jobs.wait(self._going)
+        self._num_buckets, self._num_sampled = max(1, len(self._going)), self._num_sampled + self._samples
+        self._going = []
 
     def abandon(self) -> None:
+        self._has_failed = self._has_failed or bool(self._going)
         going, self._going = self._going, []
         wait(going)
 
@@ -156,7 +158,8 @@ class Lane:
         return taken
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return self._exchange.left_over()
+        # Of a pass that is done again nobody knows what of it was sent: what was left of those before goes with it.
+        return [] if self._has_failed else self._exchange.left_over()
 
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         return self._exchange.own_state(names)

@@ -59,6 +59,16 @@ class Narrow:
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [item for found in self._by_parameter().values() for item in found.items()]
 
+    def add_left(self, left: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """Send this too, as this rank's own."""
+        found = self._loaded["mine"]
+        for parameter, more in left:
+            found[parameter] = found[parameter] + more if parameter in found else more
+
+    def forget(self, bucket: int) -> None:
+        """Its exchange has failed, and shall be as if it had not begun; what was left of those before is lost."""
+        self._left.pop(bucket, None)
+
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         """What is left of the gradients ("mine") and of sums ("sums", 0 outside of this rank's part) by parameter.
 

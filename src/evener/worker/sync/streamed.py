@@ -16,27 +16,14 @@ plus all that they learned.   [Streaming DiLoCo, Douillard et al. 2025, mixes wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evener.worker.record import BLOCKED
-from evener.worker.sync.diloco import DiLoCo
+from evener.worker.sync.diloco import DiLoCo, Flight
 from evener.worker.sync.jobs import Jobs
-
-
-@dataclass
-class Flight:
-    """A fragment on its way."""
-
-    delta: Tensor  # becomes the sum over ranks: (n,)
-    sent: Tensor  # this replica's weights when it left: (n,)
-    going: list[Future[None]]  # empty where it was there when the run was saved
-    came_of_it: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._sum`, once it is there
-    spans: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class Streamed(DiLoCo):
@@ -56,14 +43,16 @@ class Streamed(DiLoCo):
         position = (index + 1) % self._every
         self._lap("optimizer_s")
         for i, (_, end) in enumerate(self._slots):
-            if end % self._every == position:
+            if end % self._every == position and i in self._flights:  # before its first exchange it is not
                 self._land(i)
         for i, (begin, _) in enumerate(self._slots):
-            if begin == position:
+            if begin == position and index > self._begun:
                 self._start(i)
+        self._begun = max(index, self._begun)
 
+    @torch.no_grad()
     def conclude(self) -> None:
-        for i in range(len(self._fragments)):
+        for i in sorted(self._flights):
             self._land(i)
         super().conclude()
 
@@ -86,36 +75,23 @@ class Streamed(DiLoCo):
 
     def _take_up(self, state: dict[str, Any]) -> None:
         super()._take_up(state)
-        self._flights = {int(i): Flight(delta.to(self._group.device), self._fragments[int(i)].held(), [])
+        self._flights = {int(i): Flight(delta.to(self._group.device), 0.0, 0.0, self._fragments[int(i)].held(),
+                                        has_arrived=True)
                          for i, delta in state.get("flights", {}).items()}  # fmt: skip
 
     def _start(self, i: int) -> None:
         fragment = self._fragments[i]
-        flight = self._flights[i] = Flight(self._difference(fragment), fragment.held(), [])
-
-        def carry() -> None:
-            begin = self._clock.mark()
-            flight.came_of_it = self._sum(i, fragment, flight.delta)
-            flight.spans.append((begin, self._clock.mark()))
-
-        flight.going.append(self._jobs.submit(carry))
+        flight = self._flights[i] = self._depart(fragment)
+        flight.sent = fragment.held()
+        flight.going.append(self._jobs.submit(lambda: self._carry(i, flight)))
 
     def _wait(self) -> None:
         self._jobs.wait(job for flight in self._flights.values() for job in flight.going)
 
-    @torch.no_grad()
     def _land(self, i: int) -> None:
-        """What was on its way is taken up, and counted as sent; before the fragment's first exchange nothing was."""
-        flight = self._flights.pop(i, None)
-        if flight is None:
-            return
-        self._jobs.wait(flight.going)
+        self._jobs.wait(self._flights[i].going)
         self._lap(BLOCKED)
-        self._count(*flight.came_of_it)
-        self._spans += flight.spans
-        fragment = self._fragments[i]
-        self._step(fragment, flight.delta)
-        fragment.put(fragment.held().sub_(flight.sent).add_(fragment.agreed))
+        super()._land(i)
         self._lap("optimizer_s")
 
 
