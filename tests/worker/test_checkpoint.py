@@ -13,6 +13,7 @@ from torch import nn
 
 from evener.core.errors import CheckpointError, RunError, UsageError
 from evener.core.rundir import RunDir, read_checkpoint
+from evener.core.runwriter import RunWriter
 from evener.worker.checkpoint import load, load_weights, save, weights_of
 from evener.worker.verify import hash_tensors
 
@@ -21,7 +22,7 @@ from ..conftest import ENV
 
 def write(folder, weights, step=1, states=None):
     return save(
-        RunDir(folder), weights, states or {}, step=step, val_loss=None,
+        RunWriter(folder), weights, states or {}, step=step, val_loss=None,
         rng_states=[], replica_hashes=[list(hash_tensors(weights.items()).values())],
     )  # fmt: skip
 
@@ -122,6 +123,14 @@ def test_weights_that_are_not_finite_are_never_the_newest_checkpoint(tmp_path, b
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+def test_one_of_a_world_that_was_lost_gives_way_to_the_next_ones(tmp_path):
+    write(tmp_path, {"w": torch.zeros(5)}, step=10)
+    folder = write(tmp_path, {"w": torch.ones(5)}, step=10)
+    assert load(folder).weights["w"].tolist() == [1] * 5
+    RunWriter(tmp_path).prune_checkpoints(1, None)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
 def test_a_running_mean_of_nan_is_refused_a_mask_of_infinities_is_not(tmp_path):
     module = nn.BatchNorm1d(2)
     module.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
@@ -140,10 +149,12 @@ def test_a_state_that_cannot_be_saved_leaves_no_half_checkpoint(tmp_path):
 FILLS = """
 import sys, torch
 from evener.core.errors import RunError
-from evener.core.rundir import RunDir, read_checkpoint
+from evener.core.rundir import read_checkpoint
+from evener.core.runwriter import RunWriter
+from evener.core.runwriter import RunWriter
 from evener.worker.checkpoint import save
 
-run = RunDir(sys.argv[1])
+run = RunWriter(sys.argv[1])
 def write(step, num_bytes, **states):
     weights = {"w": torch.zeros(num_bytes // 4)}
     save(run, weights, states, step=step, val_loss=None, rng_states=[], replica_hashes=[[]])

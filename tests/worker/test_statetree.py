@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from evener.core.errors import UsageError
-from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
 from evener.worker.checkpoint import load, save
 from evener.worker.statetree import DTYPES, pack, unpack
 
@@ -118,7 +118,7 @@ def test_every_dtype_that_is_packed_can_be_written(tmp_path):
 
 
 def write(folder: Path, weights, states, step=1) -> Path:
-    return save(RunDir(folder), weights, states, step=step, val_loss=None, rng_states=[], replica_hashes=[[]])
+    return save(RunWriter(folder), weights, states, step=step, val_loss=None, rng_states=[], replica_hashes=[[]])
 
 
 def net() -> nn.Module:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from evener.core.errors import CheckpointError, RunError, UsageError
 from evener.core.files import digest_of, write_atomic, write_folder_atomic
-from evener.core.rundir import Checkpoint, RunDir, describe_checkpoint
+from evener.core.rundir import Checkpoint, describe_checkpoint
+from evener.core.runwriter import RunWriter
 from evener.worker.statetree import check_storable, pack, unpack
 
 
@@ -37,7 +38,7 @@ class Saved:
 
 
 def save(
-    rundir: RunDir,
+    rundir: RunWriter,
     weights: Mapping[str, Tensor],
     states: Mapping[str, object],
     *,
@@ -49,8 +50,9 @@ def save(
     """Write the checkpoint of `step`, or leave everything as it was.
 
     `weights` as `weights_of` gives them, on any device; `replica_hashes[rank]` are of the same tensors in the same
-    order; `states` are state_dicts by name. RunError where a weight is not finite: such a checkpoint would be the one
-    to go on from, and nothing can; and where the disk refuses. UsageError where a state holds an object.
+    order; `states` are state_dicts by name. One of the same step gives way to it. RunError where a weight is not
+    finite: such a checkpoint would be the one to go on from, and nothing can; and where the disk refuses. UsageError
+    where a state holds an object.
     """
     if bad := what_is_not_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
@@ -75,6 +77,7 @@ def save(
             files={file.name: digest_of(file) for file in sorted(folder.iterdir())},
         )
         write_atomic(folder / "state.json", msgspec.json.encode(checkpoint))
+        rundir.drop_checkpoint(step)  # of a world that was lost before all had written it
 
     folder = rundir.checkpoint_path(step)
     try:

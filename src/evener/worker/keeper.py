@@ -56,6 +56,10 @@ class Keeper:
         self._saved_step, loss, step = told
         self._best = None if loss is None or step is None else (loss, step)
 
+    def entered(self) -> None:
+        """The ranks are others: what this one kept for itself is not what it has in common with these."""
+        self._own_step = None
+
     @property
     def folder(self) -> Path:
         """Of the run here."""

@@ -157,6 +157,7 @@ class Live(Fixed):
         if recorder.regroups:
             stops = self.again(recorder.catch_up)  # who comes has nothing to tell of steps before
             self._stops = self._stops or stops
+            self.again(self._learner.sync.await_all)
             if recorder.regroups:  # and the world was not lost meanwhile
                 self._meet(ASKS)
 
@@ -230,6 +231,7 @@ class Live(Fixed):
         Fixed.__init__(self, roster)
         if isinstance(learner.sync, Buckets):
             change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
+        self._keeper.entered()
         self._stops = any(one.stops for one in known)
         spec, one_size = self._follow
         super().follow(*spec, one_size=one_size)

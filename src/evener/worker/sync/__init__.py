@@ -82,6 +82,9 @@ class Sync(Protocol):
     def conclude(self) -> None:
         """There is no next step: replicas that drift become one model."""
 
+    def await_all(self) -> None:
+        """Return when nothing is under way. All ranks are at the same step."""
+
     def abandon(self) -> None:
         """What is under way has failed, for ranks are gone: return when nothing is any more."""
 

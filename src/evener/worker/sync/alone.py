@@ -44,6 +44,9 @@ class Alone:
     def conclude(self) -> None:
         pass
 
+    def await_all(self) -> None:
+        pass
+
     def abandon(self) -> None:
         pass
 

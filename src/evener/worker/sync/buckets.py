@@ -106,8 +106,10 @@ class Buckets:
         self._make(all_have_rank_0s_weights=True)
         self._settles_next = self._uses_all
 
+    def await_all(self) -> None:
+        pass
+
     def abandon(self) -> None:
-        """What is under way has failed: return when nothing is any more."""
         self._reduction.abandon()
         self._ddp._remove_autograd_hooks()
         self._buffers.clear()

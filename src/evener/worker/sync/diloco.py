@@ -225,6 +225,9 @@ class DiLoCo:
         step(self._fragments[i], flight.delta)
         return flight
 
+    def await_all(self) -> None:
+        pass
+
     def abandon(self) -> None:
         for flight in self._flights.values():
             wait(flight.going)

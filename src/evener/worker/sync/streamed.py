@@ -60,7 +60,7 @@ class Streamed(DiLoCo):
         return not self._flights and super().is_agreed()
 
     def state_dict(self) -> dict[str, Any]:
-        self._wait()
+        self.await_all()
         return super().state_dict() | {"flights": {str(i): flight.delta for i, flight in self._flights.items()}}
 
     def own_state(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Streamed(DiLoCo):
         flight.sent = fragment.held()
         flight.going.append(self._jobs.submit(lambda: self._carry(i, flight)))
 
-    def _wait(self) -> None:
+    def await_all(self) -> None:
         self._jobs.wait(job for flight in self._flights.values() for job in flight.going)
 
     def _land(self, i: int) -> None:
