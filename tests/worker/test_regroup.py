@@ -36,7 +36,7 @@ class World(Group):
         self._sockets_before, self._sockets = _sockets(), None
         mine = dist.PrefixStore(str(self.number_of_world), store)
         dist.init_process_group("gloo", store=mine, rank=place, world_size=n)
-        soon = timedelta(seconds=3)  # Gloo misses an end now and then
+        soon = timedelta(seconds=2)  # Gloo misses an end now and then
         self.control, self.gradients = (dist.new_group(backend="gloo", timeout=soon) for _ in range(2))
         dist.barrier()  # no world is lost before all are in it
         self._sockets = _sockets() - self._sockets_before
@@ -79,7 +79,7 @@ def again(do, *args):
                 raise
             meet()
 
-faulthandler.dump_traceback_later(100, exit=True)
+faulthandler.dump_traceback_later(170, exit=True)
 again(sync.wrap, module, True)
 while step < stop:
     time.sleep(chance.uniform(0.0, 0.003))
@@ -112,9 +112,9 @@ os._exit(0)
 @pytest.mark.parametrize("sync", ["diloco:4", "diloco:6:streamed", "diloco:4:int8", "diloco:6:int8:streamed"])
 def test_whenever_a_world_is_lost_nothing_that_was_learned_is(run_script, sync, ranks):
     """The closed form: what each rank went, by tokens. Codes lose what they had left of flights that failed."""
-    done = run_script(REPLICAS, sync, "25", ranks=ranks)
+    done = run_script(REPLICAS, sync, "12", ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     are_equal, off, length, cuts, steps = json.loads(done.stdout.splitlines()[-1])
     assert are_equal
-    assert cuts >= 26
+    assert cuts >= 13
     assert off < (length / 50 if "int" in sync else 3e-6), (off, length, steps)
