@@ -248,15 +248,16 @@ class DiLoCo:
             rounds = max(told[rank].rounds[i] for rank in known)
             source = next(rank for rank in known if told[rank].rounds[i] == rounds)
             behind = [rank for rank in known if told[rank].rounds[i] < rounds]
-            flight = self._flights.pop(i, None)
+            flight = self._flights.get(i)
             for rank in behind if group.rank == source else ():
                 for tensor in (fragment.agreed, fragment.momentum):
                     dist.send(tensor, rank, group=group.control)
             if group.rank in behind:
                 assert flight is not None  # nothing arrives anywhere before it has left everywhere
-                for tensor in (fragment.agreed, fragment.momentum):
+                both = torch.empty_like(fragment.agreed), torch.empty_like(fragment.momentum)
+                for tensor in both:  # all of it or none: this world may be lost as well
                     dist.recv(tensor, source, group=group.control)
-                fragment.rounds = rounds
+                (fragment.agreed, fragment.momentum), fragment.rounds = both, rounds
                 self._take_in(fragment, flight)
                 if flight.sent is None:
                     self._arrived.add(i)
@@ -264,6 +265,7 @@ class DiLoCo:
                 fragment.tokens += flight.tokens
                 if self._narrow:
                     self._narrow.forget(i)
+            self._flights.pop(i, None)
             fragment.of_all = math.nan
         was, self._narrow = self._narrow, self._new_narrow() if self._narrow else None
         if was and self._narrow:
