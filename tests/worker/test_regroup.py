@@ -47,8 +47,10 @@ group = World()
 group.begin()
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(40, 70), nn.LayerNorm(70), nn.Linear(70, 30), nn.Linear(30, 11))
-sync = (Streamed if spec.streamed else DiLoCo)(group, HostClock(), lambda part: None, spec, momentum=0.0)
-parameters, stop, step, exchanged = list(module.parameters()), math.inf, 0, set()
+momentum = float(sys.argv[3])
+sync = (Streamed if spec.streamed else DiLoCo)(group, HostClock(), lambda part: None, spec, momentum=momentum)
+mine = torch.Generator().manual_seed(place)
+parameters, stop, step = list(module.parameters()), math.inf, 0
 began = torch.cat([one.detach().reshape(-1) for one in parameters])
 went = torch.zeros_like(began, dtype=torch.float64)
 tokens = float(1 + place)
@@ -83,25 +85,24 @@ faulthandler.dump_traceback_later(170, exit=True)
 again(sync.wrap, module, True)
 while step < stop:
     time.sleep(chance.uniform(0.0, 0.003))
+    moves = [torch.randn(one.shape, generator=mine) * 1e-3 for one in parameters]
     with torch.no_grad():
-        for i, parameter in enumerate(parameters):
-            torch.manual_seed(1000 * step + 10 * i + place)
-            parameter.add_(torch.randn_like(parameter) * 1e-3)
-    torch.manual_seed(0)
-    went += torch.cat([(lambda seed, like: (torch.manual_seed(seed), torch.randn_like(like) * 1e-3)[1])(
-        1000 * step + 10 * i + place, parameter).double().reshape(-1) for i, parameter in enumerate(parameters)])
+        for parameter, move in zip(parameters, moves):
+            parameter.add_(move)
+    went += torch.cat([move.double().reshape(-1) for move in moves])
     sync.after_update(tokens, sum(1.0 + one for one in range(n)))
     again(sync.after_step, step)
     step += 1
 again(sync.conclude)
-held = torch.cat([one.detach().reshape(-1) for one in parameters])
+held = torch.cat([one.detach().reshape(-1) for one in parameters] + [one.momentum for one in sync._fragments])
 everyone = [torch.empty_like(held) for _ in range(n)]
 dist.all_gather(everyone, held)
 mean = went * tokens / sum(1.0 + one for one in range(n))
 dist.all_reduce(mean)
 if place == 0:
-    print(json.dumps([all(bool(held.equal(one)) for one in everyone), float((held - began - mean).abs().max()),
-                      float(mean.abs().max()), group.number_of_world, step]))
+    print(json.dumps([all(bool(held.equal(one)) for one in everyone),
+                      float((held[: len(began)] - began - mean).abs().max()), float(mean.abs().max()),
+                      group.number_of_world, step]))
 sys.stdout.flush()
 dist.barrier()
 os._exit(0)
@@ -112,9 +113,16 @@ os._exit(0)
 @pytest.mark.parametrize("sync", ["diloco:4", "diloco:6:streamed", "diloco:4:int8", "diloco:6:int8:streamed"])
 def test_whenever_a_world_is_lost_nothing_that_was_learned_is(run_script, sync, ranks):
     """The closed form: what each rank went, by tokens. Codes lose what they had left of flights that failed."""
-    done = run_script(REPLICAS, sync, "12", ranks=ranks)
+    done = run_script(REPLICAS, sync, "12", "0", ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     are_equal, off, length, cuts, steps = json.loads(done.stdout.splitlines()[-1])
     assert are_equal
     assert cuts >= 13
     assert off < (length / 50 if "int" in sync else 3e-6), (off, length, steps)
+
+
+@pytest.mark.parametrize("sync", ["diloco:4:int8", "diloco:6:streamed"])
+def test_replicas_and_their_outer_momentum_are_equal_whatever_was_lost(run_script, sync):
+    done = run_script(REPLICAS, sync, "12", "0.8", ranks=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])[0] is True

@@ -175,10 +175,11 @@ class DiLoCo:
             self._last_left, self._narrow = self._narrow.left_over(), None
 
         def step(fragment: Fragment, delta: Tensor) -> None:
-            fragment.rounds += 1
+            fragment.rounds += 1  # by which others see how far this replica is
             fragment.agreed.sub_(delta)
 
         self._exchange(step)
+        self._arrived.clear()
 
     @torch.no_grad()
     def _exchange(self, step: Callable[[Fragment, Tensor], object]) -> None:
