@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from evener.core.rundir import RunDir
 from evener.hosts.remote import runs
+
+from .ranks import Server
 
 collect_ignore_glob = ["worker/loops/*"]  # programs that tests start
 TIMEOUT_S = 180
@@ -147,34 +150,48 @@ def start(corpus: Path) -> Callable[..., Started]:
     """Start `evener.worker` with these flags; `out` is its run directory."""
 
     def start(out: Path, *args: str, ranks: int = 1) -> Started:
-        flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--out", str(out)]
-        # Shares that follow speed add up in another order: not to the same bits.
-        flags += ["--threads", "1", "--dtype", "fp32", "--shares", "equal"]
-        return Started(out, ranks, [*flags, *args])
+        return Started(out, ranks, [*flags_of(corpus, out), *args])
 
     return start
 
 
+def flags_of(corpus: Path, out: Path) -> list[str]:
+    """Of a small run."""
+    flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--out", str(out)]
+    # Shares that follow speed add up in another order: not to the same bits.
+    return [*flags, "--threads", "1", "--dtype", "fp32", "--shares", "equal"]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Starts ranks that run to their end."""
+    one = Server(ENV)
+    yield one
+    one.close()
+
+
 @pytest.fixture
-def train(start: Callable[..., Started]) -> Callable[..., RunDir]:
-    """Run to the end, successfully."""
+def train(corpus: Path, server: Server, tmp_path: Path) -> Callable[..., RunDir]:
+    """Run the worker with these flags to the end, successfully."""
 
     def train(out: Path, *args: str, ranks: int = 1) -> RunDir:
-        started = start(out, *args, ranks=ranks)
-        assert started.wait() == 0, started.text()
-        return started.dir
+        folder = tmp_path / f"said-{uuid.uuid4().hex}"
+        ended = server.run(folder, [*flags_of(corpus, out), *args], ranks, module="evener.worker")
+        assert not any(ended.statuses), f"{ended.statuses}\n{ended.said('out')}{ended.said('err')}"
+        return RunDir(out)
 
     return train
 
 
 @pytest.fixture
-def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A program of the user's own on several ranks."""
+def run_script(server: Server, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A program of the user's own on several ranks; it failed where one of them did."""
 
     def run_script(source: str, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-        script = tmp_path / "script.py"
+        script, folder = tmp_path / "script.py", tmp_path / f"said-{uuid.uuid4().hex}"
         script.write_text(source)
-        argv = [*module_argv(ranks, "", [])[:-2], str(script), *args]
-        return subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        ended = server.run(folder, [*args], ranks, program=str(script))
+        status = ended.statuses[0] if ranks == 1 else int(any(ended.statuses))
+        return subprocess.CompletedProcess([str(script), *args], status, ended.said("out"), ended.said("err"))
 
     return run_script

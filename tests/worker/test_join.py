@@ -6,11 +6,8 @@ samples (loops/plain.py), and stopped half way it goes on with the same bits.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import torch
 
 from evener.core.rundir import RunDir, describe_checkpoint
 
-from ..conftest import ENV
+from ..ranks import Server
 
 LOOPS = Path(__file__).parent / "loops"
 ROOT = Path(__file__).parents[2]
@@ -39,7 +36,8 @@ class Done:
     @property
     def logs(self) -> list[str]:
         """What each rank printed."""
-        return [(self.folder / f"rank-{rank}.txt").read_text() for rank in range(len(self.statuses))]
+        return ["".join((self.folder / f"rank-{rank}.{kind}").read_text() for kind in ("out", "err"))
+                for rank in range(len(self.statuses))]  # fmt: skip
 
     def result(self, rank: int = 0) -> dict[str, Any]:
         assert set(self.statuses) == {0}, "\n".join(self.logs)
@@ -54,33 +52,23 @@ Own = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Iterator[Own]:
+def own(tmp_path_factory, server: Server) -> Own:
     """`own(name, "plain" | "join" | "resume", ranks, *flags, out=…)` runs a loop; asked again, it answers at once."""
     place = tmp_path_factory.mktemp("own")
     known: dict[Any, Done] = {}
-    with subprocess.Popen(
-        [sys.executable, str(LOOPS / "server.py")], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
 
-        def own(name: str, mode: str, ranks: int, *flags: str, out: str | None = None) -> Done:
-            key = (name, mode, ranks, flags, out)
-            if key not in known:
-                folder = place / f"{len(known)}-{name}-{mode}-{ranks}"
-                folder.mkdir()
-                run = RunDir(place / (out or f"{folder.name}-run"))
-                job = {
-                    "program": str(LOOPS / "own.py"),
-                    "args": [name, mode, *FLAGS, "--out", str(run), *flags],
-                    "ranks": ranks,
-                    "logs": str(folder),
-                    "env": {"RESULT": str(folder / "result-RANK.pt")},
-                }
-                print(json.dumps(job), file=server.stdin, flush=True)
-                known[key] = Done(json.loads(server.stdout.readline())["statuses"], folder, run)
-            return known[key]
+    def own(name: str, mode: str, ranks: int, *flags: str, out: str | None = None) -> Done:
+        key = (name, mode, ranks, flags, out)
+        if key not in known:
+            folder = place / f"{len(known)}-{name}-{mode}-{ranks}"
+            run = RunDir(place / (out or f"{folder.name}-run"))
+            args = [name, mode, *FLAGS, "--out", str(run), *flags]
+            env = {"RESULT": str(folder / "result-RANK.pt")}
+            ended = server.run(folder, args, ranks, env, program=str(LOOPS / "own.py"))
+            known[key] = Done(ended.statuses, folder, run)
+        return known[key]
 
-        yield own
-        server.stdin.close()
+    return own
 
 
 RIGHT: list[tuple[Any, ...]] = [  # the loop, on how many ranks beside one, flags

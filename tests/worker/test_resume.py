@@ -236,7 +236,6 @@ from evener.worker.loop import train
 save = checkpoint.save
 def save_and_die(*args, **kwargs):
     save(*args, **kwargs)
-    os.kill(os.getppid(), signal.SIGKILL)  # torchrun
     os.kill(os.getpid(), signal.SIGKILL)
 checkpoint.save = save_and_die
 train(resolve(parse_args(sys.argv[1:])))
