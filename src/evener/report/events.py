@@ -29,7 +29,7 @@ def tell(event: dict[str, Any], manifest: Manifest) -> Told:
     """An event of a run in words; one that is not known in its own."""
     moment, name = event.get("time"), str(event.get("event"))
     return Told(
-        since_start=_since(moment - manifest.started) if isinstance(moment, int | float) else None,
+        since_start=since(moment - manifest.started) if isinstance(moment, int | float) else None,
         name=name,
         what=_what(event, manifest.roster),
         hint=str(event.get("hint") or ""),
@@ -37,10 +37,10 @@ def tell(event: dict[str, Any], manifest: Manifest) -> Told:
     )
 
 
-def _since(value_s: float) -> str:
+def since(value_s: float) -> str:
     """When, counted from the start.
 
-    >>> _since(2.5), _since(-10.19)
+    >>> since(2.5), since(-10.19)
     ('2.50 s', '10.19 s before')
     """
     return seconds(value_s) if value_s >= 0 else f"{seconds(-value_s)} before"
@@ -49,9 +49,9 @@ def _since(value_s: float) -> str:
 def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """What ended the run since it was last started: a failure before what merely followed from one."""
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
-    since = events[starts[-1] :] if starts else events
+    latest = events[starts[-1] :] if starts else events
     for kinds in (FAILURES, CONSEQUENCES):
-        found = [event for event in since if event.get("event") in kinds and not event.get("goes_back")]
+        found = [event for event in latest if event.get("event") in kinds and not event.get("goes_back")]
         if found:
             return found[0]
     return None
@@ -124,7 +124,7 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             return f"step {step} is not finite on {_names(event.get('ranks'), roster)}{again}{back}"
         case "run.diverged":
             return f"step {step}: the replicas differ: {_apart(event, roster)}"
-        case "failure" | "run.peer-exit":
+        case "failure" | "run.peer-exit" | "run.oom":
             who = "" if event.get("rank") is None else f"{_names(event['rank'], roster)}: "
             return f"{who}{event.get('error')}"
         case _:

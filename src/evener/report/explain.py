@@ -10,6 +10,7 @@ from evener.core.step import more_tokens
 from evener.core.typical import RankSummary
 from evener.core.units import count, plural, seconds, size
 from evener.plan.penalty import most_error
+from evener.report import members
 from evener.report.causes import CAUSES, Cause, Comparison
 from evener.report.gap import explain_prediction
 from evener.report.ranks import (
@@ -62,6 +63,8 @@ def explain_measured(summary: Summary) -> list[str]:
         paragraphs.append(_cores(summary))
     if summary.noise_tokens or summary.fidelity:
         paragraphs.append(_gradients(summary))
+    if summary.changes:
+        paragraphs.append(members.told(summary.changes, summary.took_s))
     return paragraphs
 
 

@@ -19,7 +19,7 @@ from evener.core.step import StepRecord, aligned
 from evener.core.units import count, plural, seconds, size
 from evener.report import benchpage, compare, figures
 from evener.report.chart import Figure
-from evener.report.events import evaluations, first_failure, tell
+from evener.report.events import evaluations, first_failure, since, tell
 from evener.report.explain import explain_measured, limit
 from evener.report.gap import NO_PREDICTION, explain_prediction
 from evener.report.markup import Fact, document
@@ -82,6 +82,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         predicted=_beside(summary),
         no_prediction=NO_PREDICTION,
         what_if=Table(list(HEAD), what_if_rows(again)) if again else None,
+        changes=_changes(summary),
         events=[tell(event, manifest) for event in events],
         failure=tell(failure, manifest) if failure and manifest.verdict != "finished" else None,
         parameters=_parameters(manifest),
@@ -296,6 +297,20 @@ def _beside(summary: Summary) -> Beside | None:
         of_last=tables[last],
         of_others={name: table for rank, (name, table) in enumerate(zip(names, tables, strict=True)) if rank != last},
     )
+
+
+def _changes(summary: Summary) -> list[dict[str, str]]:
+    """Who was lost and who came, when, and what it cost."""
+    return [
+        {
+            "since_start": since(change.time - summary.manifest.started),
+            "step": f"{change.step + 1:,}",
+            "hosts": ", ".join(change.hosts),
+            "why": change.why,
+            "cost": seconds(change.cost_s),
+        }
+        for change in summary.changes
+    ]
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from evener.core.rundir import Manifest, RunDir
 from evener.core.step import Fidelity, StepRecord, aligned, first_of, noise_scale
 from evener.core.typical import RankSummary, typical
 from evener.core.units import median
+from evener.report.members import Change, changes
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Finding] = []  # what was found wrong with hosts, as far as the events tell
     noise_tokens: float | None = None  # gradient noise scale in the second half of the run; None: too few samples
     fidelity: Fidelity | None = None  # medians of what a lossy strategy made of gradients
+    changes: list[Change] = []  # of who takes part
+    took_s: float | None = None  # from the first step's end to the last one's, on the first rank, pauses included
 
     @property
     def predicted(self) -> Option | None:
@@ -73,7 +76,8 @@ def records_of(rundir: RunDir) -> dict[int, list[StepRecord]]:
 def summarize(rundir: RunDir) -> Summary:
     """Read a run directory."""
     manifest = rundir.manifest()
-    steps = aligned(records_of(rundir))
+    records, events = records_of(rundir), rundir.events()
+    steps = aligned(records)
     found = typical(steps, manifest)
     return Summary(
         run_dir=str(rundir),
@@ -90,7 +94,9 @@ def summarize(rundir: RunDir) -> Summary:
         prediction=read_prediction(rundir),
         noise_tokens=noise_scale([first_of(of_step) for of_step in steps]),
         fidelity=_fidelity([record for record in map(first_of, steps) if record.step >= manifest.since]),
-        findings=_findings(rundir.events()),
+        findings=_findings(events),
+        changes=changes(events, records),
+        took_s=first_of(steps[-1]).ended - first_of(steps[0]).ended if steps else None,
     )
 
 
@@ -143,6 +149,7 @@ def as_result(summary: Summary) -> dict[str, Any]:
             for rank in summary.ranks
         ],
         "predicted": _predicted(summary),
+        "changes": msgspec.to_builtins(summary.changes),
     }
 
 

@@ -86,7 +86,7 @@ class Journal:
                     write_atomic(self._dir.path / file.name, file.read_bytes())
         self._dir.add_event("start", step=first, ranks=roster.world_size, sync=str(roster.sync))
         if group.world is not None:
-            self._tell_world(first)
+            self._tell_world(first, epoch=roster.epoch)
         groups = ", ".join(f"{name} {count(num)}" for name, num in params_by_group.items() if num)
         print(f"{count(self._manifest.num_params)} parameters: {groups}")
         through = "" if roster.backend == "none" else f"{roster.backend}, "
@@ -103,13 +103,15 @@ class Journal:
     def entered(self, roster: Roster, step: int, lost_s: float) -> None:
         """Ranks that live on are in another world, with `step` under way or next; it cost them so long."""
         assert self._manifest is not None
-        ranks, hosts = self._places()
+        was, (ranks, hosts) = self._manifest.roster, self._places()
         self._manifest = msgspec.structs.replace(self._manifest, roster=roster, ranks=ranks, hosts=hosts)
         self._watch = Watch(roster.sync, roster.world_size)
         if self._group.keeps:
             self._dir.write_manifest(self._manifest)
         if self._group.rank == 0:
-            self._tell_world(step, lost_s=lost_s)
+            self._tell_world(step, epoch=roster.epoch, lost_s=lost_s)
+            if roster.sync != was.sync:  # others had heard of it before the world was lost
+                self._tell_sync(roster, step, was, "the ranks of the world before had chosen it")
 
     def _places(self) -> tuple[list[Rank], list[Machine]]:
         """Where all ranks are."""
@@ -126,10 +128,10 @@ class Journal:
         hosts = [from_json(text, Machine) for text in group.gather(msgspec.json.encode(self._machine))]
         return ranks, list({host.host: host for host in hosts}.values())
 
-    def _tell_world(self, step: int, **cost: float) -> None:
+    def _tell_world(self, step: int, **facts: float) -> None:
         world = self._group.world
         assert world is not None
-        self._dir.add_event("world", step=step, number=world.number, hosts=world.hosts, why=world.why, **cost)
+        self._dir.add_event("world", step=step, number=world.number, hosts=world.hosts, why=world.why, **facts)
 
     def heard(self, records: Sequence[StepRecord]) -> None:
         """All ranks have told of these steps."""
@@ -155,15 +157,19 @@ class Journal:
             return
         if roster.sync != was.sync:
             self._watch = Watch(roster.sync, roster.world_size)
-            self._dir.add_event("rechosen", step=roster.from_step, epoch=roster.epoch, sync=str(roster.sync),
-                                was=str(was.sync), why=roster.why)  # fmt: skip
-            print(f"step {roster.from_step + 1}: --sync {roster.sync} from here on: {roster.why}", flush=True)
+            self._tell_sync(roster, roster.from_step, was, roster.why)
         else:
             self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.mean_shares,
                                 why=roster.why)  # fmt: skip
             if not roster.is_trial:
                 shares = shares_text(roster.mean_shares)
                 print(f"step {roster.from_step + 1}: shares {shares}: {roster.why}", flush=True)
+
+    def _tell_sync(self, roster: Roster, step: int, was: Roster, why: str) -> None:
+        self._dir.add_event(
+            "rechosen", step=step, epoch=roster.epoch, sync=str(roster.sync), was=str(was.sync), why=why
+        )
+        print(f"step {step + 1}: --sync {roster.sync} from here on: {why}", flush=True)
 
     def finish(self, verdict: str, step: int, last: StepRecord | None, val_loss: float | None, agree: bool | None,
                contention: Contention | None) -> None:  # fmt: skip
