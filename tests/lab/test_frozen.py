@@ -30,6 +30,7 @@ def fleet(pair: Lab, tmp_path: Path) -> Fleet:
 @contextlib.contextmanager
 def running(fleet: Fleet, corpus: Path, name: str, steps: str = "100000", *flags: str) -> Iterator[Command]:
     """A training, and somebody who follows it."""
+    flags = ("--membership", "fixed", *flags)  # else the others go on, or its own agent ends it
     fleet.ok("train", "--data", str(corpus), *FLAGS, steps, *flags, "--out", name, "--detach")
     watcher = fleet.start("logs", "-f", name)
     wait_until(lambda: len(fleet.rundir(name).records(0)) > 2, "it trains")
@@ -105,20 +106,46 @@ def test_a_rank_that_waits_for_something_of_its_own_is_named_with_its_line(fleet
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )
 def test_a_rank_that_the_kernel_took_for_its_memory(fleet: Fleet, corpus: Path) -> None:
+    with memory_of(2_000_000) as group, running(fleet, corpus, "runs/oom") as watcher:
+        (group / "cgroup.procs").write_text(str(rank_on(fleet.lab.host("b"))))
+        assert watcher.wait() == 1
+        assert "run.oom: rank 1 on b was killed by SIGKILL: b had no memory left" in watcher.told()
+
+
+@contextlib.contextmanager
+def memory_of(num_bytes: int) -> Iterator[Path]:
+    """A control group whose processes have no more."""
     group = MEMORY / f"evener-test-{os.getpid()}"
     group.mkdir()
     try:
-        (group / "memory.limit_in_bytes").write_text("2000000")
-        with running(fleet, corpus, "runs/oom") as watcher:
-            (group / "cgroup.procs").write_text(str(rank_on(fleet.lab.host("b"))))
-            assert watcher.wait() == 1
-            assert "run.oom: rank 1 on b was killed by SIGKILL: b had no memory left" in watcher.told()
+        (group / "memory.limit_in_bytes").write_text(str(num_bytes))
+        yield group
     finally:
         deadline = time.monotonic() + 20
         while group.exists():
             with contextlib.suppress(OSError):
                 group.rmdir()
             assert time.monotonic() < deadline
+
+
+@pytest.mark.skipif(
+    not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
+)
+def test_where_hosts_come_and_go_it_comes_back_with_half_as_many_sequences_at_a_time(
+    fleet: Fleet, corpus: Path
+) -> None:
+    run = fleet.rundir("runs/half")
+    with memory_of(2_000_000) as group, running(fleet, corpus, "runs/half", "100000", "--membership", "live"):
+        (group / "cgroup.procs").write_text(str(rank_on(fleet.lab.host("b"))))
+        wait_until(lambda: run.manifest().roster.hosts == ["a"], "a goes on alone")
+        wait_until(lambda: run.manifest().roster.hosts == ["a", "b"], "b is back")
+        wait_until(lambda: run.records(1)[-1].epoch == run.manifest().roster.epoch, "it trains")
+    assert [(member.share, member.micro_batches) for member in run.manifest().roster.members] == [
+        (3, [3]),
+        (3, [1, 1, 1]),
+    ]
+    (event,) = [event for event in run.events() if event["event"] == "run.oom"]
+    assert (event["rank"], "half as many sequences at a time" in event["error"]) == (1, True)
 
 
 def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core.decoding import from_json
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.files import read_file, write_atomic
 from evener.core.fleet import Fleet, Host
@@ -20,7 +19,7 @@ from evener.core.prediction import Prediction
 from evener.core.roster import Roster
 from evener.core.rundir import BEFORE, FORMAT, RunDir
 from evener.core.spec import RunSpec
-from evener.core.stored import from_stored
+from evener.core.stored import from_stored, read_stored
 from evener.core.world import AgentSpec
 
 ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
@@ -126,9 +125,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def told_roster() -> Roster | None:
-    """The Roster that the launcher made for this process; None of one that was started by hand."""
+    """The Roster that the launcher made for this process; None of one that was started by hand. CheckpointError where
+    it is damaged.
+    """
     path = os.environ.get("EVENER_ROSTER")
-    return None if path is None else from_json(Path(path).read_bytes(), Roster)
+    return None if path is None else read_stored(Path(path), Roster)
 
 
 def launched_into() -> str | None:

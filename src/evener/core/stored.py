@@ -33,6 +33,18 @@ def from_stored(text: bytes, kind: type[T], form: int, path: Path, hints: Mappin
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
 
+def read_stored(path: Path, kind: type[T]) -> T:
+    """What a file of JSON holds that one process of evener's wrote for another; CheckpointError where it is damaged, or
+    can't be read.
+    """
+    try:
+        return from_json(read_file(path), kind)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
 def stored_lines(path: Path, kind: type[T]) -> list[T]:
     """What a file of JSON lines holds, nothing where there is none; CheckpointError where it is damaged. A half-written
     last line, which a kill leaves, is passed over.

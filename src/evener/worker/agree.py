@@ -23,11 +23,13 @@ from evener.core.plan import CLUSTER_FILE, told_roster
 from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, Seat, check_built, first_roster
-from evener.core.rundir import RunDir, code_hash
+from evener.core.rundir import code_hash
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
+from evener.core.stored import read_stored
 from evener.worker.arithmetic import has_bf16
 from evener.worker.group import Group
+from evener.worker.membership.limits import limited, note_end_before
 from evener.worker.trained import Trained
 
 NOT_COMPARED = ("out", "machine", "data")  # places and processes may differ; the data is compared by its content
@@ -49,7 +51,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     first: int  # the step with which it would begin
 
 
-def seated(group: Group, rundir: RunDir, machine: Machine, spec: RunSpec, resolved: Resolved | None) -> Roster:
+def seated(group: Group, rundir: RunWriter, machine: Machine, spec: RunSpec, resolved: Resolved | None) -> Roster:
     """The Roster with which this start begins: what the launcher made, of it the hosts of this world; else made here
     from where the ranks are.
 
@@ -63,12 +65,14 @@ def seated(group: Group, rundir: RunDir, machine: Machine, spec: RunSpec, resolv
             spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="fp32"))
         return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
     if not group.is_let_in:  # the others will say which; until then this rank is alone
+        note_end_before(rundir, roster, group)
         member = next(one for one in roster.members if (one.host, one.device) == (seats[0].host, seats[0].device))
         return roster.of_one(member)
     if (world := group.world) is not None:
+        note_end_before(rundir, roster, group)
         epochs = [record.epoch for rank in rundir.recorded_ranks() for record in rundir.records(rank)[-1:]]
         epoch = max(int(text) for text in group.gather(str(max(epochs, default=-1) + 1).encode()))
-        roster = roster.among(world.hosts, epoch, world.why)
+        roster = limited(roster.among(world.hosts, epoch, world.why), group)
         group.numbers = [member.rank for member in roster.members]
     planned, there = ([(one.host, one.device) for one in places] for places in (roster.members, seats))
     if planned != there:
@@ -83,7 +87,7 @@ def planned_cluster() -> Cluster | None:
     path = os.environ.get("EVENER_ROSTER")
     if path is None or not (told := Path(path).with_name(CLUSTER_FILE)).exists():
         return None
-    return from_json(told.read_bytes(), Cluster)
+    return read_stored(told, Cluster)
 
 
 def seat_of(group: Group, machine: Machine) -> Seat:

@@ -41,6 +41,7 @@ from evener.worker.keeper import Keeper
 from evener.worker.membership import Membership
 from evener.worker.membership.back import Regroup, going_back
 from evener.worker.membership.fixed import Fixed
+from evener.worker.membership.limits import note_end
 from evener.worker.membership.live import Live
 from evener.worker.membership.worlds import newest_anywhere, wish
 from evener.worker.mistakes import tell_in_words
@@ -96,10 +97,12 @@ def _take_up(who: Membership, engine: Engine, journal: Journal, index: int) -> N
     was, news = who.roster, engine.recorder.news
     if news and (roster := who.hear(news, index)) is not None:
         if roster.sync != was.sync:
-            change_sync(engine.sync, roster, engine.group, engine.recorder.clock, engine.trained.module)
+            journal.changed(roster, was)
+            clock, module = engine.recorder.clock, engine.trained.module
+            who.again(lambda: change_sync(engine.sync, who.roster, engine.group, clock, module))
         else:
             check_batch_norm(engine.trained.module, roster)
-        journal.changed(roster, was)
+            journal.changed(roster, was)
 
 
 def _end(who: Membership, recorder: Recorder, keeper: Keeper, journal: Journal, verdict: str, step: int,
@@ -257,6 +260,7 @@ class Run:
             raise
         finally:
             if error is not None and not isinstance(error, Regroup):
+                note_end(error, self.group.local_rank)
                 self._journal.failed(error)
             if self._recorder is not None:
                 self._recorder.close()

@@ -320,7 +320,8 @@ class Supervisor:
             return
         self.next_look, counted = time.monotonic() + LOOK_S, oom_kills()
         if counted > self.oom_kills:
-            self.oom_at = time.time()
+            self.oom_at = self.state["oom_at"] = time.time()
+            self._save()
         self.oom_kills = counted
         room = os.path.join(self.folder, "room")
         with contextlib.suppress(OSError):  # a disk that does not answer is not full
@@ -348,7 +349,7 @@ class Supervisor:
         if self.escalation == 0 and now >= self.look_at:
             self.look_at = now + LOOK_S
             ranks = set() if not grace else {child.pid} if self.is_rank else set(children(child.pid))
-            if self.spec.get("has_agent"):  # its children are launchers
+            if self.spec.get("has_agent") and self.spec.get("has_launcher"):  # its children are launchers
                 ranks = {rank for launcher in ranks for rank in children(launcher)}
             self.living_at = now if ranks or self.living_at is None else self.living_at
             for pid in ranks - self.told:

@@ -1,0 +1,109 @@
+"""Whatever stands in a file by which launcher, agent and ranks of a host tell each other who takes part, it is read in
+bounded time: as it is, as nothing, or as an error in words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from evener.agent.__main__ import Agent
+from evener.agent.council import Kept, Vote
+from evener.agent.ranks import Ranks
+from evener.core.errors import EvenerError
+from evener.core.plan import told_roster
+from evener.core.roster import Member, Roster, parse_sync
+from evener.core.stored import read_stored
+from evener.core.world import AgentSpec, Meeting, Part, Saying, World, told_meeting
+from evener.worker.membership.limits import Halved, Killed, State, read_beside_world
+from tests.unit.test_damaged_files import damage, remove
+
+NUM, SEED, HANGS_S = 2000, 20261124, 60
+PARTS = {name: Part(address="127.0.0.1", num_ranks=1) for name in "abc"}
+WORLD = World(number=3, hosts=["b", "a"], others=["c"], is_fresh=False, why="c is out of reach", step=17)
+MEMBERS = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=4, micro_batch=4)
+           for rank, host in enumerate("abc")]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder on host a."""
+    spec = AgentSpec(run="r", host="a", hosts=PARTS, first=["a", "b"], port=1, key="k",
+                     program=["-m", "evener.worker"], lives=True)  # fmt: skip
+    files = {
+        "host/agent.json": spec,
+        "host/kept.json": Kept(WORLD, Vote((2, "b"), (1, "a"), WORLD), life=2),
+        "host/world.json": Meeting(world=WORLD, address="127.0.0.1", port=2, first_rank=1, world_size=2),
+        "host/sayings/0": Saying(pid=7, world=3, step=17),
+        "host/killed.json": Killed({0: 12.5}),
+        "host/halved.json": Halved({0: 1}, {0: 12.5}),
+        "host/state.json": State(12.0),
+        "roster.json": Roster(members=MEMBERS, sync=parse_sync("ddp"), backend="gloo"),
+    }
+    (tmp_path / "host" / "sayings").mkdir(parents=True)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(msgspec.json.encode(content))
+    monkeypatch.setenv("EVENER_WORLD", str(tmp_path / "host" / "world.json"))
+    monkeypatch.setenv("EVENER_ROSTER", str(tmp_path / "roster.json"))
+    return tmp_path
+
+
+def read_all(folder: Path) -> None:
+    """As agent and ranks do."""
+    agent = Agent(read_stored(folder / "host" / "agent.json", AgentSpec), folder)
+    agent._read_spec()
+    told_meeting()
+    told_roster()
+    for name, kind in (("killed.json", Killed), ("halved.json", Halved), ("state.json", State)):
+        read_beside_world(name, kind)
+    ranks = Ranks.__new__(Ranks)
+    ranks._sayings = folder / "host" / "sayings"
+    ranks.sayings()
+
+
+def error_of(folder: Path) -> EvenerError | None:
+    try:
+        read_all(folder)
+    except EvenerError as error:
+        return error
+    return None
+
+
+def test_what_nobody_damaged_is_read(folder: Path) -> None:
+    read_all(folder)
+    assert told_meeting().world == WORLD
+    assert read_beside_world("killed.json", Killed) == Killed({0: 12.5})
+
+
+def test_what_is_damaged_is_an_error_in_words_or_nothing(folder: Path) -> None:
+    dice, counts = random.Random(SEED), Counter[str]()
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    whole = {path: path.read_bytes() for path in paths}
+    signal.alarm(HANGS_S)  # a pipe that nobody writes to, a device without an end
+    for _ in range(NUM):
+        path = dice.choice(paths)
+        damage(path, dice)
+        error = error_of(folder)
+        assert error is None or path.name in str(error)
+        counts["read" if error is None else "refused"] += 1
+        remove(path)
+        path.write_bytes(whole[path])
+    signal.alarm(0)
+    assert min(counts["read"], counts["refused"]) > NUM // 10, counts
+
+
+def test_a_host_s_own_promises_are_not_guessed(folder: Path) -> None:
+    """Paxos holds as long as nobody forgets what it promised: an agent whose file is damaged does not begin."""
+    (folder / "host" / "kept.json").write_text(json.dumps({"world": {"number": 3, "hosts": ["a", "d"]}}))
+    with pytest.raises(EvenerError, match="it names hosts that the run does not have"):
+        read_all(folder)
+    os.truncate(folder / "host" / "kept.json", 20)
+    with pytest.raises(EvenerError, match=r"kept\.json: damaged"):
+        read_all(folder)
