@@ -25,6 +25,7 @@ from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, ModelSpec, RunSpec, TrainSpec
 from evener.hosts.session import connect
 from evener.launch import fleet as launcher
+from evener.launch.follow import follow as follow_run
 from evener.plan.cluster import NotMeasuredError, cluster_of
 from evener.plan.search import predict
 from evener.report import compare
@@ -216,7 +217,7 @@ class _Bench:
             plan, trees, prepared = fleet_run.planned(hosts, sessions, errors, resolved, as_asked=True)
             fleet_run.begin(plan, trees, prepared, sessions, resolved)
         with self._ending_it_on_ctrl_c(rundir, plan), follow.bar(resolved, self.console) as observe:
-            launcher.follow(rundir, plan, observe, fleets.on_lost, carries=False)
+            follow_run(rundir, plan, observe, fleets.on_lost, carries=False)
 
     @contextlib.contextmanager
     def _ending_it_on_ctrl_c(self, rundir: RunDir, plan: Plan) -> Iterator[None]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evener.bench import scaling
-    from evener.launch.fleet import Observer
+    from evener.launch.follow import Observer
     from evener.report.summary import Summary
 
 PLAIN_EVERY_S = 5.0

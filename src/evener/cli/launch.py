@@ -50,6 +50,7 @@ def launch(
     from evener.core.spec import MachineSpec
     from evener.launch import fleet as launcher
     from evener.launch import here
+    from evener.launch.follow import follow as follow_run
     from evener.launch.tree import ignored, in_short
 
     path = fleets.fleet_path(fleet)
@@ -91,7 +92,7 @@ def launch(
         return 0
     if not plan.is_here:
         try:
-            states = launcher.follow(rundir, plan, follow.tell_trouble, fleets.on_lost, see, say=fleets.say)
+            states = follow_run(rundir, plan, follow.tell_trouble, fleets.on_lost, see, say=fleets.say)
         except KeyboardInterrupt:
             fleets.left_alone(rundir)
             return 130

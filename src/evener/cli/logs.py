@@ -21,6 +21,7 @@ def logs(
     from evener.core.plan import read_plan
     from evener.core.rundir import RunDir
     from evener.launch import fleet as launcher
+    from evener.launch.follow import follow as follow_run
 
     rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
@@ -41,7 +42,7 @@ def logs(
             fleets.tell_weights(rundir, plan)
         return 0
     try:
-        launcher.follow(rundir, plan, follow_cli.tell_trouble, fleets.on_lost, lambda mirror: show(), say=fleets.say)
+        follow_run(rundir, plan, follow_cli.tell_trouble, fleets.on_lost, lambda mirror: show(), say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130

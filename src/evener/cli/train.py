@@ -111,7 +111,7 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, detach: boo
     from evener.core.errors import UsageError
     from evener.core.plan import find_plan
     from evener.hosts.session import connect
-    from evener.launch import fleet as launcher
+    from evener.launch.follow import follow as follow_run
 
     rundir = fleets.rundir_of(resolved)
     there = find_plan(rundir)
@@ -133,7 +133,7 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, detach: boo
         return 0
     try:
         with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
-            launcher.follow(rundir, plan, observe, fleets.on_lost, say=fleets.say)
+            follow_run(rundir, plan, observe, fleets.on_lost, say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130

@@ -21,32 +21,28 @@ from typing import Any
 
 import msgspec
 
-from evener.core.decoding import from_json, json_decoder
-from evener.core.errors import EvenerError, HostError, RunError, UsageError
-from evener.core.files import follow_lines, read_file
+from evener.core.decoding import from_json
+from evener.core.errors import HostError, RunError, UsageError
+from evener.core.files import read_file
 from evener.core.finding import Finding
 from evener.core.fleet import RENDEZVOUS_PORT, Fleet
 from evener.core.machine import this_machine
 from evener.core.plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, find_plan, write_plan
 from evener.core.resolve import Resolved, weights_file
 from evener.core.roster import Roster, Seat, first_roster
-from evener.core.rundir import RunDir, event_of
+from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
-from evener.core.step import StepRecord
 from evener.core.units import size
 from evener.core.world import AGENT_FILE, KEPT_FILE, KEPT_OUT_FILE
 from evener.hosts.doctor import Survey, survey
 from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
-from evener.launch import carry
-from evener.launch.carry import Carrier
-from evener.launch.commands import Place, Project, script_plan, train_plan, why_not_live
+from evener.launch.commands import Place, Project, script_plan, train_plan
 from evener.launch.failures import Failure, first_failure
 from evener.launch.mirror import (
     GONE,
     HostMirror,
-    Mirror,
     State,
     choose_manifest,
     host_failed,
@@ -54,15 +50,11 @@ from evener.launch.mirror import (
     state_of,
     tell,
 )
-from evener.launch.news import News, has_ended, has_failed
 from evener.launch.ship import WORK_S, send
 from evener.launch.tree import Tree, describe, describe_data, pack
 
-POLL_S = 0.2
 STOP_S = 600.0
-GIVEN_UP_S = 60.0  # without a sign of a host, when others have failed
 
-Observer = Callable[[StepRecord | dict[str, Any]], None]
 Progress = Callable[[str], None]
 
 
@@ -120,6 +112,7 @@ def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], n
             gpus=found.facts[host].gpus,
             gpus_have_bf16=found.facts[host].gpus_have_bf16,
             has_bf16=found.facts[host].has_bf16,
+            is_linux=found.facts[host].system.startswith("Linux"),
         )
         for host in fleet.hosts
     ]
@@ -157,10 +150,7 @@ def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, res
         if weights is not None:
             trees.append(pack({weights.name: weights}))
             init_from = {place.name: f"{_place_of(trees[1], place)}/{weights.name}" for place in prepared.places}
-    key = secrets.token_hex(16) if spec.machine.membership != "fixed" else ""
-    if spec.machine.membership == "live" and (why := why_not_live(roster)):
-        raise UsageError(f"--membership live: {why}", hint="--membership restart")
-    port = prepared.port
+    port, key = prepared.port, secrets.token_hex(16)
     plan = train_plan(prepared.id, prepared.places, port, spec, roster, data, init_from, resume=resume, key=key)
     return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
 
@@ -226,42 +216,9 @@ def start(
         raise RunError(f"{rundir}: this run is running here already", hint=f"evener logs -f {rundir}") from None
     except OSError as refused:
         raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
-    supervisor = (REMOTE / "supervisor.py").read_text()
-    files = {ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None, CLUSTER_FILE: None,
-             KEPT_FILE: None, KEPT_OUT_FILE: None}  # fmt: skip
-    if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
-        files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
 
     def begin(name: str) -> str | None:
-        host = plan.host(name)
-        spec = {
-            "id": plan.id,
-            "host": host.name,
-            "first_rank": host.first_rank,
-            "argv": host.argv,
-            "is_rank": host.is_rank,
-            "has_agent": host.agent is not None,
-            "cwd": host.cwd,
-            "env": host.env,
-            "grace_s": plan.grace_s,
-            "attached": str(_hold_path(rundir)) if attached else None,
-        }
-        try:
-            sessions[name].call(
-                "runs",
-                "start",
-                run=host.folder(rundir),
-                spec=spec,
-                supervisor=supervisor,
-                files=files | {AGENT_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None},
-                timeout_s=WORK_S,
-            )
-        except RemoteError as error:
-            return error.message
-        except HostError as error:
-            sessions[name].close()  # and with it what it may still be doing there
-            return str(error)
-        return None
+        return start_host(rundir, plan, name, sessions[name], attached=attached)
 
     def undo(names: list[str]) -> None:
         """End what was started, and leave the run directory as it was."""
@@ -286,6 +243,45 @@ def start(
     return hold
 
 
+def start_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attached: bool = False) -> str | None:
+    """Start a host's part of the run; why it does not start, None where it does."""
+    host = plan.host(name)
+    spec = {
+        "id": plan.id,
+        "host": host.name,
+        "first_rank": host.first_rank,
+        "argv": host.argv,
+        "is_rank": host.is_rank,
+        "has_agent": host.agent is not None,
+        "has_launcher": not host.is_rank and not (host.agent is not None and host.agent.lives),  # between it and ranks
+        "cwd": host.cwd,
+        "env": host.env,
+        "grace_s": plan.grace_s,
+        "attached": str(_hold_path(rundir)) if attached else None,
+    }
+    files = {CLUSTER_FILE: None, KEPT_FILE: None, KEPT_OUT_FILE: None} | files_of_members(plan, host)
+    if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
+        files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
+    supervisor = (REMOTE / "supervisor.py").read_text()
+    try:
+        session.call("runs", "start", run=host.folder(rundir), spec=spec, supervisor=supervisor, files=files,
+                     timeout_s=WORK_S)  # fmt: skip
+    except RemoteError as error:
+        return error.message
+    except HostError as error:
+        session.close()  # and with it what it may still be doing there
+        return str(error)
+    return None
+
+
+def files_of_members(plan: Plan, host: HostPlan) -> dict[str, str | None]:
+    """What a host's part of the run holds of who takes part, by file; None: no such file."""
+    return {
+        ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None,
+        AGENT_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None,
+    }
+
+
 def _hold(rundir: RunDir) -> contextlib.AbstractContextManager[object]:
     """A lock that this program alone has, and that no way to end it leaves behind."""
     path = _hold_path(rundir)
@@ -304,72 +300,6 @@ def note_findings(rundir: RunDir, plan: Plan, prepared: Prepared) -> None:
     for finding in prepared.findings:
         facts = {"host": finding.host, "peer": finding.peer, "evidence": finding.evidence, "fix": finding.fix}
         tell(rundir, plan, finding.check, **facts)
-
-
-def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[HostMirror], None],
-           on_change: Callable[[Mirror], None] = lambda mirror: None, *,
-           say: Progress = lambda text: None, carries: bool = True) -> dict[str, State]:  # fmt: skip
-    """Mirror the run until it has ended everywhere; the hosts' last states. EvenerError names the first failure.
-
-    What it saves comes home meanwhile, if this `carries`, and what is lacking at its end after it. `observe` hears of
-    rank 0's records and of what happens from now on. KeyboardInterrupt leaves the run alone.
-    """
-    decoder = json_decoder(StepRecord)
-    ranks = range(plan.world_size if plan.outlives_hosts else 1)  # whose records are observed: rank 0 may go
-    steps = [follow_lines(rundir.steps_path(rank)) for rank in ranks]
-    events = {host.name: follow_lines(host.events_path(rundir)) for host in plan.hosts}
-    for follower in events.values():
-        next(follower)  # what happened in earlier starts of the run
-    lost: set[str] = set()
-    told_to_end: list[str] = []
-    next_step, news = -1, News(rundir, plan)
-    with Mirror(rundir, plan) as mirror, Carrier(rundir, plan) as carrier:
-        if carries:
-            carrier.look()
-        done = False
-        while not done:
-            done = mirror.is_done or _only_lost_are_left(mirror)
-            for record in sorted((decoder.decode(line) for of_rank in steps for line in next(of_rank)),
-                                 key=lambda record: record.step):  # fmt: skip
-                if record.step > next_step:
-                    next_step = record.step
-                    observe(record)
-            for follower in events.values():
-                for line in next(follower):
-                    if (event := event_of(line)) is None:
-                        continue
-                    if event["event"] == "checkpoint" and carries:
-                        carrier.look()
-                    observe(event)
-            for name, host in mirror.hosts.items():
-                if host.broken is not None:
-                    raise RunError(
-                        f"what {name} tells cannot be written here: {host.broken}",
-                        hint=f"the run goes on; evener logs -f {rundir} looks at it again",
-                    )
-                if (host.error is not None) != (name in lost):
-                    lost ^= {name}
-                    on_lost(host)
-            for event in news.of(mirror):
-                tell(rundir, plan, **event)
-                if not plan.is_here:  # else it is among the run's own
-                    observe(event)
-            if not told_to_end and not done and news.waits_in_vain():
-                told_to_end = [name for name, host in mirror.hosts.items() if not host.is_done]
-                stop(rundir, msgspec.structs.replace(plan, hosts=[plan.host(name) for name in told_to_end]), now=True)
-            on_change(mirror)
-            if not done:
-                mirror.wait(POLL_S)
-        ended = {name: _last_state(host) for name, host in mirror.hosts.items()}
-    failure = conclude(rundir, plan, ended)
-    try:
-        carry.bring(rundir, plan, say)
-    except EvenerError as error:
-        say(f"{error}: what it saved stays there")
-    finally:  # whoever does not wait for it hears of the failure all the same
-        if failure is not None:
-            raise failure.error(rundir, plan)
-    return ended
 
 
 def conclude(rundir: RunDir, plan: Plan, ended: Mapping[str, State]) -> Failure | None:
@@ -445,21 +375,6 @@ def _ask(plan: Plan, question: Callable[[Session, HostPlan], State]) -> dict[str
             return error
 
     return for_each([host.name for host in plan.hosts], ask)
-
-
-def _only_lost_are_left(mirror: Mirror) -> bool:
-    """Has the run ended on some hosts, while the rest have been out of sight for long?"""
-    left = [host for host in mirror.hosts.values() if not host.is_done]
-    over = has_ended if mirror.plan.outlives_hosts else has_failed
-    ended = [host for host in mirror.hosts.values() if over(host)]
-    now = time.monotonic()
-    return bool(ended) and all(host.lost_since is not None and now - host.lost_since > GIVEN_UP_S for host in left)
-
-
-def _last_state(host: HostMirror) -> State:
-    if host.is_done:
-        return host.state or GONE
-    return (host.state or {}) | {"lost": f"cannot be reached: {host.error}"}
 
 
 def _record_failure(rundir: RunDir, plan: Plan, failure: Failure) -> None:

@@ -37,7 +37,8 @@ from evener.core.rundir import RunDir
 from evener.hosts.facts import Devices
 from evener.hosts.session import Sessions, connect
 from evener.launch.commands import Place
-from evener.launch.fleet import Observer, Prepared, follow, start, stop
+from evener.launch.fleet import Prepared, start, stop
+from evener.launch.follow import Observer, follow
 from evener.launch.mirror import Mirror, State
 
 LOOPBACK = "127.0.0.1"

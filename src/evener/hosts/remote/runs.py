@@ -68,6 +68,15 @@ def leave(run, why):
         time.sleep(POLL_S)
 
 
+def put(run, files):
+    """Texts take the place of files of a run, by their names."""
+    run = _absolute(run)
+    if not os.path.isdir(os.path.join(run, "host")):
+        raise RuntimeError(f"there is no such run here: {run}")
+    for name, text in files.items():
+        _write(os.path.join(run, name), text.encode())
+
+
 def start_again(run):
     """Start what was started before, after the host went down under it, or left; its state once it is running."""
     run = _absolute(run)
@@ -193,7 +202,7 @@ def looks(run, state):
     if not pid or spec is None or state["state"] != "running" or not os.path.isdir("/proc/self"):
         return []
     is_rank, found = spec.get("is_rank"), []
-    if spec.get("has_agent"):
+    if spec.get("has_agent") and spec.get("has_launcher"):
         pid = next(iter(_children(pid)), pid)  # the launcher of now
     for one in [pid] if is_rank else [pid, *_children(pid)]:
         try:

@@ -1,0 +1,80 @@
+"""A friend's laptop for the night: a host that a run never had takes part in it, and what is learned stays the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evener.core.plan import read_plan
+from evener.core.rundir import RunDir
+from evener.core.step import aligned, first_of
+from evener.lab.spec import HostSpec
+from tests.lab.conftest import MakeLab, command_lines, wait_until
+
+pytestmark = pytest.mark.slow
+WITHIN_S = 300.0  # of a machine as busy as it likes
+FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",
+         "--eval-every=0", "--dropout=0", "--checkpoint-every=0", "--shares=equal", "--lr=3e-4",
+         "--min-lr=3e-4", "--warmup=0")  # fmt: skip
+
+
+def test_a_host_is_added_to_a_run_that_goes_on(
+    make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
+) -> None:
+    file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
+    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
+    argv = [*evener, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
+    with (tmp_path / "told").open("wb") as told:
+        running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)
+
+    def verb(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*evener, *words], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
+                              check=False)  # fmt: skip
+
+    def num_steps(rank: int) -> int:
+        assert running.poll() is None, (tmp_path / "told").read_text()
+        return len(run.records(rank)) if run.steps_path(rank).exists() else 0
+
+    def worlds() -> list[list[str]]:
+        assert running.poll() is None, (tmp_path / "told").read_text()
+        lines = {line for path in run.path.glob("hosts/*/events.jsonl")
+                 for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
+        found = [event for event in map(json.loads, lines) if event["event"] == "world"]
+        return [event["hosts"] for event in sorted(found, key=lambda event: event["number"])]
+
+    try:
+        wait_until(lambda: num_steps(0) > 5, "the run began", WITHIN_S)
+        unknown = verb("add", "run", "--host", "d")
+        assert (unknown.returncode, f"{file.name} names no host d, but a, b, c" in unknown.stderr) == (2, True)
+        added = verb("add", "run", "--host", "c")
+        assert added.returncode == 0, added.stderr
+        assert "c is let in between two steps" in added.stderr
+        again = verb("add", "run", "--host", "c")
+        assert (again.returncode, "c: this run is running here already" in again.stderr) == (1, True), again.stderr
+        wait_until(lambda: worlds()[-1] == ["a", "b", "c"], "c is let in", WITHIN_S)
+        # Whoever has followed the run from its beginning sees the newcomer too.
+        wait_until(lambda: num_steps(2) > 5, "its records come home", WITHIN_S)
+    finally:
+        stopped = verb("stop", "run")
+    assert stopped.returncode == 0, stopped.stderr
+    running.wait(WITHIN_S)
+    manifest = run.manifest()
+    assert (manifest.verdict, manifest.roster.hosts, manifest.roster.shares) == ("stopped", ["a", "b", "c"], [4, 4, 4])
+    assert manifest.result is not None
+    assert manifest.result.replicas_agree is True
+    assert [host.name for host in read_plan(run).hosts] == ["a", "b", "c"]
+    steps = [first_of(of_step) for of_step in aligned({rank: run.records(rank) for rank in range(3)})]
+    assert [record.step for record in steps] == list(range(manifest.result.steps))
+    assert {record.members for record in steps} == {2, 3}
+    alone = train(tmp_path / "alone", *FLAGS[:2], f"--steps={len(steps)}", *FLAGS[3:])
+    assert [record.loss for record in steps] == pytest.approx([record.loss for record in alone.records(0)], rel=1e-5)
+    left = [line for name in "abc" for line in command_lines(lab.host(name))]
+    assert not [line for line in left if b"evener.agent" in line or b"evener.worker" in line or b"supervisor" in line]
+    assert "Traceback" not in (tmp_path / "told").read_text()
+    lab.down()
