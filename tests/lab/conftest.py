@@ -66,11 +66,11 @@ def command_lines(host: Host) -> list[bytes]:
 
 
 def rank_on(host: Host) -> int:
-    """The pid, as this machine has it, of the only rank there: a child of what started it, which names it too."""
+    """The pid, as this machine has it, of the only rank there; where it was started by torchrun, which names it too."""
     found = {}
     for pid in host.pids():
         with contextlib.suppress(OSError):
             if b"evener.worker\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    (rank,) = [pid for pid, parent in found.items() if parent in found and found[parent] not in found]
+    (rank,) = found.keys() - set(found.values())
     return rank

@@ -89,7 +89,7 @@ def test_what_a_run_saves_comes_home_while_it_is_followed(fleet: Fleet, corpus: 
 
 
 def test_a_run_that_failed_says_where_it_goes_on_from_and_goes_on_here_and_there(fleet: Fleet, corpus: Path) -> None:
-    every = ["--checkpoint-every", "2", "--keep", "1"]
+    every = ["--checkpoint-every", "2", "--keep", "1", "--membership", "fixed"]
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", *every, "--out", "runs/dead", "--detach")
     told = fleet.there("runs/dead", "a") / "events.jsonl"
     wait_until(lambda: told.exists() and b'"event":"checkpoint"' in told.read_bytes(), "it saves")

@@ -346,7 +346,7 @@ def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
 
 def test_a_resumed_run_is_followed_and_ends_well(fleet: Fleet, corpus: Path) -> None:
     """Killed hard on one host, resumed while somebody watches: whole records, and rank 0's own manifest."""
-    flags = ["--checkpoint-every", "5", "--eval-every", "0"]
+    flags = ["--checkpoint-every", "5", "--eval-every", "0", "--membership", "fixed"]
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", *flags, "--out", "runs/killed", "--detach")
     records = fleet.there("runs/killed", "a") / "steps/rank-0.jsonl"
     wait_until(lambda: records.exists() and records.read_bytes().count(b"\n") > 12, "it trains")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from evener.core.fleet import Link, ModelRate, Rates
 from evener.core.measured import update_fleet
 from evener.core.rundir import RunDir
 from evener.lab.spec import HostSpec
-from tests.lab.conftest import MakeLab, wait_until
+from tests.lab.conftest import MakeLab, rank_on, wait_until
 
 pytestmark = pytest.mark.slow
 WITHIN_S = 240.0  # of a machine as busy as it likes
@@ -22,7 +24,7 @@ FLAGS = ("--model=tiny", "--batch=8", "--dtype=bf16", "--threads=1", "--shares=e
          "--eval-every=0", "--checkpoint-every=0", "--verify-every=50", "--sync=auto", "--loss-budget=0")  # fmt: skip
 
 
-def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_when_resumed(
+def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_whoever_is_lost_and_when_resumed(
     make_lab: MakeLab, tmp_path: Path, corpus: Path
 ) -> None:
     """At 8 Mbit/s ddp's 0.4 MB take 0.4 s, packed ones half of it: however busy the machine is, that is faster."""
@@ -34,24 +36,29 @@ def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_when_resumed(
     evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     argv = [*evener, "train", "--fleet", str(file), "--data", str(corpus), *FLAGS, "--steps=100000", "--out=run"]
-    with (tmp_path / "told").open("wb") as told:
-        running = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=told, stderr=told)
+    with (tmp_path / "told").open("wb") as file_of_told:
+        running = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=file_of_told, stderr=file_of_told)
 
     def steps() -> int:
         assert running.poll() is None, (tmp_path / "told").read_text()
         return len(run.records(0)) if run.steps_path(0).exists() else 0
 
-    def chosen() -> list[str]:
+    def told(what: str) -> list[dict[str, Any]]:
         steps()
         path = run.path / "hosts" / "a" / "events.jsonl"  # as it comes home; all hosts' are merged at the end
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         events = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        return [event["sync"] for event in events if event["event"] == "rechosen"]
+        return [event for event in events if event["event"] == what]
+
+    def worlds() -> list[list[str]]:
+        return [event["hosts"] for event in told("world")]
 
     try:
         wait_until(lambda: steps() > 55, "the run began", WITHIN_S)
         lab.host("b").set_rate("8Mbit")
-        wait_until(lambda: "packed" in chosen(), "it chose again", WITHIN_S)
+        wait_until(lambda: any(event["sync"] == "packed" for event in told("rechosen")), "it chose again", WITHIN_S)
+        os.kill(rank_on(lab.host("b")), signal.SIGKILL)
+        wait_until(lambda: worlds()[-2:] == [["a"], ["a", "b"]], "b is lost, and let in again", WITHIN_S)
         now = steps()
         wait_until(lambda: steps() > now + 5, "the run went on", WITHIN_S)
     finally:
@@ -59,6 +66,7 @@ def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_when_resumed(
                        check=False)  # fmt: skip
     running.wait(WITHIN_S)
     manifest = run.manifest()
+    assert [event["sync"] for event in run.events() if event["event"] == "rechosen"] == ["packed"]
     assert str(manifest.roster.sync) == "packed"
     assert manifest.result.replicas_agree is True
     assert run.records(0)[-1].bytes < 0.7 * run.records(0)[5].bytes

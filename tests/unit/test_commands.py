@@ -13,7 +13,7 @@ from evener.core.plan import Plan, read_plan, write_plan
 from evener.core.roster import Roster, Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import RunSpec, parse_args
-from evener.launch.commands import Place, Project, script_plan, train_plan, why_not_live
+from evener.launch.commands import Place, Project, joined_plan, membership_of, script_plan, train_plan
 
 
 def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True,
@@ -35,8 +35,8 @@ def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: boo
 
 def train(places: list[Place], *flags: str) -> Plan:
     data = {one.name: f"{one.workdir}/trees/d" for one in places}
-    spec = parse_args([*flags])
-    return train_plan("1d", places, 29500, spec, roster_of(places, spec), data, {}, resume=False)
+    spec = parse_args(["--membership=fixed", *flags])
+    return train_plan("1d", places, 29500, spec, roster_of(places, spec), data, {}, resume=False, key="k")
 
 
 def roster_of(places: list[Place], spec: RunSpec) -> Roster:
@@ -133,7 +133,9 @@ def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
     """The run's folder is the run directory, data and corpus are where they were named, and any port will do."""
     flags = parse_args(["--out=runs/x", "--data=data/verbs"])
     places = [here(2)]
-    plan = train_plan("1d", places, 0, flags, roster_of(places, flags), {"a": flags.data.data}, {}, resume=False)
+    plan = train_plan(
+        "1d", places, 0, flags, roster_of(places, flags), {"a": flags.data.data}, {}, resume=False, key="k"
+    )
     (host,) = plan.hosts
     assert plan.is_here
     assert (host.run, host.cwd, host.is_rank) == (None, "/home/me", False)
@@ -145,7 +147,9 @@ def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
 def test_a_rank_that_is_alone_here_needs_no_torchrun() -> None:
     flags = parse_args(["--out=runs/x"])
     places = [here(1)]
-    (host,) = train_plan("1d", places, 0, flags, roster_of(places, flags), {"a": "data/verbs"}, {}, resume=False).hosts
+    (host,) = train_plan(
+        "1d", places, 0, flags, roster_of(places, flags), {"a": "data/verbs"}, {}, resume=False, key="k"
+    ).hosts
     assert host.argv[:3] == ["/python", "-m", "evener.worker"]
     assert host.is_rank
     (elsewhere,) = train([place("a")]).hosts
@@ -199,14 +203,58 @@ def test_a_plan_is_read_back(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "device", "why"),
+    ("asked", "hosts", "device", "are_linux", "membership"),
     [
-        ("ddp", "cpu", ""),
-        ("int8+sparse", "cpu", ""),
-        ("diloco:10:int8:streamed", "cpu", ""),
-        ("ddp", "cuda:0", "ranks on GPUs begin anew: NCCL's communicators do not survive a member"),
+        ("auto", "ab", "cpu", True, "live"),
+        ("auto", "ab", "cuda:0", True, "restart"),
+        ("auto", "ab", "cpu", False, "restart"),
+        ("auto", "aa", "cpu", True, "fixed"),
+        ("live", "a", "cpu", True, "fixed"),
+        ("live", "ab", "cuda:0", True, "NCCL's communicators do not survive a member"),
+        ("live", "ab", "cpu", False, "elsewhere than under Linux"),
+        ("restart", "ab", "cpu", True, "restart"),
+        ("fixed", "ab", "cpu", True, "fixed"),
     ],
 )
-def test_ranks_on_processors_live_on(sync: str, device: str, why: str) -> None:
-    seats = [Seat(host=name, device=device) for name in "ab"]
-    assert why_not_live(first_roster(parse_args(["--batch", "4", "--sync", sync]), seats, 256)) == why
+def test_ranks_on_processors_live_on(asked: str, hosts: str, device: str, are_linux: bool, membership: str) -> None:
+    seats = [Seat(host=name, device=device) for name in hosts]
+    spec = parse_args(["--batch", "4", "--sync", "int8+sparse", "--membership", asked])
+    roster = first_roster(spec, seats, 256)
+    if " " in membership:
+        with pytest.raises(UsageError, match=f"--membership live: .*{membership}"):
+            membership_of(spec, roster, are_linux=are_linux)
+    else:
+        assert membership_of(spec, roster, are_linux=are_linux) == membership
+
+
+def test_several_hosts_have_agents_and_one_has_none() -> None:
+    places = [place("a"), place("b")]
+    spec = parse_args([])
+    for of_run, outlives in ((places, True), (places[:1], False)):
+        data = dict.fromkeys("ab", "d")
+        plan = train_plan("1d", of_run, 29500, spec, roster_of(of_run, spec), data, {}, resume=False, key="k")
+        assert (plan.outlives_hosts, [host.agent is not None for host in plan.hosts]) == (
+            outlives,
+            [outlives] * len(of_run),
+        )
+        assert all(host.agent.lives for host in plan.hosts if host.agent is not None)
+
+
+def test_a_host_that_joins_comes_behind_the_others_and_all_agents_know_of_it() -> None:
+    places = [place("a", ranks=2), place("b")]
+    spec = parse_args(["--batch", "12", "--data", "d"])
+    plan = train_plan(
+        "1d", places, 29500, spec, roster_of(places, spec), dict.fromkeys("ab", "d"), {}, resume=False, key="k"
+    )
+    joined = joined_plan(plan, place("c", ranks=2), "/c/trees/d")
+    assert joined.roster is not None
+    assert [(one.rank, one.host) for one in joined.roster.members] == [(0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")]
+    assert (joined.roster.shares, joined.roster.batch) == ([3, 3, 2, 2, 2], 12)
+    assert [(one.name, one.node_rank, one.first_rank, one.num_ranks) for one in joined.hosts][2:] == [("c", 2, 3, 2)]
+    agents = [one.agent for one in joined.hosts]
+    assert all(agent is not None and (agent.first, [*agent.hosts]) == (["a", "b"], ["a", "b", "c"]) for agent in agents)
+    assert [agent.host for agent in agents if agent is not None] == ["a", "b", "c"]
+    assert joined.hosts[2].env["EVENER_ROSTER"] == "/c/runs/x/roster.json"
+    assert "--data=/c/trees/d" in joined.hosts[2].agent.program  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="c would train on its GPU"):
+        joined_plan(plan, place("c", gpus=["A100"]), "/c/trees/d")

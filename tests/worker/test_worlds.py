@@ -53,10 +53,10 @@ class Hosts:
 
     def start(self, name: str) -> None:
         home = self.folder / name
-        spec = AgentSpec(run="r1", host=name, hosts=self.parts, port=self.port, key="secret", folder=str(home),
+        spec = AgentSpec(run="r1", host=name, hosts=self.parts, first=[*self.parts], port=self.port, key="secret",
                          program=self._program(home), silent_s=8.0, lives=self.LIVES)  # fmt: skip
-        (home / "agent.json").write_bytes(msgspec.json.encode(spec))
-        argv = [sys.executable, "-m", "evener.agent", str(home / "agent.json")]
+        (home / "host" / "agent.json").write_bytes(msgspec.json.encode(spec))
+        argv = [sys.executable, "-m", "evener.agent", str(home)]
         with (home / "log").open("ab") as log:
             env = ENV | {"EVENER_HOST": name, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             env |= {"EVENER_ROSTER": str(home / "roster.json")} if (home / "roster.json").exists() else {}

@@ -1,7 +1,7 @@
 """What keeps a run alive while hosts come and go? This program, on each: it agrees with the others on a world, starts
 its host's ranks in it, sees how they end, and begins again.
 
-    python -m evener.agent FILE       FILE holds an AgentSpec
+    python -m evener.agent FOLDER     of the run on this host; its host/agent.json holds an AgentSpec
 
 Where ranks live on (`AgentSpec.lives`), they stay from world to world, and this program tells them where the next one
 meets; a host that is in none starts its ranks all the same, so that they are ready to be let in.
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,15 +26,18 @@ import msgspec
 
 from evener.agent.council import Council, Kept, Phase, Statement
 from evener.agent.gossip import Gossip
-from evener.agent.ranks import Ranks, free_port, meeting_of
-from evener.core.decoding import from_json
+from evener.agent.ranks import Ranks, first_rank_of, free_port, meeting_of
+from evener.core.errors import CheckpointError
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
+from evener.core.stored import read_stored
 from evener.core.watch import Hang, Watch, sentence
 from evener.core.world import (
+    AGENT_FILE,
     KEPT_FILE,
     KEPT_OUT_FILE,
+    KILLED_FILE,
     LEFT,
     LOST,
     REFUSED,
@@ -56,14 +60,14 @@ TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's fa
 class Agent:
     """One host's, of one run."""
 
-    def __init__(self, spec: AgentSpec) -> None:
-        self._spec, self._path = spec, Path(spec.folder, KEPT_FILE)
-        self._kept_out = Path(spec.folder, KEPT_OUT_FILE)
-        kept = (
-            from_json(self._path.read_bytes(), Kept)
-            if self._path.exists()
-            else Kept(World(number=0, hosts=[*spec.hosts]))
-        )
+    def __init__(self, spec: AgentSpec, folder: Path) -> None:
+        """CheckpointError where what this host promised the others is damaged: it could promise something else."""
+        self._spec, self._folder, self._path = spec, folder, folder / KEPT_FILE
+        self._spec_path, self._spec_is_of = folder / AGENT_FILE, 0  # when it was written
+        self._kept_out = folder / KEPT_OUT_FILE
+        kept = read_stored(self._path, Kept) if self._path.exists() else Kept(World(number=0, hosts=spec.first))
+        if not spec.hosts.keys() >= {*kept.world.voters}:
+            raise CheckpointError(f"{self._path}: damaged: it names hosts that the run does not have")
         is_back = kept.life > 0
         kept = Kept(kept.world, kept.vote, kept.life + 1)
         join_by = time.monotonic() + (spec.silent_s if is_back else spec.join_s)
@@ -75,22 +79,23 @@ class Agent:
         self._kept: Kept | None = None  # as it is on the disk
         self._ranks: Ranks | None = None
         self._failures: list[dict[str, Any]] = []  # of the last world that failed here
+        self._killed: dict[int, float] = {}  # when, by ranks' numbers on this host
         self._ended_at: float | None = None
         self._are_in = False  # this host's ranks, or they were, in some world
         self._again_at, self._again_s = 0.0, AGAIN_S
-        self._watch = Watch({name: part.num_ranks for name, part in spec.hosts.items()})
+        self._watch = self._watch_of(kept.world)
         self._hang: Hang | None = None  # of this host's ranks
         self._hangs_since = self._look_at = 0.0
 
     async def main(self) -> int:
         place = self._spec.hosts[self._spec.host]
         await self._gossip.listen((place.address, self._spec.port))
-        others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
-                  if name != self._spec.host}  # fmt: skip
         try:
             said, said_at = None, 0.0
             while (status := self._look()) is None:
                 now = time.monotonic()
+                others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
+                          if name != self._spec.host}  # fmt: skip
                 state = self._council.kept, self._council.phase, self._council.has_learned, self._council.store
                 if state != said or now - said_at >= SAY_S:
                     said, said_at = state, now
@@ -112,6 +117,7 @@ class Agent:
     def _look(self) -> int | None:
         """Do what is to be done now; the exit status, where that is all."""
         now, council = time.monotonic(), self._council
+        self._read_spec()
         if council.look(now):
             print(
                 f"evener: {council.world.why}: world {council.world.number} is {', '.join(council.world.hosts)}",
@@ -145,7 +151,7 @@ class Agent:
             case Phase.REGROUP | Phase.LOST | Phase.LEAVING if self._ranks is not None:
                 self._see(now)
             case Phase.RUNNING:
-                waiting = Path(self._spec.folder, WAITING_FILE)
+                waiting = self._folder / WAITING_FILE
                 waiting.touch() if council.waiting(now) else waiting.unlink(missing_ok=True)
                 self._see(now)
                 if now >= self._look_at and council.phase == Phase.RUNNING:
@@ -154,6 +160,19 @@ class Agent:
             case Phase.DONE:
                 return 0 if self._linger(now) else None
         return None
+
+    def _read_spec(self) -> None:
+        """Whoever adds a host to the run writes it down on all others."""
+        with contextlib.suppress(OSError, CheckpointError):  # what was read before holds
+            written = self._spec_path.stat().st_mtime_ns
+            if written != self._spec_is_of:
+                self._spec_is_of, self._spec = written, read_stored(self._spec_path, AgentSpec)
+                self._watch = self._watch_of(self._council.world)
+
+    def _watch_of(self, world: World) -> Watch:
+        watch = Watch({name: part.num_ranks for name, part in self._spec.hosts.items()})
+        watch.only(world.hosts)
+        return watch
 
     def _begin(self) -> None:
         """Start this host's ranks, once it is known where the store is."""
@@ -170,7 +189,7 @@ class Agent:
         if self._ranks is not None:
             self._ranks.meet(meeting)
         elif council.world.is_fresh:
-            self._ranks, self._failures = Ranks(spec, meeting), []
+            self._ranks, self._failures = Ranks(spec, self._folder, meeting), []
         else:  # they ended while it was decided
             council.phase, council.why = Phase.FAILED, "its ranks have ended"
             return
@@ -183,7 +202,7 @@ class Agent:
             if now >= self._again_at:
                 self._again_s = AGAIN_S if now > self._again_at + LASTING_S else min(2 * self._again_s, MOST_AGAIN_S)
                 self._again_at = now + self._again_s
-                self._ranks, self._failures = Ranks(self._spec, Meeting(world=council.world)), []
+                self._ranks, self._failures = Ranks(self._spec, self._folder, Meeting(world=council.world)), []
         elif self._ranks.status() is not None:
             self._end_ranks()
             council.phase = Phase.WAITING
@@ -203,10 +222,13 @@ class Agent:
                 self._hear_ranks()
             return
         failures = self._ranks.failures()
-        for one in failures if self._spec.lives else ():  # its launcher knows of no other host
-            one["rank"] += self._first_rank
         self._end_ranks()
-        council.step = max(council.step, *RunDir(self._spec.folder).checkpoint_steps()[-1:], -1)
+        council.step = max(council.step, *RunDir(self._folder).checkpoint_steps()[-1:], -1)
+        killed = {one["local_rank"]: time.time() for one in failures if one["exitcode"] == -signal.SIGKILL}
+        if killed:
+            self._killed |= killed
+            with contextlib.suppress(OSError):  # a full disk
+                write_atomic(self._folder / KILLED_FILE, msgspec.json.encode({"at": self._killed}))
         codes = {one["exitcode"] for one in failures}
         if status == 0:
             council.phase = Phase.DONE
@@ -238,7 +260,8 @@ class Agent:
         """Does one of this host's hold all the others up? It is told; if that lasts, all begin again."""
         assert self._ranks is not None
         council, me = self._council, self._spec.host
-        council.looks = {self._first_rank + local: look for local, look in self._ranks.looks().items()}
+        first = first_rank_of(self._spec)
+        council.looks = {first + local: look for local, look in self._ranks.looks().items()}
         council.looked_at = now
         self._watch.see(me, now, council.looks)
         for host in council.world.hosts:
@@ -248,7 +271,7 @@ class Agent:
         hang, was = self._watch.hang(), self._hang
         hang = self._hang = hang if hang is not None and hang.host == me else None
         acts = hang is not None and hang.how in ("stopped", "idle")  # who waits for its disk can't be killed
-        rundir = RunWriter(self._spec.folder)
+        rundir = RunWriter(self._folder)
         if was is not None and (hang is None or hang.kind != was.kind):
             rundir.add_event("run.goes-on", after_s=now - self._hangs_since)
         if hang is not None and (was is None or hang.kind != was.kind):
@@ -258,12 +281,6 @@ class Agent:
         if hang is not None and acts and now - self._hangs_since >= ACT_S:
             self._end_ranks()
             council.phase, council.why = Phase.FAILED, sentence(hang)
-
-    @property
-    def _first_rank(self) -> int:
-        """The number of this host's first one."""
-        hosts = [*self._spec.hosts]
-        return sum(self._spec.hosts[host].num_ranks for host in hosts[: hosts.index(self._spec.host)])
 
     def _regroup(self) -> Phase:
         """The next world is one with this host, unless it is kept out."""
@@ -287,8 +304,13 @@ class Agent:
 
 
 def main() -> int:
-    spec = from_json(Path(sys.argv[1]).read_bytes(), AgentSpec)
-    return asyncio.run(Agent(spec).main())
+    folder = Path(sys.argv[1])
+    try:
+        agent = Agent(read_stored(folder / AGENT_FILE, AgentSpec), folder)
+    except CheckpointError as error:
+        print(f"error: {error}\nhint:  evener leave RUN, then evener add RUN: the others go on", file=sys.stderr)
+        return 1
+    return asyncio.run(agent.main())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How are this host's ranks started in a world, and ended? By `evener.worker.torchrun`, once for each world.
+"""How are this host's ranks started in a world, and ended?
 
-Where ranks live on it is once for all worlds that they are in; it then starts this host's alone, and they find the
-others' by themselves.
+By `evener.worker.torchrun`, once for each world. Where ranks live on it is once for all worlds that they are in, and
+they find the other hosts' by themselves: they are started as they are, for torchrun would import torch before they do.
 """
 
 from __future__ import annotations
@@ -15,41 +15,65 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import psutil
 
 from evener.core.decoding import from_json
-from evener.core.files import write_atomic
+from evener.core.files import read_file, write_atomic
 from evener.core.watch import Look
-from evener.core.world import PULSE_FOLDER, SAYINGS_FOLDER, WORLD_FILE, AgentSpec, Meeting, Saying, World
+from evener.core.world import (
+    PULSE_FOLDER,
+    REFUSED,
+    REGROUP,
+    SAYINGS_FOLDER,
+    WORLD_FILE,
+    AgentSpec,
+    Meeting,
+    Saying,
+    World,
+)
 
 END_S = 5.0  # for the kernel to take what was killed
+TOGETHER_S = 5.0  # in which ranks that leave together have ended
 LETTERS = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DISK_SLEEP: "D"}
+
+
+class Launched(Protocol):
+    """Ranks that were started together."""
+
+    def status(self) -> int | None:
+        """Once they have ended."""
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Which of them ended otherwise than well, and how; once they have."""
+
+    def pids(self) -> dict[int, int]:
+        """Of those that are there, by their numbers on this host."""
+
+    def close(self) -> None:
+        """After they were killed."""
 
 
 class Ranks:
     """The ranks of this host."""
 
-    def __init__(self, spec: AgentSpec, meeting: Meeting) -> None:
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        self._path, self._sayings = Path(spec.folder, WORLD_FILE), Path(spec.folder, SAYINGS_FOLDER)
-        self._mark = str(self._path)
+    def __init__(self, spec: AgentSpec, folder: Path, meeting: Meeting) -> None:
+        """`folder`: the run's, on this host."""
+        self._path, self._sayings = folder / WORLD_FILE, folder / SAYINGS_FOLDER
+        self._mark, self._pulse = str(self._path), folder / PULSE_FOLDER
         shutil.rmtree(self._sayings, ignore_errors=True)
         self._sayings.mkdir(parents=True)
         self.meet(meeting)
-        env = os.environ | {"EVENER_FAILURES": str(write), "EVENER_WORLD": self._mark}
+        env = os.environ | {"EVENER_WORLD": self._mark}
+        self._launched: Launched
         if spec.lives:
-            env["EVENER_SAYINGS"] = str(self._sayings)
-        try:
-            self._process = subprocess.Popen(argv(spec, meeting), env=env, pass_fds=[write])
-        finally:
-            os.close(write)
-        self._told = os.fdopen(read, "rb", buffering=0)
-        self._pulse = Path(spec.folder, PULSE_FOLDER)
-        self._local_ranks: dict[int, int] = {}  # by pid; asked once, for a process that hangs may not let it be read
+            env |= {"EVENER_SAYINGS": str(self._sayings), "EVENER_AGENT": str(os.getpid())}
+            self._launched = Here(spec, folder, meeting, env)
+        else:
+            self._launched = ByTorchrun(argv(spec, folder, meeting), env)
+        self.status, self.failures = self._launched.status, self._launched.failures
 
     def meet(self, meeting: Meeting) -> None:
         """Tell them where they meet others from now on."""
@@ -60,30 +84,15 @@ class Ranks:
         found = {}
         for path in self._sayings.glob("[0-9]*"):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                found[int(path.name)] = from_json(path.read_bytes(), Saying)
+                found[int(path.name)] = from_json(read_file(path), Saying)
         return found
-
-    def status(self) -> int | None:
-        """Of torchrun, once it has ended."""
-        return self._process.poll()
-
-    def failures(self) -> list[dict[str, Any]]:
-        """Which ranks ended, and how; once torchrun has."""
-        with contextlib.suppress(ValueError):
-            found: list[dict[str, Any]] = json.loads(self._told.read() or b"")
-            return found
-        return []
 
     def looks(self) -> dict[int, Look]:
         """What each rank here does, by its number on this host: as the kernel sees it, and by its own pulse."""
         found = {}
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self._process.pid).children():
-                with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
-                    if process.pid not in self._local_ranks:
-                        self._local_ranks[process.pid] = int(process.environ()["LOCAL_RANK"])
-                    local_rank = self._local_ranks[process.pid]
-                    found[local_rank] = _look(process, self._pulse / str(local_rank))
+        for local_rank, pid in self._launched.pids().items():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found[local_rank] = _look(psutil.Process(pid), self._pulse / str(local_rank))
         return found
 
     def end(self) -> None:
@@ -96,11 +105,10 @@ class Ranks:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             time.sleep(0.01)
-        self._process.wait()
-        self._told.close()
+        self._launched.close()
 
     def _processes(self) -> list[psutil.Process]:
-        """All that came of the launcher: they have this host's world in their environment."""
+        """All that came of what was started: they have this host's world in their environment."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # a zombie, or somebody else's
@@ -109,10 +117,100 @@ class Ranks:
         return found
 
 
+class ByTorchrun:
+    """Started by a launcher, which ends them all when one of them fails."""
+
+    def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        try:
+            self._process = subprocess.Popen(argv, env=env | {"EVENER_FAILURES": str(write)}, pass_fds=[write])
+        finally:
+            os.close(write)
+        self._told = os.fdopen(read, "rb", buffering=0)
+        self._local_ranks: dict[int, int] = {}  # by pid; asked once, for a process that hangs may not let it be read
+
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def failures(self) -> list[dict[str, Any]]:
+        with contextlib.suppress(ValueError):
+            found: list[dict[str, Any]] = json.loads(self._told.read() or b"")
+            return found
+        return []
+
+    def pids(self) -> dict[int, int]:
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._process.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
+                    if process.pid not in self._local_ranks:
+                        self._local_ranks[process.pid] = int(process.environ()["LOCAL_RANK"])
+                    found[self._local_ranks[process.pid]] = process.pid
+        return found
+
+    def close(self) -> None:
+        self._process.wait()
+        self._told.close()
+
+
+class Here:
+    """Started one by one. When one of them fails, all have ended: whoever is left is killed with `Ranks.end`, but ranks
+    that leave together have their time for it.
+    """
+
+    def __init__(self, spec: AgentSpec, folder: Path, meeting: Meeting, env: dict[str, str]) -> None:
+        num = spec.hosts[spec.host].num_ranks
+        begun = folder / "host" / "ranks"
+        logs = begun / f"{meeting.world.number}-{len([*begun.glob('*-*')])}" / "0"  # as torchrun has them
+        self._ranks, self._first = list[subprocess.Popen[bytes]](), first_rank_of(spec)
+        self._ended: dict[int, float] = {}  # when, by their numbers here
+        for local_rank in range(num):
+            world = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
+            mine = logs / str(local_rank)
+            mine.mkdir(parents=True)
+            with (mine / "stdout.log").open("wb") as out, (mine / "stderr.log").open("wb") as err:
+                self._ranks.append(
+                    subprocess.Popen([sys.executable, *spec.program], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                                     env=env | {name: str(value) for name, value in world.items()})
+                )  # fmt: skip
+
+    def status(self) -> int | None:
+        now, codes = time.time(), [rank.poll() for rank in self._ranks]
+        for local_rank, code in enumerate(codes):
+            if code is not None:
+                self._ended.setdefault(local_rank, now)
+        failed = {code for code in codes if code}
+        if None not in codes:
+            return 1 if failed else 0
+        if failed and (failed - {REGROUP, REFUSED} or now - min(self._ended.values()) > TOGETHER_S):
+            return 1
+        return None
+
+    def failures(self) -> list[dict[str, Any]]:
+        ended = [(at, local_rank, self._ranks[local_rank]) for local_rank, at in self._ended.items()]
+        return [{"rank": self._first + local_rank, "local_rank": local_rank, "pid": rank.pid,
+                 "exitcode": rank.returncode, "time": at}
+                for at, local_rank, rank in sorted(ended, key=lambda one: one[:2]) if rank.returncode]  # fmt: skip
+
+    def pids(self) -> dict[int, int]:
+        return {local_rank: rank.pid for local_rank, rank in enumerate(self._ranks) if rank.poll() is None}
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.wait()
+
+
+def first_rank_of(spec: AgentSpec) -> int:
+    """The number of this host's first rank, whatever its place in a world."""
+    hosts = [*spec.hosts]
+    return sum(spec.hosts[host].num_ranks for host in hosts[: hosts.index(spec.host)])
+
+
 def _look(process: psutil.Process, pulse: Path) -> Look:
     told = {}
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        told = from_json(pulse.read_bytes(), dict[str, Any])
+        told = from_json(read_file(pulse), dict[str, Any])
     told = told if told.get("pid") == process.pid else {}
     cpu_s = 0.0
     for one in [process, *process.children(recursive=True)]:
@@ -129,24 +227,21 @@ def meeting_of(spec: AgentSpec, world: World, store: int) -> Meeting:
                    first_rank=sum(nums[: world.hosts.index(spec.host)]), world_size=sum(nums))  # fmt: skip
 
 
-def argv(spec: AgentSpec, meeting: Meeting) -> list[str]:
-    """The command of this host's launcher. Where ranks live on, it knows of no other host."""
+def argv(spec: AgentSpec, folder: Path, meeting: Meeting) -> list[str]:
+    """The command of this host's launcher."""
     place, world = spec.hosts[spec.host], meeting.world
-    hosts, address, port = world.hosts, meeting.address, meeting.port
-    if spec.lives:
-        hosts, address, port = [spec.host], place.address, 0
-    address = f"[{address}]" if ":" in address else address
+    address = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
     return [
         sys.executable, "-P", "-m", "evener.worker.torchrun",
-        f"--nnodes={len(hosts)}",
+        f"--nnodes={len(world.hosts)}",
         f"--nproc-per-node={place.num_ranks}",
         "--rdzv-backend=evener",
-        f"--rdzv-endpoint={address}:{port}",
-        f"--rdzv-conf=rank={hosts.index(spec.host)}",
+        f"--rdzv-endpoint={address}:{meeting.port}",
+        f"--rdzv-conf=rank={world.hosts.index(spec.host)}",
         f"--rdzv-id={spec.run}-{world.number}",
         f"--local-addr={place.address}",
         "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",
-        f"--log-dir={spec.folder}/host/ranks",
+        f"--log-dir={folder}/host/ranks",
         *(["-m", "--", *spec.program[1:]] if spec.program[0] == "-m" else ["--", *spec.program]),
     ]  # fmt: skip
 

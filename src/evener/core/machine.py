@@ -8,12 +8,14 @@ import os
 import platform
 import re
 import resource
+import signal
 import socket
 import sys
 from pathlib import Path
 
 import msgspec
 
+PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 CHOSEN = r"MALLOC_(MMAP|TRIM|TOP_PAD)_|GLIBC_TUNABLES=.*glibc\.malloc\.(mmap|trim|top_pad)"
 
@@ -69,6 +71,14 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_MAX, 0)  # large blocks lie in the heap, too: the main thread's
         mallopt(M_TRIM_THRESHOLD, -1)  # and the heap's free end stays: never trimmed  [mallopt(3)]
+
+
+def end_with(parent: int) -> None:
+    """This process is killed when the one that started it ends, however that ends: at once, where it has. Linux."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def usable_cores() -> int:

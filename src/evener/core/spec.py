@@ -116,9 +116,12 @@ class MachineSpec(Section, frozen=True, kw_only=True):
         str, Meta(description="parts of a batch by rank: auto: by measured speed; equal; or such as 3:1, 0: none")
     ] = "auto"
     membership: Annotated[
-        Literal["fixed", "restart", "live"],
-        Meta(description="who loses a host: fixed: the run ends; restart: the others begin anew; live: they go on"),
-    ] = "fixed"
+        Literal["auto", "fixed", "restart", "live"],
+        Meta(
+            description="who loses a host: live: goes on; restart: the others begin anew; fixed: the run ends; auto: "
+            "live on processors, else restart"
+        ),
+    ] = "auto"
     private: Annotated[
         bool, Meta(description="start only where a firewall keeps all but the run's hosts from its ports")
     ] = False

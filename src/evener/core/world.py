@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core.decoding import from_json
 from evener.core.files import write_atomic
+from evener.core.stored import read_stored
 
 AGENT_FILE = "host/agent.json"  # an AgentSpec
 SILENT_S = 12.0  # where who is lost costs all a start
@@ -18,6 +18,7 @@ WORLD_FILE = "host/world.json"  # a Meeting, in a run's folder on each host: EVE
 SAYINGS_FOLDER = "host/sayings"  # what each rank there says of itself, a Saying, by its number on the host
 PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.py
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
+KILLED_FILE = "host/killed.json"  # which ranks there were killed last, and when
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
 # Exit statuses of ranks, as their agent understands them.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
@@ -37,6 +38,10 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1  # the last that had been saved when it was decided; where ranks live on, the last that was taken
     failures: int = 0  # that began a world, one after the other, and no other step was saved in between
     is_over: bool = False  # nothing follows: it has failed too often
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise ValueError("a world without hosts")
 
     @property
     def voters(self) -> list[str]:
@@ -85,14 +90,18 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str  # the run's id
     host: str  # this one
-    hosts: dict[str, Part]  # that may take part; the first world's, in the order of their ranks
+    hosts: dict[str, Part]  # that may take part, in the order of their ranks
+    first: list[str]  # of them the first world's; the others were added while the run went on
     port: int  # on which agents hear each other
     key: str  # which the run's agents alone know
-    folder: str  # of the run, on this host
     program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
     silent_s: float = SILENT_S  # after which a host that says nothing is gone
     join_s: float = 180.0  # that hosts wait for each other at the start: Python may come from a cold, slow disk
     lives: bool = False  # ranks go on from world to world: whoever is lost, the others lose nothing
+
+    def __post_init__(self) -> None:
+        if not self.first or not self.hosts.keys() >= {self.host, *self.first}:
+            raise ValueError("hosts that are not among the run's")
 
 
 def hosts_come_and_go() -> bool:
@@ -105,9 +114,14 @@ def ranks_live_on() -> bool:
     return "EVENER_SAYINGS" in os.environ
 
 
+def agent_pid() -> int:
+    """Of the process that tells this one, which goes on from world to world, where others are."""
+    return int(os.environ["EVENER_AGENT"])
+
+
 def told_meeting() -> Meeting:
-    """The newest of this host, where hosts come and go."""
-    return from_json(Path(os.environ["EVENER_WORLD"]).read_bytes(), Meeting)
+    """The newest of this host, where hosts come and go; CheckpointError where it is damaged."""
+    return read_stored(Path(os.environ["EVENER_WORLD"]), Meeting)
 
 
 def somebody_waits() -> bool:

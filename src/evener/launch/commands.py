@@ -9,14 +9,16 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
+from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.plan import JOINED_FILE, ROSTER_FILE, HostPlan, Plan
-from evener.core.roster import Roster, Seat, devices_of
+from evener.core.roster import Member, Roster, Seat, devices_of, dtypes_of, weighted_shares
 from evener.core.spec import MachineSpec, RunSpec, to_flags
-from evener.core.world import AGENT_FILE, SILENT_S, AgentSpec, Part
+from evener.core.world import SILENT_S, AgentSpec, Part
 
 TRAIN_GRACE_S = 600.0  # to finish a step, which may take minutes, and save; stop --now does not wait
 LIVE_SILENT_S = 3.0  # nobody loses more than this by one who was only slow to answer, and comes back
@@ -52,6 +54,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[str]  # names
     gpus_have_bf16: bool  # all of them, in hardware
     has_bf16: bool  # the processor, in hardware
+    is_linux: bool = True
 
     def seats(self, machine: MachineSpec) -> list[Seat]:
         """What its ranks take, by rank."""
@@ -65,32 +68,74 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, roster: Roster, data: Mapping[str, str],
-               init_from: Mapping[str, str], *, resume: bool, key: str = "") -> Plan:  # fmt: skip
-    """evener's own worker on every host of the roster; `data` and `init_from` say where each host has them. With `key`,
-    by which agents know each other, hosts may leave it and come back.
+               init_from: Mapping[str, str], *, resume: bool, key: str) -> Plan:  # fmt: skip
+    """evener's own worker on every host of the roster; `data` and `init_from` say where each host has them, and by
+    `key` agents know each other. UsageError where ranks can't live on as they were asked to.
     """
     seats = [place.seats(spec.machine) for place in places]
     counts = [len(of_host) for of_host in seats]
+    membership = membership_of(spec, roster, are_linux=all(place.is_linux for place in places))
     hosts = []
     for i, place in enumerate(places):
-        device = "cpu" if seats[i][0].device == "cpu" else "cuda"
-        threads = place.host.threads or spec.machine.threads or max(1, place.cores // counts[i])
-        mine = msgspec.structs.replace(
-            spec,
-            out=spec.out if place.is_here else place.run,
-            data=msgspec.structs.replace(spec.data, data=data[place.name]),
-            model=msgspec.structs.replace(spec.model, init_from=init_from.get(place.name)),
-            machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads, device=device),
-        )
-        program = ["-m", "evener.worker", *to_flags(mine), *(["--resume"] if resume else [])]
-        env = _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
+        program, env = _worker(place, seats[i], spec, data[place.name], init_from.get(place.name), resume=resume)
         host = _host_plan(run_id, places, counts, i, port, program, env)
-        if key and len(places) > 1:
-            lives = spec.machine.membership == "live"
-            host = _under_agent(run_id, places, counts, host, port, program, key, lives=lives)
+        if membership != "fixed":
+            parts = {one.name: Part(address=one.address, num_ranks=num)
+                     for one, num in zip(places, counts, strict=True)}  # fmt: skip
+            lives = membership == "live"
+            agent = AgentSpec(run=run_id, host=place.name, hosts=parts, first=[*parts], port=port, key=key,
+                              program=program, lives=lives,
+                              silent_s=LIVE_SILENT_S if lives else SILENT_S)  # fmt: skip
+            host = _under(agent, host)
         hosts.append(alone(host, program) if place.is_here and counts == [1] else host)
     return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
                 spec=spec, hosts=hosts)  # fmt: skip
+
+
+def joined_plan(plan: Plan, place: Place, data: str) -> Plan:
+    """The plan of a run that goes on, with one host more: its ranks come behind those that are there, each with the
+    mean of their shares. UsageError where they could not exchange with the others.
+    """
+    spec, roster, seats = plan.spec, plan.roster, place.seats(plan.spec.machine if plan.spec else MachineSpec())
+    assert spec is not None
+    assert roster is not None
+    agents = [host.agent for host in plan.hosts if host.agent is not None]
+    if any(seat.device != "cpu" for seat in seats) and (agents[0].lives or roster.backend != "nccl"):
+        raise UsageError(f"{place.name} would train on its GPU, and the others' ranks, on processors, can't let one in",
+                         hint=f'devices = "cpu" under [hosts.{place.name}] in the fleet file')  # fmt: skip
+    if any(seat.device == "cpu" for seat in seats) and roster.backend == "nccl":
+        raise UsageError(f"{place.name} has no GPU, and the others exchange by NCCL, which needs one in each")
+    program, env = _worker(place, seats, spec, data, None, resume=False)
+    host = msgspec.structs.replace(_host_plan(plan.id, [place], [len(seats)], 0, plan.port, program, env),
+                                   node_rank=len(plan.hosts), first_rank=plan.world_size)  # fmt: skip
+    largest = max(member.micro_batch for member in roster.members)
+    newcomers = [Member(rank=0, host=seat.host, device=seat.device, dtype=dtype, share=0, micro_batch=largest)
+                 for seat, dtype in zip(seats, dtypes_of(seats, spec.model.dtype), strict=True)]  # fmt: skip
+    parts = agents[0].hosts | {place.name: Part(address=place.address, num_ranks=len(seats))}
+    weights = roster.mean_shares + [roster.batch / roster.world_size] * len(newcomers)
+    members = [msgspec.structs.replace(one, rank=rank) for rank, one in enumerate([*roster.members, *newcomers])]
+    whole = msgspec.structs.replace(roster, members=members, round_shares=[])
+    whole = whole.divided(weighted_shares(roster.batch, weights))
+    others = [msgspec.structs.replace(one, agent=msgspec.structs.replace(agent, hosts=parts))
+              for one, agent in zip(plan.hosts, agents, strict=True)]  # fmt: skip
+    mine = msgspec.structs.replace(agents[0], host=place.name, hosts=parts, program=program)
+    return msgspec.structs.replace(plan, roster=whole, hosts=[*others, _under(mine, host)])
+
+
+def _worker(place: Place, seats: Sequence[Seat], spec: RunSpec, data: str, init_from: str | None, *,
+            resume: bool) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+    """(program, environment) of evener's own worker on a host that has its corpus and weights there."""
+    device = "cpu" if seats[0].device == "cpu" else "cuda"
+    threads = place.host.threads or spec.machine.threads or max(1, place.cores // len(seats))
+    mine = msgspec.structs.replace(
+        spec,
+        out=spec.out if place.is_here else place.run,
+        data=msgspec.structs.replace(spec.data, data=data),
+        model=msgspec.structs.replace(spec.model, init_from=init_from),
+        machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads, device=device),
+    )
+    program = ["-m", "evener.worker", *to_flags(mine), *(["--resume"] if resume else [])]
+    return program, _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
 
 
 def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequence[str], environment: Mapping[str, str],
@@ -149,22 +194,32 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
     )
 
 
-def _under_agent(run_id: str, places: Sequence[Place], counts: Sequence[int], host: HostPlan, port: int,
-                 program: list[str], key: str, *, lives: bool) -> HostPlan:  # fmt: skip
+def _under(agent: AgentSpec, host: HostPlan) -> HostPlan:
     """The same, where an agent that agrees with the other hosts' starts what would be started at once."""
-    parts = {place.name: Part(address=place.address, num_ranks=num) for place, num in zip(places, counts, strict=True)}
     assert host.run is not None
-    agent = AgentSpec(run=run_id, host=host.name, hosts=parts, port=port, key=key, folder=host.run, program=program,
-                      lives=lives, silent_s=LIVE_SILENT_S if lives else SILENT_S)  # fmt: skip
-    argv = [host.argv[0], "-P", "-m", "evener.agent", posixpath.join(host.run, AGENT_FILE)]
+    argv = [host.argv[0], "-P", "-m", "evener.agent", host.run]
     return msgspec.structs.replace(host, argv=argv, agent=agent)
 
 
-def why_not_live(roster: Roster) -> str:
-    """Why ranks of this Roster can't live on when others are lost; "" where they can."""
+def membership_of(spec: RunSpec, roster: Roster, *, are_linux: bool) -> Literal["fixed", "restart", "live"]:
+    """What these ranks do when a host of theirs is lost: as it was asked for, or what keeps most of what was learned.
+
+    UsageError where they can't live on. One host's alone are lost together.
+    """
+    asked = spec.machine.membership
+    if len(roster.hosts) == 1:
+        return "fixed"
+    if asked in ("fixed", "restart"):
+        return asked
     if any(member.is_gpu for member in roster.members) or roster.backend == "nccl":
-        return "ranks on GPUs begin anew: NCCL's communicators do not survive a member"
-    return ""
+        why = "ranks on GPUs begin anew: NCCL's communicators do not survive a member"
+    elif not are_linux:
+        why = "elsewhere than under Linux a rank that waits for one that is gone can't be freed"
+    else:
+        return "live"
+    if asked == "live":
+        raise UsageError(f"--membership live: {why}", hint="--membership restart")
+    return "restart"
 
 
 def alone(host: HostPlan, program: Sequence[str]) -> HostPlan:

@@ -36,11 +36,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chooser:
-    """Fed with every step; pure, so that ranks that hear the same choose the same."""
+    """Fed with every step; pure, so that ranks that hear the same choose the same. Hosts of the cluster that are not in
+    the Roster are gone.
+    """
 
     def __init__(self, job: Job, cluster: Cluster, roster: Roster) -> None:
         self._job, self._cluster = job, cluster
-        self._expected_s, self._is_measured = self._in_flight_s(roster), False
+        self._expected_s, self._is_measured = self._in_flight_s(roster.by_place()), False
         self._seen: deque[float] = deque(maxlen=WINDOW)
 
     def hear(self, in_flight_s: Sequence[float], roster: Roster) -> Choice | None:
@@ -58,7 +60,7 @@ class Chooser:
             if not self._is_measured and max(halves) < CHANGED * min(halves):  # else it is changing just now
                 self._expected_s, self._is_measured = median(seen) or 0.0, True
             return None
-        return self._choose(roster, median(seen) or 0.0)
+        return self._choose(roster.by_place(), median(seen) or 0.0)
 
     def _choose(self, roster: Roster, took_s: float) -> Choice | None:
         """The link is another one."""

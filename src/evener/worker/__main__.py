@@ -16,10 +16,11 @@ if __name__ == "__main__":
 import msgspec
 
 from evener.core.errors import EvenerError
+from evener.core.machine import end_with
 from evener.core.plan import told_roster
 from evener.core.resolve import resolve
 from evener.core.spec import parse_args
-from evener.core.world import REGROUP, hosts_come_and_go
+from evener.core.world import REGROUP, agent_pid, hosts_come_and_go, ranks_live_on
 from evener.corpus.check import check_token_ids
 from evener.worker.group import leave
 from evener.worker.membership.back import Regroup
@@ -29,6 +30,8 @@ from evener.worker.mistakes import exit_status, in_words
 def main() -> int:
     args = sys.argv[1:]
     resume = "--resume" in args
+    if ranks_live_on():  # nobody else would tell of another world
+        end_with(agent_pid())
     try:
         spec = parse_args([word for word in args if word != "--resume"])
         ranks = int(os.environ.get("WORLD_SIZE", 1))

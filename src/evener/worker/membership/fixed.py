@@ -73,8 +73,10 @@ class Fixed:
         remark = ""
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
             remark = self.balance(one_size=one_size)
-        may_choose = spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED  # replicas that drift go on so
-        if may_choose and resolved is not None and cluster is not None:
+        # Replicas that drift go on so.
+        may_choose = spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED and self.roster.world_size > 1
+        is_known = cluster is not None and cluster.hosts.keys() >= {*self.roster.hosts}  # none was added to the run
+        if may_choose and resolved is not None and cluster is not None and is_known:
             self._chooser = Chooser(Job(spec=spec, shape=resolved.shape), cluster, self.roster)
         return remark
 

@@ -41,7 +41,7 @@ from evener.core.machine import this_machine
 from evener.core.plan import told_roster
 from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
-from evener.core.roster import Roster
+from evener.core.roster import Roster, SyncSpec
 from evener.core.spec import RunSpec
 from evener.core.world import LOST, Meeting, Saying, told_meeting
 from evener.worker.group import Group, leave
@@ -51,6 +51,7 @@ from evener.worker.membership import Learner
 from evener.worker.membership.back import Regroup
 from evener.worker.membership.fixed import Fixed
 from evener.worker.membership.heal import heal
+from evener.worker.membership.limits import limited
 from evener.worker.record import Recorder
 from evener.worker.sync.buckets import Buckets
 from evener.worker.sync.choose import change_sync
@@ -75,6 +76,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     stops: bool  # by what it heard
     step: int  # that comes next, or is under way
     epoch: int  # of its Roster
+    sync: SyncSpec  # as its Roster has it, chosen anew or not
+    bucket_bytes: int
     asks: bool  # it is between two steps, and has asked for another world
 
 
@@ -90,7 +93,7 @@ class Live(Fixed):
         self._path = Path(os.environ["EVENER_SAYINGS"], str(group.local_rank))
 
     def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
-        self._follow = (spec, resolved, None), one_size  # ways that lose nothing are not chosen anew
+        self._follow = (spec, resolved, cluster), one_size
         return super().follow(*self._follow[0], one_size=one_size)
 
     def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
@@ -209,7 +212,8 @@ class Live(Fixed):
         """Become one of the new world, as all in it do together."""
         group, learner = self._group, self._learner
         mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, stops=self._stops,
-                        step=self._step, epoch=self.roster.epoch, asks=asks)  # fmt: skip
+                        step=self._step, epoch=self.roster.epoch, asks=asks, sync=self.roster.sync,
+                        bucket_bytes=self.roster.bucket_bytes)  # fmt: skip
         told = [from_json(text, list[Position])
                 for text in group.gather(msgspec.json.encode([mine] if self._has_learned else []))]  # fmt: skip
         known = [one for of_rank in told for one in of_rank]
@@ -219,9 +223,11 @@ class Live(Fixed):
         if newest.done - min(one.done for one in known) > 1:
             raise RunError(f"ranks are more than a piece apart: {[one.done for one in known]}")
         assert group.world is not None
-        assert self._full is not None
-        epoch = max(one.epoch for one in known) + 1
-        roster = self._kept(self._full.among(group.world.hosts, epoch, group.world.why))
+        latest, full = max(known, key=lambda one: one.epoch), told_roster()  # who has heard most; hosts may be added
+        assert full is not None
+        self._full = full if latest.sync == full.sync else full.agreeing_by(latest.sync, latest.bucket_bytes)
+        roster = limited(self._full.among(group.world.hosts, latest.epoch + 1, group.world.why), group)
+        roster = self._kept(roster)
         group.numbers = [member.rank for member in roster.members]
         lacks = [rank for rank, of_rank in enumerate(told) if not of_rank]
         if isinstance(learner.sync, DiLoCo):
