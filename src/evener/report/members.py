@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evener.core.step import StepRecord
-from evener.core.units import median, plural, seconds
+from evener.core.units import median, seconds
 
 MOST_TOLD = 3  # in a sentence
 
@@ -78,10 +78,10 @@ def told(found: Sequence[Change], took_s: float | None) -> str:
         return ""
     gone, came = (sum(len(getattr(change, what)) for change in found) for what in ("gone", "came"))
     again = sum(not change.gone and not change.came for change in found)
-    what = [f"{plural(gone, 'host')} {_were(gone)} lost or left"] * bool(gone)
-    what += [f"{plural(came, 'host')} {_were(came)} let in"] * bool(came)
-    what += [f"all began again {plural(again, 'time')} with the same hosts"] * bool(again)
-    text = f"The run went on in another world {plural(len(found), 'time')}: {', '.join(what)}."
+    what = [f"{_times(gone)} a host was lost or left"] * bool(gone)
+    what += [f"{_times(came)} one was let in"] * bool(came)
+    what += [f"{_times(again)} all began again"] * bool(again)
+    text = f"Who takes part changed {_times(len(found))}: {', '.join(what)}."
     costs = [(change.cost_s, change) for change in found if change.cost_s is not None]
     if not costs:
         return f"{text} What that cost was not measured."
@@ -94,5 +94,5 @@ def told(found: Sequence[Change], took_s: float | None) -> str:
     return f"{text}: {each}." if len(costs) <= MOST_TOLD else f"{text}; most of it {each}."
 
 
-def _were(num: int) -> str:
-    return "was" if num == 1 else "were"
+def _times(num: int) -> str:
+    return {1: "once", 2: "twice"}.get(num, f"{num} times")
