@@ -241,6 +241,10 @@ def tell_plan(plan: Plan) -> None:
         last = host.first_rank + host.num_ranks - 1
         ranks = f"rank {host.first_rank}" if host.num_ranks == 1 else f"ranks {host.first_rank} to {last}"
         say(f"{host.name}: {ranks}" + ("" if plan.is_here else f", {host.interface} {host.address}"))
+    agent = plan.hosts[0].agent
+    if agent is not None:
+        what = "the others go on" if agent.lives else "the others begin again from the newest checkpoint"
+        say(f"should a host be lost, {what}, and it is let in again when it is back")
 
 
 def print_plan(plan: Plan, as_json: bool) -> None:
