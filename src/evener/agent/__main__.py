@@ -6,7 +6,7 @@ its host's ranks in it, sees how they end, and begins again.
 Where ranks live on (`AgentSpec.lives`), they stay from world to world, and this program tells them where the next one
 meets; a host that is in none starts its ranks all the same, so that they are ready to be let in.
 
-It needs no controller and no torch. Exit status 0: the run has ended as it should; 1: it failed too often;
+It needs no controller and no torch. Exit status 0: the run has ended as it should; OVER: it failed too often;
 LEFT: it goes on without this host.
 """
 
@@ -40,6 +40,7 @@ from evener.core.world import (
     KILLED_FILE,
     LEFT,
     LOST,
+    OVER,
     REFUSED,
     REGROUP,
     WAITING_FILE,
@@ -111,8 +112,9 @@ class Agent:
                 self._ranks.end()
 
     def _hear(self, statement: Statement) -> None:
-        self._council.hear(statement, time.monotonic())
-        self._news.set()
+        if statement.host in self._spec.hosts:  # else it was not let in here yet
+            self._council.hear(statement, time.monotonic())
+            self._news.set()
 
     def _look(self) -> int | None:
         """Do what is to be done now; the exit status, where that is all."""
@@ -134,7 +136,7 @@ class Agent:
                 return None
             if "EVENER_FAILURES" in os.environ:
                 os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
-            return 1
+            return OVER
         if council.has_ended and council.phase not in (Phase.RUNNING, Phase.REFUSED, Phase.DONE):
             council.phase = Phase.DONE  # all who took part had taken the last step by then
             self._end_ranks()
@@ -165,7 +167,7 @@ class Agent:
         """Whoever adds a host to the run writes it down on all others."""
         with contextlib.suppress(OSError, CheckpointError):  # what was read before holds
             written = self._spec_path.stat().st_mtime_ns
-            if written != self._spec_is_of:
+            if written != self._spec_is_of and self._hang is None:
                 self._spec_is_of, self._spec = written, read_stored(self._spec_path, AgentSpec)
                 self._watch = self._watch_of(self._council.world)
 
@@ -221,10 +223,12 @@ class Agent:
             elif self._spec.lives:
                 self._hear_ranks()
             return
-        failures = self._ranks.failures()
+        failures, first = self._ranks.failures(), first_rank_of(self._spec)
+        for one in failures:
+            one["rank"] = first + one["local_rank"]  # its number, whatever its place in this world
         self._end_ranks()
         council.step = max(council.step, *RunDir(self._folder).checkpoint_steps()[-1:], -1)
-        killed = {one["local_rank"]: time.time() for one in failures if one["exitcode"] == -signal.SIGKILL}
+        killed = {one["local_rank"]: one["time"] for one in failures if one["exitcode"] == -signal.SIGKILL}
         if killed:
             self._killed |= killed
             with contextlib.suppress(OSError):  # a full disk
@@ -308,7 +312,8 @@ def main() -> int:
     try:
         agent = Agent(read_stored(folder / AGENT_FILE, AgentSpec), folder)
     except CheckpointError as error:
-        print(f"error: {error}\nhint:  evener leave RUN, then evener add RUN: the others go on", file=sys.stderr)
+        hint = "the others go on without this host; the run's next start, evener train --resume RUN, takes it in again"
+        print(f"error: {error}\nhint:  {hint}", file=sys.stderr)
         return 1
     return asyncio.run(agent.main())
 

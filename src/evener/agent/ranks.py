@@ -47,7 +47,7 @@ class Launched(Protocol):
         """Once they have ended."""
 
     def failures(self) -> list[dict[str, Any]]:
-        """Which of them ended otherwise than well, and how; once they have."""
+        """Which of them ended otherwise than well, and how, by "local_rank"; once they have."""
 
     def pids(self) -> dict[int, int]:
         """Of those that are there, by their numbers on this host."""
@@ -163,7 +163,7 @@ class Here:
         num = spec.hosts[spec.host].num_ranks
         begun = folder / "host" / "ranks"
         logs = begun / f"{meeting.world.number}-{len([*begun.glob('*-*')])}" / "0"  # as torchrun has them
-        self._ranks, self._first = list[subprocess.Popen[bytes]](), first_rank_of(spec)
+        self._ranks = list[subprocess.Popen[bytes]]()
         self._ended: dict[int, float] = {}  # when, by their numbers here
         for local_rank in range(num):
             world = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
@@ -189,8 +189,7 @@ class Here:
 
     def failures(self) -> list[dict[str, Any]]:
         ended = [(at, local_rank, self._ranks[local_rank]) for local_rank, at in self._ended.items()]
-        return [{"rank": self._first + local_rank, "local_rank": local_rank, "pid": rank.pid,
-                 "exitcode": rank.returncode, "time": at}
+        return [{"local_rank": local_rank, "pid": rank.pid, "exitcode": rank.returncode, "time": at}
                 for at, local_rank, rank in sorted(ended, key=lambda one: one[:2]) if rank.returncode]  # fmt: skip
 
     def pids(self) -> dict[int, int]:
@@ -198,7 +197,8 @@ class Here:
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk, and hears no signal
+                rank.wait(END_S)
 
 
 def first_rank_of(spec: AgentSpec) -> int:

@@ -21,7 +21,7 @@ FLEET = typer.Option(None, "--fleet", metavar="FILE", help="that names a host wh
 def leave(run: str = RUN, host: str = HOST) -> int:
     """Take a host out of a run that goes on without it: for a laptop that is wanted elsewhere.
 
-    The step is finished and saved first, so nothing is lost. A run that began with --membership fixed can't.
+    Its step is finished first, and nothing that all agreed on is lost. A run that began with --membership fixed can't.
     """
     from evener.cli import fleets
     from evener.core.errors import UsageError
@@ -34,7 +34,7 @@ def leave(run: str = RUN, host: str = HOST) -> int:
     left = [name for name in rundir.manifest().roster.hosts if name != host] if rundir.is_run() else []
     if not left:
         raise UsageError(f"{host} alone trains {rundir}", hint=f"evener stop {rundir} ends it")
-    fleets.say(f"{host} leaves; the step is finished and saved first")
+    fleets.say(f"{host} leaves; its step is finished first")
     state = members.leave(rundir, plan, host)
     launcher.catch_up(rundir, plan)
     if state.get("status") == 0:
@@ -63,7 +63,7 @@ def add(run: str = RUN, host: str = HOST, fleet: str | None = FLEET) -> int:
         if host not in known.hosts:
             hint = f"[hosts.{host}] with its address there; then evener setup{known.flag} --hosts {host}"
             raise UsageError(f"{known.file} names no host {host}, but {', '.join(known.hosts)}", hint=hint)
-        members.admit(rundir, plan, known, host, fleets.say)
+        members.admit(rundir, known, host, fleets.say)
     agent = plan.hosts[0].agent
     when = "between two steps, as soon as its ranks are ready" if agent and agent.lives else "at the next checkpoint"
     fleets.say(f"{host} is let in {when}\nsee it:  evener logs -f {rundir}")

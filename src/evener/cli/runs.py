@@ -102,7 +102,10 @@ def _row(rundir: RunDir) -> dict[str, Any]:
                 launcher.catch_up(rundir, plan)
         row["hosts"] = {name: _state(state) for name, state in told.items()}
         values = list(row["hosts"].values())
-        first = next((value for value in ("failed", "running", "unreachable", "lost") if value in values), values[0])
+        worst = ["failed", "running", "unreachable", "lost"]
+        if plan.outlives_hosts:  # it goes on without a host that has left it, or failed
+            worst = ["running", "finished", "stopped", *worst]
+        first = next((value for value in worst if value in values), values[0])
         row["state"] = first
     if rundir.is_run():
         summary = summarize(rundir)
@@ -119,8 +122,11 @@ def _row(rundir: RunDir) -> dict[str, Any]:
 
 
 def _state(state: State) -> str:
+    from evener.core.world import LEFT
+
     if state.get("lost"):
         return "lost"
     if state.get("state") == "ended":
-        return "stopped" if state.get("stopped") else "finished" if state.get("status") == 0 else "failed"
+        ended = {0: "finished", LEFT: "left"}
+        return "stopped" if state.get("stopped") else ended.get(state.get("status") or 0, "failed")
     return str(state.get("state", "started"))

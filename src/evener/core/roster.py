@@ -262,7 +262,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """The Roster of these hosts' ranks, in this order, with the others' parts divided among them."""
         members = [member for host in hosts for member in self.members if member.host == host]
         weights = [self.mean_shares[self.members.index(member)] for member in members]
-        shares = weighted_shares(self.batch, weights) if any(weights) else equal_shares(self.batch, len(members))
+        is_equal = self.is_equal or not any(weights)
+        shares = equal_shares(self.batch, len(members)) if is_equal else weighted_shares(self.batch, weights)
         is_alone = len(members) == 1
         return msgspec.structs.replace(
             self,

@@ -19,11 +19,13 @@ SAYINGS_FOLDER = "host/sayings"  # what each rank there says of itself, a Saying
 PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.py
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 KILLED_FILE = "host/killed.json"  # which ranks there were killed last, and when
+HALVED_FILE = "host/halved.json"  # which of them then had to do with less memory
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
 # Exit statuses of ranks, as their agent understands them.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
 REFUSED = 2  # it would be the same in any world
 LEFT = 76  # of an agent: its host has left the run, which goes on without it
+OVER = 77  # of an agent: the run has failed, on all hosts; any other failure of an agent is its host's alone
 LOST = "lost"  # what a rank asks its agent with that can't go on in its world
 
 
@@ -126,18 +128,19 @@ def told_meeting() -> Meeting:
 
 def somebody_waits() -> bool:
     """Is there a host that could be let in?"""
-    return _beside_world(WAITING_FILE).exists()
+    return beside_world(WAITING_FILE).exists()
 
 
 def is_kept_out() -> bool:
     """Is this process's host to leave?"""
-    return _beside_world(KEPT_OUT_FILE).exists()
+    return beside_world(KEPT_OUT_FILE).exists()
 
 
 def keep_out(why: str) -> None:
     """The world of this process is the last with its host."""
-    write_atomic(_beside_world(KEPT_OUT_FILE), why.encode())
+    write_atomic(beside_world(KEPT_OUT_FILE), why.encode())
 
 
-def _beside_world(file: str) -> Path:
+def beside_world(file: str) -> Path:
+    """Where a file of the run's folder on this host is."""
     return Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(file))

@@ -16,7 +16,7 @@ import msgspec
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.plan import JOINED_FILE, ROSTER_FILE, HostPlan, Plan
-from evener.core.roster import Member, Roster, Seat, devices_of, dtypes_of, weighted_shares
+from evener.core.roster import Member, Roster, Seat, devices_of, dtypes_of, equal_shares, weighted_shares
 from evener.core.spec import MachineSpec, RunSpec, to_flags
 from evener.core.world import SILENT_S, AgentSpec, Part
 
@@ -100,6 +100,9 @@ def joined_plan(plan: Plan, place: Place, data: str) -> Plan:
     assert spec is not None
     assert roster is not None
     agents = [host.agent for host in plan.hosts if host.agent is not None]
+    if agents[0].lives and not place.is_linux:
+        raise UsageError(f"{place.name} is no Linux machine: its ranks can't live on with the others'",
+                         hint="--membership restart, from the run's next start on")  # fmt: skip
     if any(seat.device != "cpu" for seat in seats) and (agents[0].lives or roster.backend != "nccl"):
         raise UsageError(f"{place.name} would train on its GPU, and the others' ranks, on processors, can't let one in",
                          hint=f'devices = "cpu" under [hosts.{place.name}] in the fleet file')  # fmt: skip
@@ -108,14 +111,22 @@ def joined_plan(plan: Plan, place: Place, data: str) -> Plan:
     program, env = _worker(place, seats, spec, data, None, resume=False)
     host = msgspec.structs.replace(_host_plan(plan.id, [place], [len(seats)], 0, plan.port, program, env),
                                    node_rank=len(plan.hosts), first_rank=plan.world_size)  # fmt: skip
+    dtypes, theirs = dtypes_of(seats, spec.model.dtype), {member.dtype for member in roster.members}
+    if "fp16" in {*dtypes, *theirs} and {*dtypes} != theirs:
+        raise UsageError(f"{place.name} would compute in {dtypes[0]}, the others in {' and '.join(sorted(theirs))}: of "
+                         "another loss scale", hint="--dtype fp32, from the run's next start on")  # fmt: skip
     largest = max(member.micro_batch for member in roster.members)
     newcomers = [Member(rank=0, host=seat.host, device=seat.device, dtype=dtype, share=0, micro_batch=largest)
-                 for seat, dtype in zip(seats, dtypes_of(seats, spec.model.dtype), strict=True)]  # fmt: skip
+                 for seat, dtype in zip(seats, dtypes, strict=True)]  # fmt: skip
     parts = agents[0].hosts | {place.name: Part(address=place.address, num_ranks=len(seats))}
     weights = roster.mean_shares + [roster.batch / roster.world_size] * len(newcomers)
     members = [msgspec.structs.replace(one, rank=rank) for rank, one in enumerate([*roster.members, *newcomers])]
     whole = msgspec.structs.replace(roster, members=members, round_shares=[])
-    whole = whole.divided(weighted_shares(roster.batch, weights))
+    shares = equal_shares(roster.batch, len(members)) if roster.is_equal else weighted_shares(roster.batch, weights)
+    if not all(shares[roster.world_size :]):
+        raise UsageError(f"{len(members)} ranks, and {roster.batch} sequences a batch: {place.name} would have none",
+                         hint="a larger --batch, from the run's next start on")  # fmt: skip
+    whole = whole.divided(shares)
     others = [msgspec.structs.replace(one, agent=msgspec.structs.replace(agent, hosts=parts))
               for one, agent in zip(plan.hosts, agents, strict=True)]  # fmt: skip
     mine = msgspec.structs.replace(agents[0], host=place.name, hosts=parts, program=program)

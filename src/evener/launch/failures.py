@@ -21,7 +21,7 @@ from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import CONSEQUENCE
 from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir
-from evener.core.world import LEFT
+from evener.core.world import LEFT, OVER
 from evener.launch.scripts import hint_of, wants_gpu
 
 LAST_LINES = 15  # that are shown
@@ -93,7 +93,7 @@ def _was_stopped(plan: Plan, states: Mapping[str, State]) -> bool:
     """Did somebody stop it? Not where the rest of a run was ended long after a host had failed."""
     if plan.outlives_hosts:
         return any(one.get("stopped") for one in states.values()) and all(
-            one.get("status") != 1 for one in states.values()
+            one.get("status") != OVER for one in states.values()
         )
     stopped = [state.get("ended") or math.inf for state in states.values() if state.get("stopped")]
     failed = [state.get("ended") or math.inf for name, state in states.items() if not state.get("stopped")

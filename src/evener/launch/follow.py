@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -43,8 +43,13 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
             next_step = next_step if isinstance(record, dict) else record.step
             observe(record)
 
-    while (ended := _follow(rundir, plan, observe_new, on_lost, on_change, carries=carries)) is None:
+    events: dict[str, Iterator[list[bytes]]] = {}
+    for host in plan.hosts:
+        events[host.name] = follow_lines(host.events_path(rundir))
+        next(events[host.name])  # what happened in earlier starts of the run
+    while (ended := _follow(rundir, plan, events, observe_new, on_lost, on_change, carries=carries)) is None:
         plan = read_plan(rundir)
+        events |= {host.name: follow_lines(host.events_path(rundir)) for host in plan.hosts if host.name not in events}
     failure = conclude(rundir, plan, ended)
     try:
         carry.bring(rundir, plan, say)
@@ -56,24 +61,22 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
     return ended
 
 
-def _follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[HostMirror], None],
-            on_change: Callable[[Mirror], None], *, carries: bool) -> dict[str, State] | None:  # fmt: skip
+def _follow(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[bytes]]], observe: Observer,
+            on_lost: Callable[[HostMirror], None], on_change: Callable[[Mirror], None], *,
+            carries: bool) -> dict[str, State] | None:  # fmt: skip
     """Mirror the hosts of a plan until the run has ended on them; None where a host takes part that it does not have,
     and plan.json does.
     """
     decoder = json_decoder(StepRecord)
     ranks = range(plan.world_size if plan.outlives_hosts else 1)  # whose records are observed: rank 0 may go
     steps = [follow_lines(rundir.steps_path(rank)) for rank in ranks]
-    events = {host.name: follow_lines(host.events_path(rundir)) for host in plan.hosts}
-    for follower in events.values():
-        next(follower)  # what happened in earlier starts of the run
     lost: set[str] = set()
     told_to_end: list[str] = []
     news = News(rundir, plan)
     with Mirror(rundir, plan) as mirror, Carrier(rundir, plan) as carrier:
         if carries:
             carrier.look()
-        done = False
+        done = is_out_of_date = False
         while not done:
             done = mirror.is_done or _only_lost_are_left(mirror)
             for record in sorted((decoder.decode(line) for of_rank in steps for line in next(of_rank)),
@@ -86,8 +89,9 @@ def _follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Ho
                     if event["event"] == "checkpoint" and carries:
                         carrier.look()
                     observe(event)
-                    if _is_of_another_plan(event, rundir, plan):
-                        return None
+                    is_out_of_date = is_out_of_date or _is_of_another_plan(event, rundir, plan)
+            if is_out_of_date:
+                return None
             for name, host in mirror.hosts.items():
                 if host.broken is not None:
                     raise RunError(

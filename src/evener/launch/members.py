@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from evener.core.errors import RunError
+from evener.core.corpus import load_corpus
+from evener.core.errors import HostError, RunError, UsageError
 from evener.core.fleet import Fleet
-from evener.core.plan import Plan, write_plan
+from evener.core.plan import Plan, read_plan, write_plan
 from evener.core.rundir import RunDir
-from evener.hosts.session import RemoteError, Session, connect, open_session
+from evener.hosts.session import RemoteError, Session, Sessions, connect, open_session
 from evener.launch import fleet as launcher
-from evener.launch.commands import joined_plan
+from evener.launch.commands import Place, joined_plan
 from evener.launch.fleet import Progress
 from evener.launch.mirror import GONE, State, host_failed
 from evener.launch.ship import WORK_S
@@ -45,46 +49,98 @@ def rejoin(rundir: RunDir, plan: Plan, name: str) -> None:
         raise RunError(f"{name}: {error.message}", hint=f"evener runs; evener logs -f {rundir}") from None
 
 
-def admit(rundir: RunDir, plan: Plan, fleet: Fleet, name: str, say: Progress) -> Plan:
+def admit(rundir: RunDir, fleet: Fleet, name: str, say: Progress) -> Plan:
     """Add a host of `fleet` to a run that goes on, which never had it; the plan from here on. UsageError, RunError or
-    HostError, with nothing changed, where it can't take part.
+    HostError where it can't take part: the run then goes on as it was.
 
     All hosts of the run learn of it before it begins, so all must be reached: one that did not know of it could not be
     in a world with it.
     """
-    hosts = {host.name: host.host for host in plan.hosts} | {name: fleet.hosts[name]}
-    whole = msgspec.structs.replace(fleet, hosts=hosts)
+    with _alone(rundir):
+        plan = read_plan(rundir)
+        spec, hosts = plan.spec, {host.name: host.host for host in plan.hosts} | {name: fleet.hosts[name]}
+        whole = msgspec.structs.replace(fleet, hosts=hosts)
+        if spec is None or name in {host.name for host in plan.hosts}:
+            raise UsageError(f"{rundir} has a host {name} already", hint=f"evener runs; evener logs -f {rundir}")
+        with connect(whole) as (sessions, errors):
+            for failed in errors.values():
+                raise failed
+            place = _looked_at(rundir, plan, whole, sessions, name)
+            _check_corpus(rundir, spec.data.data)
+            tree = describe_data(spec.data.data)
+            joined = joined_plan(plan, place, f"{place.workdir}/trees/{tree.digest}")
+            part = msgspec.structs.replace(joined, hosts=[joined.host(name)])
+            launcher.deliver([tree], part, {name: sessions[name]}, say)
+            try:
+                _tell(rundir, joined, sessions, name)
+                write_plan(rundir, joined)
+                if (why := launcher.start_host(rundir, joined, name, sessions[name])) is not None:
+                    raise RunError(f"{name} did not start: {why}", hint=f"evener doctor{fleet.flag} looks closer")
+            except BaseException:
+                ended = launcher.stop(rundir, part, now=True)[name]  # it may have begun, and the word of it been lost
+                if not isinstance(ended, HostError):
+                    write_plan(rundir, plan)
+                    with contextlib.suppress(HostError):
+                        _tell(rundir, plan, sessions, name)
+                raise
+    return joined
+
+
+@contextlib.contextmanager
+def _alone(rundir: RunDir) -> Iterator[None]:
+    """Nobody else adds a host to it meanwhile; RunError where somebody does."""
+    path = rundir.path / "hosts" / "add.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"{rundir}: another terminal is adding a host to it", hint="when it is done, again"
+            ) from None
+        yield
+
+
+def _looked_at(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sessions, name: str) -> Place:
+    """The newcomer, where it and the others reach each other as the run needs it."""
     assert plan.spec is not None
-    with connect(whole) as (sessions, errors):
-        for failed in errors.values():
-            raise failed
-        first, mine = plan.hosts[0], sessions[name]
-        # The run's own port is taken on the others: what is looked at is the way to another one.
-        another = _free_port(sessions[first.name], first.address, plan.port + 1)
-        prepared = launcher.prepare(whole, sessions, errors, rundir.path.name, plan.id, port=another,
-                                    machine=plan.spec.machine)  # fmt: skip
-        place = next(place for place in prepared.places if place.name == name)
-        if _free_port(mine, place.address, plan.port) != plan.port:
-            raise RunError(f"{name}: port {plan.port}, on which the run's agents hear each other, is taken",
-                           hint=f"evener doctor{fleet.flag} names who holds it")  # fmt: skip
-        tree = describe_data(plan.spec.data.data)
-        joined = joined_plan(plan, place, f"{place.workdir}/trees/{tree.digest}")
-        alone = msgspec.structs.replace(joined, hosts=[joined.host(name)])
-        launcher.deliver([tree], alone, {name: mine}, say)
-        for host in joined.hosts[:-1]:
-            files = launcher.files_of_members(joined, host)
+    first = plan.hosts[0]
+    # The run's own port is taken on the others: what is looked at is the way to another one.
+    another = _free_port(sessions[first.name], first.address, plan.port + 1)
+    prepared = launcher.prepare(whole, sessions, {}, rundir.path.name, plan.id, port=another, machine=plan.spec.machine)
+    places = {place.name: place for place in prepared.places}
+    for host in plan.hosts:
+        found = places[host.name].address
+        if found != host.address:
+            hint = f'interface = "{host.interface}" under [hosts.{host.name}], if {name} is in that network too'
+            raise RunError(f"{name} reaches {host.name} at {found}, and the run is at {host.address}", hint=hint)
+    if _free_port(sessions[name], places[name].address, plan.port) != plan.port:
+        raise RunError(f"{name}: port {plan.port}, on which the run's agents hear each other, is taken",
+                       hint=f"evener doctor{whole.flag} names who holds it")  # fmt: skip
+    return places[name]
+
+
+def _check_corpus(rundir: RunDir, folder: str) -> None:
+    """UsageError where the folder holds another text than that on which the run trains."""
+    trained = rundir.manifest().corpus if rundir.is_run() else None
+    if trained is not None and load_corpus(Path(folder)).content_hash != trained.content_hash:
+        raise UsageError(
+            f"{folder}: not the corpus on which {rundir} trains", hint="from the folder where it was begun"
+        )
+
+
+def _tell(rundir: RunDir, plan: Plan, sessions: Sessions, newcomer: str) -> None:
+    """The run's hosts hear who may take part."""
+    for host in plan.hosts:
+        if host.name != newcomer:
+            files = launcher.files_of_members(plan, host)
             try:
                 sessions[host.name].call("runs", "put", run=host.folder(rundir), files=files)
             except RemoteError as error:
                 raise host_failed(error, plan.fleet) from None
-        write_plan(rundir, joined)
-        if (why := launcher.start_host(rundir, joined, name, mine)) is not None:
-            write_plan(rundir, plan)
-            raise RunError(f"{name} did not start: {why}", hint=f"evener doctor{fleet.flag} looks closer")
-    return joined
 
 
 def _free_port(session: Session, address: str, wanted: int) -> int | None:
-    port: int | None = session.call("runs", "free_port", address=address, wanted=wanted, low=wanted + 1,
-                                    high=wanted + 1000)  # fmt: skip
+    low = min(wanted + 1, 64_000)
+    port: int | None = session.call("runs", "free_port", address=address, wanted=wanted, low=low, high=low + 1000)
     return port

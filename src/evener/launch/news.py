@@ -8,6 +8,7 @@ from typing import Any
 from evener.core.plan import Plan
 from evener.core.rundir import RunDir
 from evener.core.watch import Hang, Watch, sentence
+from evener.core.world import OVER
 from evener.launch.failures import ended_well, first_failure
 from evener.launch.mirror import GONE, HostMirror, Mirror
 
@@ -96,7 +97,7 @@ class News:
 
 def has_ended(host: HostMirror) -> bool:
     """Has a run that outlives its hosts ended everywhere, by what this one tells: well, or for good?"""
-    return host.is_done and (host.state or GONE)["status"] in (0, 1)
+    return host.is_done and (host.state or GONE)["status"] in (0, OVER)
 
 
 def has_failed(host: HostMirror) -> bool:

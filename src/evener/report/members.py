@@ -32,10 +32,14 @@ class Change:
 
 
 def changes(events: Sequence[Mapping[str, Any]], records: Mapping[int, Sequence[StepRecord]]) -> list[Change]:
-    """In order. Events that are damaged are left out."""
+    """In order. Events that are damaged are left out, and a start of the run is no change."""
     found: list[Change] = []
+    costs = _costs([event["epoch"] for event in events if event.get("event") == "world"
+                    and isinstance(event.get("epoch"), int)], records)  # fmt: skip
     before: list[str] | None = None
     for event in events:
+        if event.get("event") == "launched":
+            before = None
         if event.get("event") != "world":
             continue
         hosts, number, step, time = (event.get(name) for name in ("hosts", "number", "step", "time"))
@@ -52,24 +56,24 @@ def changes(events: Sequence[Mapping[str, Any]], records: Mapping[int, Sequence[
                     gone=[host for host in before if host not in hosts],
                     came=[host for host in hosts if host not in before],
                     why=str(event.get("why") or ""),
-                    cost_s=_cost_s(event.get("epoch"), records),
+                    cost_s=costs.get(event["epoch"]) if isinstance(event.get("epoch"), int) else None,
                 )
             )
         before = hosts
     return found
 
 
-def _cost_s(epoch: object, records: Mapping[int, Sequence[StepRecord]]) -> float | None:
-    """Of the world whose first Roster has this epoch."""
-    costs: list[float] = []
-    if not isinstance(epoch, int):
-        return None
+def _costs(epochs: Sequence[int], records: Mapping[int, Sequence[StepRecord]]) -> dict[int, float]:
+    """Of worlds, by the epochs of their first Rosters. Of several without a step between them the last one's."""
+    costs: dict[int, float] = {}
     for of_rank in records.values():
-        typical = median([record.wall_s for record in of_rank])
+        typical = median([record.wall_s for record in of_rank]) or 0.0
         for last, first in itertools.pairwise(of_rank):
-            if last.epoch < epoch <= first.epoch and typical is not None:
-                costs.append(max(0.0, first.ended - last.ended - typical))
-    return min(costs, default=None)
+            epoch = max((epoch for epoch in epochs if last.epoch < epoch <= first.epoch), default=None)
+            if epoch is not None:
+                cost_s = max(0.0, first.ended - last.ended - typical)
+                costs[epoch] = min(costs.get(epoch, cost_s), cost_s)
+    return costs
 
 
 def told(found: Sequence[Change], took_s: float | None) -> str:

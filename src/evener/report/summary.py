@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,15 +40,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     noise_tokens: float | None = None  # gradient noise scale in the second half of the run; None: too few samples
     fidelity: Fidelity | None = None  # medians of what a lossy strategy made of gradients
     changes: list[Change] = []  # of who takes part
-    took_s: float | None = None  # from the first step's end to the last one's, on the first rank, pauses included
+    took_s: float | None = None  # from the first step's end to the last one's on the rank that has most, with pauses
 
     @property
     def predicted(self) -> Option | None:
-        """What was predicted of this run; None where nothing was, or of another number of ranks."""
+        """What was predicted of this run; None where nothing was, or of other ranks than those with which it ended."""
         if self.prediction is None:
             return None
         chosen = next((each for each in self.prediction.options if each.name == self.prediction.chosen), None)
-        return chosen if chosen and len(chosen.ranks) == self.manifest.world_size else None
+        ran = [member.rank for member in self.manifest.roster.members]
+        return chosen if chosen and [member.rank for member in chosen.roster.members] == ran else None
 
     @property
     def cores(self) -> int:
@@ -96,7 +99,7 @@ def summarize(rundir: RunDir) -> Summary:
         fidelity=_fidelity([record for record in map(first_of, steps) if record.step >= manifest.since]),
         findings=_findings(events),
         changes=changes(events, records),
-        took_s=first_of(steps[-1]).ended - first_of(steps[0]).ended if steps else None,
+        took_s=_took_s(steps),
     )
 
 
@@ -104,6 +107,16 @@ def _fidelity(records: list[StepRecord]) -> Fidelity | None:
     found = [record.fidelity for record in records if record.fidelity is not None]
     error, cosine = (median([getattr(one, name) for one in found]) for name in ("error", "cosine"))
     return None if error is None or cosine is None else Fidelity(error=error, cosine=cosine)
+
+
+def _took_s(steps: Sequence[Mapping[int, StepRecord]]) -> float | None:
+    """By one rank's clock."""
+    counted = Counter(rank for of_step in steps for rank in of_step)
+    if not counted:
+        return None
+    [(most, _)] = counted.most_common(1)
+    ended = [of_step[most].ended for of_step in steps if most in of_step]
+    return ended[-1] - ended[0]
 
 
 def _findings(events: list[dict[str, Any]]) -> list[Finding]:

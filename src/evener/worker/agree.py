@@ -29,7 +29,8 @@ from evener.core.spec import RunSpec
 from evener.core.stored import read_stored
 from evener.worker.arithmetic import has_bf16
 from evener.worker.group import Group
-from evener.worker.membership.limits import limited, note_end_before
+from evener.worker.membership.limits import limited, note_end_before, own_member
+from evener.worker.membership.worlds import largest
 from evener.worker.trained import Trained
 
 NOT_COMPARED = ("out", "machine", "data")  # places and processes may differ; the data is compared by its content
@@ -66,10 +67,10 @@ def seated(group: Group, rundir: RunWriter, machine: Machine, spec: RunSpec, res
         return first_roster(spec, seats, resolved.shape.block_size if resolved else None)
     if not group.is_let_in:  # the others will say which; until then this rank is alone
         note_end_before(rundir, roster, group)
-        member = next(one for one in roster.members if (one.host, one.device) == (seats[0].host, seats[0].device))
-        return roster.of_one(member)
+        return roster.of_one(own_member(roster, group))
     if (world := group.world) is not None:
         note_end_before(rundir, roster, group)
+        roster = largest([from_json(text, Roster) for text in group.gather(msgspec.json.encode(roster))])
         epochs = [record.epoch for rank in rundir.recorded_ranks() for record in rundir.records(rank)[-1:]]
         epoch = max(int(text) for text in group.gather(str(max(epochs, default=-1) + 1).encode()))
         roster = limited(roster.among(world.hosts, epoch, world.why), group)

@@ -104,7 +104,11 @@ class Journal:
         """Ranks that live on are in another world, with `step` under way or next; it cost them so long."""
         assert self._manifest is not None
         was, (ranks, hosts) = self._manifest.roster, self._places()
-        self._manifest = msgspec.structs.replace(self._manifest, roster=roster, ranks=ranks, hosts=hosts)
+        mine = msgspec.json.encode((self._manifest.started, self._manifest.since))
+        started, since = from_json(self._group.gather(mine)[0], tuple[float, int])  # of one who has learned
+        since = step if roster.sync != was.sync and self._group.rank == 0 else since
+        self._manifest = msgspec.structs.replace(self._manifest, roster=roster, ranks=ranks, hosts=hosts,
+                                                 started=started, since=since)  # fmt: skip
         self._watch = Watch(roster.sync, roster.world_size)
         if self._group.keeps:
             self._dir.write_manifest(self._manifest)

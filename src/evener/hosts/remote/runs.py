@@ -73,6 +73,8 @@ def put(run, files):
     run = _absolute(run)
     if not os.path.isdir(os.path.join(run, "host")):
         raise RuntimeError(f"there is no such run here: {run}")
+    if os.path.exists(os.path.join(run, "host", STOPPED)):
+        raise RuntimeError("this run was stopped")
     for name, text in files.items():
         _write(os.path.join(run, name), text.encode())
 

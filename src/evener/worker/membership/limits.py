@@ -7,8 +7,7 @@ was the one, and takes half as many sequences at a time from then on; all ranks 
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import contextlib
 from typing import TypeVar
 
 import msgspec
@@ -20,10 +19,9 @@ from evener.core.machine import this_machine
 from evener.core.roster import Member, Roster
 from evener.core.runwriter import RunWriter
 from evener.core.stored import read_stored
-from evener.core.world import KILLED_FILE, hosts_come_and_go
+from evener.core.world import HALVED_FILE, KILLED_FILE, beside_world, hosts_come_and_go
 from evener.worker.group import Group
 
-HALVED_FILE = "halved.json"
 STATE_FILE = "state.json"  # the supervisor's
 TOGETHER_S = 5.0  # between a rank's end and the word of what the kernel did: the supervisor looks every second
 T = TypeVar("T", bound=msgspec.Struct)
@@ -51,7 +49,7 @@ class Halved(msgspec.Struct, frozen=True):
 def limited(roster: Roster, group: Group) -> Roster:
     """The Roster of a world, where no rank takes more at a time than its memory held. All ranks call it together."""
     times = read_beside_world(HALVED_FILE, Halved).times.get(group.local_rank, 0)
-    pass_now = _own(roster, group).largest_pass
+    pass_now = own_member(roster, group).largest_pass
     mine = max(1, pass_now >> times) if times and pass_now else 0
     limits = [int(text) for text in group.gather(str(mine).encode())]
     members = [
@@ -76,10 +74,10 @@ def note_end_before(rundir: RunWriter, roster: Roster, group: Group) -> None:
     if killed != read_beside_world(HALVED_FILE, Halved).at.get(group.local_rank):  # else that is known
         _halve(group.local_rank, killed)
         error = "its memory did not suffice: it takes half as many sequences at a time from here on"
-        rundir.add_event("run.oom", rank=_own(roster, group).rank, error=error)
+        rundir.add_event("run.oom", rank=own_member(roster, group).rank, error=error)
 
 
-def _own(roster: Roster, group: Group) -> Member:
+def own_member(roster: Roster, group: Group) -> Member:
     """This rank's part, whatever its place among those who take part."""
     host = this_machine().host
     return [member for member in roster.members if member.host == host][group.local_rank]
@@ -89,16 +87,13 @@ def _halve(local_rank: int, killed: float | None) -> None:
     known = read_beside_world(HALVED_FILE, Halved)
     times = known.times | {local_rank: known.times.get(local_rank, 0) + 1}
     at = known.at if killed is None else known.at | {local_rank: killed}
-    write_atomic(_beside_world(HALVED_FILE), msgspec.json.encode(Halved(times, at)))
+    with contextlib.suppress(OSError):  # a full disk must not hide what happened
+        write_atomic(beside_world(HALVED_FILE), msgspec.json.encode(Halved(times, at)))
 
 
 def read_beside_world(name: str, kind: type[T]) -> T:
     """What was written there; nothing where there is nothing, or it is damaged."""
     try:
-        return read_stored(_beside_world(name), kind)
+        return read_stored(beside_world(name), kind)
     except CheckpointError:
         return kind()
-
-
-def _beside_world(name: str) -> Path:
-    return Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(name))

@@ -52,6 +52,7 @@ from evener.worker.membership.back import Regroup
 from evener.worker.membership.fixed import Fixed
 from evener.worker.membership.heal import heal
 from evener.worker.membership.limits import limited
+from evener.worker.membership.worlds import largest
 from evener.worker.record import Recorder
 from evener.worker.sync.buckets import Buckets
 from evener.worker.sync.choose import change_sync
@@ -78,6 +79,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int  # of its Roster
     sync: SyncSpec  # as its Roster has it, chosen anew or not
     bucket_bytes: int
+    told: Roster  # of all hosts of the run, as its launcher told it last
+    one_size: bool  # micro-batches keep theirs
     asks: bool  # it is between two steps, and has asked for another world
 
 
@@ -85,7 +88,7 @@ class Live(Fixed):
     """One rank's part in it."""
 
     def __init__(self, roster: Roster, group: Group) -> None:
-        self._group, self._full = group, told_roster()
+        self._group, self._full, self._one_size = group, told_roster(), False
         super().__init__(self._kept(roster))
         self._done, self.result, self._step = 0, None, -1
         self._has_learned = self.is_lost = self._stops = self._is_between = False
@@ -93,8 +96,8 @@ class Live(Fixed):
         self._path = Path(os.environ["EVENER_SAYINGS"], str(group.local_rank))
 
     def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
-        self._follow = (spec, resolved, cluster), one_size
-        return super().follow(*self._follow[0], one_size=one_size)
+        self._follow, self._one_size = (spec, resolved, cluster), one_size
+        return super().follow(spec, resolved, cluster, one_size=one_size)
 
     def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
         self._learner, self._keeper, self._journal, self._step = learner, keeper, journal, first
@@ -210,10 +213,12 @@ class Live(Fixed):
 
     def _take_up(self, asks: bool, began: float) -> bool:
         """Become one of the new world, as all in it do together."""
-        group, learner = self._group, self._learner
+        group, learner, mine_told = self._group, self._learner, told_roster()
+        assert mine_told is not None
         mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, stops=self._stops,
                         step=self._step, epoch=self.roster.epoch, asks=asks, sync=self.roster.sync,
-                        bucket_bytes=self.roster.bucket_bytes)  # fmt: skip
+                        bucket_bytes=self.roster.bucket_bytes, told=mine_told,
+                        one_size=self._one_size)  # fmt: skip
         told = [from_json(text, list[Position])
                 for text in group.gather(msgspec.json.encode([mine] if self._has_learned else []))]  # fmt: skip
         known = [one for of_rank in told for one in of_rank]
@@ -223,8 +228,7 @@ class Live(Fixed):
         if newest.done - min(one.done for one in known) > 1:
             raise RunError(f"ranks are more than a piece apart: {[one.done for one in known]}")
         assert group.world is not None
-        latest, full = max(known, key=lambda one: one.epoch), told_roster()  # who has heard most; hosts may be added
-        assert full is not None
+        latest, full = max(known, key=lambda one: one.epoch), largest([one.told for one in known])
         self._full = full if latest.sync == full.sync else full.agreeing_by(latest.sync, latest.bucket_bytes)
         roster = limited(self._full.among(group.world.hosts, latest.epoch + 1, group.world.why), group)
         roster = self._kept(roster)
@@ -239,8 +243,8 @@ class Live(Fixed):
             change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
         self._keeper.entered()
         self._stops = any(one.stops for one in known)
-        spec, one_size = self._follow
-        super().follow(*spec, one_size=one_size)
+        self._one_size = any(one.one_size for one in known)  # who is let in may have no compiler, and the others one
+        super().follow(*self._follow, one_size=self._one_size)
         self._journal.entered(self.roster, newest.step, lost_s=time.monotonic() - began)
         # At last: a rank that is a step ahead tells of a step that others tell of when they have taken it.
         learner.recorder.enter(roster, group.rank, group.control, max(one.heard for one in known))

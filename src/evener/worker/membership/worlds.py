@@ -7,6 +7,7 @@ disk is new, takes the newest one from who has it.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from evener.core.decoding import from_json
 from evener.core.errors import CheckpointError, RunError
 from evener.core.files import write_atomic, write_folder_atomic
+from evener.core.roster import Roster
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.world import is_kept_out, somebody_waits
@@ -31,6 +33,13 @@ def wish(group: Group) -> float:
     if group.is_in_world and group.local_rank == 0 and is_kept_out():
         return record.LEAVE
     return record.REGROUP if group.is_in_world and group.rank == 0 and somebody_waits() else 0.0
+
+
+def largest(told: Sequence[Roster]) -> Roster:
+    """Of the Rosters of all hosts of a run, as ranks' launchers told them: that of most ranks. While a host is being
+    added some have heard of it, and some have not.
+    """
+    return max(told, key=lambda roster: roster.world_size)
 
 
 def newest_anywhere(rundir: RunWriter, group: Group) -> Checkpoint | None:
