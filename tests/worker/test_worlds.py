@@ -19,6 +19,7 @@ import pytest
 from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
+from evener.core.step import StepRecord
 from evener.core.world import LEFT, AgentSpec, Part
 from tests.conftest import ENV, TIMEOUT_S, free_port
 
@@ -40,11 +41,12 @@ class Hosts:
     """A run's agents."""
 
     LIVES = False
+    RANKS = 1  # of each host
 
     def __init__(self, folder: Path, names: str, program: Callable[[Path], list[str]] | None = None) -> None:
         self.folder, self.port = folder, free_port()
         self._program = program or (lambda home: [str(folder / "rank.py"), str(folder / "go")])
-        self.parts = {name: Part(address=f"127.0.0.{i + 1}", num_ranks=1) for i, name in enumerate(names)}
+        self.parts = {name: Part(address=f"127.0.0.{i + 1}", num_ranks=self.RANKS) for i, name in enumerate(names)}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "rank.py").write_text(RANK)
         for name in names:
@@ -240,7 +242,7 @@ class Training(Hosts):
     def __init__(self, folder: Path, corpus: Path, names: str = "abc", worker: Sequence[str] = WORKER) -> None:
         flags = self.flags(corpus)
         spec = parse_args(flags)
-        seats = [Seat(host=name, device="cpu") for name in names]
+        seats = [Seat(host=name, device="cpu") for name in names for _ in range(self.RANKS)]
         for name in names:
             (folder / name).mkdir()
             (folder / name / "roster.json").write_bytes(
@@ -256,11 +258,15 @@ class Training(Hosts):
     def losses(self) -> dict[int, float]:
         """By step, as the ranks wrote them down who were in the newest world that took it."""
         found: dict[int, tuple[int, float]] = {}
-        for rank, name in enumerate(self.parts):
-            for record in RunDir(self.folder / name).records(rank):
+        for rank in range(len(self.parts) * self.RANKS):
+            for record in self.records(rank):
                 if record.loss is not None and record.epoch >= found.get(record.step, (-1, 0.0))[0]:
                     found[record.step] = record.epoch, record.loss
         return {step: loss for step, (_, loss) in sorted(found.items())}
+
+    def records(self, rank: int) -> list[StepRecord]:
+        """Where its host has them."""
+        return RunDir(self.folder / [*self.parts][rank // self.RANKS]).records(rank)
 
     def saved(self, name: str) -> int:
         return max(RunDir(self.folder / name).checkpoint_steps(), default=0)
@@ -361,7 +367,7 @@ def stop_at(fleet: Training, host: str) -> None:
     saved = fleet.saved(host)
     fleet.until(lambda: fleet.saved(host) > saved)
     next(one for one in fleet.ranks(host)).terminate()
-    assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
+    assert {agent.wait(TIMEOUT_S) for agent in fleet.agents.values()} == {0}
     manifests = [RunDir(fleet.folder / name).manifest() for name in fleet.parts]
     assert {manifest.verdict for manifest in manifests} == {"stopped"}
     assert all(manifest.result is not None and manifest.result.replicas_agree for manifest in manifests)
@@ -432,4 +438,32 @@ def test_where_ranks_live_on_no_step_is_taken_twice(tmp_path: Path, corpus: Path
     assert list(losses) == list(range(len(losses)))
     assert len({(record.step, record.epoch) for record in records}) == len(losses)  # each in one world
     undisturbed = alone(type("Alone", (Living,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
+    assert list(losses.values()) == pytest.approx(undisturbed, rel=1e-5)
+
+
+class Pairs(Living):
+    """Two ranks on each host."""
+
+    RANKS = 2
+
+
+def test_of_several_ranks_on_a_host_each_comes_back_as_itself(tmp_path: Path, corpus: Path) -> None:
+    """Of two one is killed: the other ends too, and both are let in again, each with its number, share and records."""
+    fleet = Pairs(tmp_path, corpus, "ab")
+    with ended(fleet):
+        fleet.until(lambda: fleet.saved("a") >= 20)
+        next(one for one in fleet.ranks("b")).kill()
+        fleet.until(lambda: len(worlds(fleet, "a")) > 1 and worlds(fleet, "a")[-1] == {"a", "b"})
+        before = fleet.saved("b")
+        fleet.until(lambda: fleet.saved("b") > before)
+        stop_at(fleet, "a")
+    losses = fleet.losses()
+    assert list(losses) == list(range(len(losses)))
+    of_ranks = [fleet.records(rank) for rank in range(4)]
+    last = of_ranks[0][-1]
+    assert [(one[-1].step, one[-1].epoch, one[-1].members, one[-1].tokens) for one in of_ranks] == [
+        (last.step, last.epoch, 4, 3 * 64)
+    ] * 4
+    assert all(len({record.step for record in one}) == len(one) for one in of_ranks)
+    undisturbed = alone(type("Alone", (Pairs,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
     assert list(losses.values()) == pytest.approx(undisturbed, rel=1e-5)
