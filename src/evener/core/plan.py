@@ -84,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # train, launch
     address: str = ""  # of the rendezvous, on the first host
     port: int = 0
-    roster: Roster | None = None  # with which it begins; None of a script of the user's own
+    roster: Roster | None = None  # with which it begins, and hosts that were added; None of a script of the user's own
     grace_s: float = 0.0  # how long the ranks may take to save when they are told to stop
     spec: RunSpec | None  # as it was asked for; None of a script of the user's own
     project: str | None = None  # the folder here that a script came from

@@ -1,7 +1,8 @@
 """With which exact command and environment does each host of a run take part? Pure: what it returns can be printed.
 
 torchrun runs on every host with a static rendezvous and explicit node ranks, so that which rank is where is known
-beforehand: host after host in the fleet's order. A world of one rank needs no torchrun, and starts in half the time.
+beforehand: host after host in the fleet's order. A world of one rank needs no torchrun, and starts in half the time. A
+training on several hosts that may come and go is begun on each by its agent instead (`evener.agent`).
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Log:
 
 
 class RankLogs:
-    """What the ranks print: torchrun gives each rank's stdout and stderr a file; they are read as they grow.
+    """What the ranks print: whoever starts them gives each one's stdout and stderr a file; they are read as they grow.
 
     `sizes` is given where an earlier start left off: what the logs hold beyond them is in the files, too.
     """
