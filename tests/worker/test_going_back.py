@@ -19,7 +19,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
-from evener.core.world import LEFT, Meeting, World
+from evener.core.world import LEFT, OVER, Meeting, World
 from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
 from evener.worker.membership.back import Regroup, going_back
@@ -133,7 +133,7 @@ def test_replicas_that_drift_go_back_too(tmp_path: Path, corpus: Path) -> None:
 
 def test_what_is_never_finite_ends_the_run_the_second_time(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by("if step == 27: self._loss_sum *= float('nan')", tmp_path, corpus)
-    assert fleet.wait() == [1, 1, 1]
+    assert fleet.wait() == [OVER] * 3
     for events in fleet.events("run.nonfinite"):
         assert [(event["world"], event["step"], event["goes_back"]) for event in events] == [
             (0, 27, True),
@@ -228,7 +228,7 @@ def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: 
 
 def test_of_two_nobody_can_say_who_is_right_and_the_second_time_is_the_last(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by(FLIP.format("b", 9), tmp_path, corpus, "ab")
-    assert fleet.wait() == [1, 1], fleet.log("a")
+    assert fleet.wait() == [OVER] * 2, fleet.log("a")
     for events in fleet.events("run.diverged"):
         assert [(event["step"], event["odd"], event["goes_back"]) for event in events] == [
             (40, [], True),
