@@ -195,3 +195,16 @@ def run_script(server: Server, tmp_path: Path) -> Callable[..., subprocess.Compl
         return subprocess.CompletedProcess([str(script), *args], status, ended.said("out"), ended.said("err"))
 
     return run_script
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The same, started as a person would: where what torch sees when it is imported counts, or its own store."""
+
+    def torchrun(source: str, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        argv = [*module_argv(ranks, "", [])[:-2], str(script), *args]
+        return subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    return torchrun

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
-
-from ..conftest import ENV, TIMEOUT_S, module_argv
 
 # Each rank's weights go a step of their own each time, whatever they are. Without an outer momentum all end where they
 # began plus the mean of what the ranks went, by tokens, however often and whenever an exchange failed.
@@ -113,19 +109,14 @@ os._exit(0)
 """
 
 
-def run_replicas(folder: Path, *args: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    """Under torchrun: the store of the worlds must be in no rank, whose connections are cut."""
-    script = folder / "replicas.py"
-    script.write_text(REPLICAS)
-    argv = [*module_argv(ranks, "", [])[:-2], str(script), *args]
-    return subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("sync", ["diloco:4", "diloco:6:streamed", "diloco:4:int8", "diloco:6:int8:streamed"])
-def test_whenever_a_world_is_lost_nothing_that_was_learned_is(tmp_path, sync, ranks):
-    """The closed form: what each rank went, by tokens. Codes lose what they had left of flights that failed."""
-    done = run_replicas(tmp_path, sync, "12", "0", ranks=ranks)
+def test_whenever_a_world_is_lost_nothing_that_was_learned_is(torchrun, sync, ranks):
+    """The closed form: what each rank went, by tokens. Codes lose what they had left of flights that failed.
+
+    torchrun has the store in which worlds meet: of a rank all connections are cut.
+    """
+    done = torchrun(REPLICAS, sync, "12", "0", ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     are_equal, off, length, cuts, steps = json.loads(done.stdout.splitlines()[-1])
     assert are_equal
@@ -134,7 +125,7 @@ def test_whenever_a_world_is_lost_nothing_that_was_learned_is(tmp_path, sync, ra
 
 
 @pytest.mark.parametrize("sync", ["diloco:4:int8", "diloco:6:streamed"])
-def test_replicas_and_their_outer_momentum_are_equal_whatever_was_lost(tmp_path, sync):
-    done = run_replicas(tmp_path, sync, "12", "0.8", ranks=3)
+def test_replicas_and_their_outer_momentum_are_equal_whatever_was_lost(torchrun, sync):
+    done = torchrun(REPLICAS, sync, "12", "0.8", ranks=3)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])[0] is True

@@ -29,11 +29,11 @@ runpy.run_module("evener.worker", run_name="__main__")
 """
 
 
-def test_replicas_on_unlike_processors_are_kept_one_model(tmp_path, corpus, run_script):
+def test_replicas_on_unlike_processors_are_kept_one_model(tmp_path, corpus, torchrun):
     """They round differently: after some steps all take rank 0's weights. What is more than rounding is an error."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
              "--shares", "equal", "--steps", "30", "--verify-every", "10"]  # fmt: skip
-    done = run_script(UNLIKE, "", *flags, "--out", str(tmp_path / "run"), ranks=2)
+    done = torchrun(UNLIKE, "", *flags, "--out", str(tmp_path / "run"), ranks=2)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "run")
     assert run.manifest().result.replicas_agree is True
@@ -43,7 +43,7 @@ def test_replicas_on_unlike_processors_are_kept_one_model(tmp_path, corpus, run_
     assert len(apart) == 3
     assert 0 < max(apart) < 1e-4
 
-    spoiled = run_script(UNLIKE, "1.2", *flags, "--out", str(tmp_path / "spoiled"), ranks=2)
+    spoiled = torchrun(UNLIKE, "1.2", *flags, "--out", str(tmp_path / "spoiled"), ranks=2)
     assert spoiled.returncode != 0
     assert "after step 10: the replicas differ by more than rounding: rank 1 by" in spoiled.stderr
 
@@ -70,7 +70,7 @@ STEPS = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--verify-every", "1
     [("ddp", "fp32", 1e-5), ("packed", "fp32", 1e-5), ("ddp", "auto", 0.01), ("int8", "auto", 0.01),
      ("diloco:5:int8", "auto", 0.15)],  # which learns faster here at first: five steps each for one
 )  # fmt: skip
-def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, train, run_script, monkeypatch, sync, dtype, within):
+def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, train, torchrun, monkeypatch, sync, dtype, within):
     """Each by its own arithmetic and micro-batch, with shares of three to one: what one process learns."""
     alone = train(tmp_path / "alone", *STEPS)
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,
@@ -81,8 +81,8 @@ def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, train, run_scri
     members = [msgspec.structs.replace(member, micro_batch=size)
                for member, size in zip(roster.members, (5, 2), strict=True)]  # fmt: skip
     (tmp_path / "roster.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(roster, members=members)))
-    monkeypatch.setitem(run_script.__globals__["ENV"], "EVENER_ROSTER", str(tmp_path / "roster.json"))
-    done = run_script(PARTS, *flags, ranks=2)
+    monkeypatch.setitem(torchrun.__globals__["ENV"], "EVENER_ROSTER", str(tmp_path / "roster.json"))
+    done = torchrun(PARTS, *flags, ranks=2)
     assert done.returncode == 0, done.stderr
 
     run = RunDir(tmp_path / "run")
