@@ -20,7 +20,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.core.step import StepRecord
-from evener.core.world import LEFT, AgentSpec, Part
+from evener.core.world import LEFT, OVER, AgentSpec, Part
 from tests.conftest import ENV, TIMEOUT_S, free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a loopback address of its own: Linux")
@@ -200,7 +200,7 @@ def test_what_fails_always_ends(hosts: Callable[[str], Hosts]) -> None:
     """What the ranks refuse, at once."""
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
-    assert fleet.end("2") == [1, 1]
+    assert fleet.end("2") == [OVER, OVER]
 
 
 def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: Callable[[str], Hosts]) -> None:
