@@ -445,9 +445,9 @@ os._exit(0)
 """
 
 
-def test_no_step_of_replicas_that_drift_waits_for_the_slowest_rank(tmp_path, run_script):
+def test_no_step_of_replicas_that_drift_waits_for_the_slowest_rank(tmp_path, torchrun):
     """One is a step ahead all the while; what is heard late is heard all the same, and steps end complete."""
-    done = run_script(DRIFTING, str(tmp_path / "run"), ranks=2)
+    done = torchrun(DRIFTING, str(tmp_path / "run"), ranks=2)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert [record.loss for record in RunDir(tmp_path / "run").records(rank)] == [
