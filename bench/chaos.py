@@ -100,13 +100,14 @@ class Night:
         alone = RunDir(self.folder / "alone").records(0)
         told = [(one.loss, other.loss) for one, other in zip(records, alone, strict=True)]
         off = [abs(mine / theirs - 1) for mine, theirs in told if mine is not None and theirs is not None]
+        apart = next((step for step, one in enumerate(off) if one > 1e-5), None)  # rounding grows from step to step
         taken: dict[int, set[int]] = {}
         for rank in range(3):
             for record in self.run.records(rank):
                 taken.setdefault(record.step, set()).add(record.epoch)
         left = [pid for host in self.lab.hosts for what in (RANK, AGENT, SUPERVISOR) for pid in pids_of(host, what)]
         return {
-            "steps": len(records), "verdict": manifest.verdict, "worst_loss_off": max(off),
+            "steps": len(records), "verdict": manifest.verdict, "worst_loss_off": max(off), "apart_at": apart,
             "steps_without_loss": len(told) - len(off), "taken_again": sum(len(one) - 1 for one in taken.values()),
             "replicas_agree": manifest.result.replicas_agree if manifest.result else None, "left": len(left),
         }  # fmt: skip

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -53,8 +54,8 @@ LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
 SAY_S = 0.2  # between statements, where nothing new is to be said
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
-# Until ranks that have ended are started again to be let in: longer each time, if they did not last.
-AGAIN_S, MOST_AGAIN_S, LASTING_S = 1.0, 60.0, 30.0
+# Until ranks that have ended are started again to be let in: longer each time, if they have not trained for so long.
+AGAIN_S, MOST_AGAIN_S, LASTING_S = 1.0, 60.0, 2.0
 TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's failed
 
 
@@ -83,7 +84,8 @@ class Agent:
         self._killed: dict[int, float] = {}  # when, by ranks' numbers on this host
         self._ended_at: float | None = None
         self._are_in = False  # this host's ranks, or they were, in some world
-        self._again_at, self._again_s = 0.0, AGAIN_S
+        self._again_at, self._in_vain = 0.0, 0  # when ranks may be started to be let in, and starts that led to nothing
+        self._in_since = math.inf  # this host's ranks train
         self._watch = self._watch_of(kept.world)
         self._hang: Hang | None = None  # of this host's ranks
         self._hangs_since = self._look_at = 0.0
@@ -196,14 +198,15 @@ class Agent:
             council.phase, council.why = Phase.FAILED, "its ranks have ended"
             return
         council.phase, self._are_in = Phase.RUNNING, True
+        self._in_since = min(self._in_since, time.monotonic())
 
     def _be_ready(self, now: float) -> None:
         """Have ranks that could be let in."""
         council = self._council
         if self._ranks is None:
             if now >= self._again_at:
-                self._again_s = AGAIN_S if now > self._again_at + LASTING_S else min(2 * self._again_s, MOST_AGAIN_S)
-                self._again_at = now + self._again_s
+                self._again_at = now + min(AGAIN_S * 2 ** min(self._in_vain, 10), MOST_AGAIN_S)
+                self._in_vain += 1
                 self._ranks, self._failures = Ranks(self._spec, self._folder, Meeting(world=council.world)), []
         elif self._ranks.status() is not None:
             self._end_ranks()
@@ -291,6 +294,9 @@ class Agent:
         return Phase.LEAVING if self._kept_out.exists() else Phase.REGROUP
 
     def _end_ranks(self) -> None:
+        if time.monotonic() - self._in_since > LASTING_S:
+            self._in_vain = 0
+        self._in_since = math.inf
         if self._ranks is not None:
             self._ranks.end()
             self._ranks = self._hang = None
