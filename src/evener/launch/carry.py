@@ -205,9 +205,9 @@ def _tidy(rundir: RunDir, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def alone(rundir: RunDir, say: Callable[[str], None] | None) -> Iterator[None]:
+def alone(rundir: RunDir, say: Callable[[str], None] | None, lock_name: str = "carry.lock") -> Iterator[None]:
     """Of all terminals that look at a run one fetches, and the others wait; None: BlockingIOError instead."""
-    path = rundir.path / "hosts" / "carry.lock"
+    path = rundir.path / "hosts" / lock_name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         try:

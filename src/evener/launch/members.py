@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from evener.core.plan import Plan, read_plan, write_plan
 from evener.core.rundir import RunDir
 from evener.hosts.session import RemoteError, Session, Sessions, connect, open_session
 from evener.launch import fleet as launcher
+from evener.launch.carry import alone
 from evener.launch.commands import Place, joined_plan
 from evener.launch.fleet import Progress
 from evener.launch.mirror import GONE, State, host_failed
@@ -89,15 +89,12 @@ def admit(rundir: RunDir, fleet: Fleet, name: str, say: Progress) -> Plan:
 @contextlib.contextmanager
 def _alone(rundir: RunDir) -> Iterator[None]:
     """Nobody else adds a host to it meanwhile; RunError where somebody does."""
-    path = rundir.path / "hosts" / "add.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(alone(rundir, None, "add.lock"))
         except BlockingIOError:
-            raise RunError(
-                f"{rundir}: another terminal is adding a host to it", hint="when it is done, again"
-            ) from None
+            hint = "when that is done, again"
+            raise RunError(f"{rundir}: another terminal is adding a host to it", hint=hint) from None
         yield
 
 
