@@ -34,6 +34,7 @@ from evener.worker.trained import Trained
 from evener.worker.verify import differences, gather_hashes, hash_tensors, odd_ones, take_over
 
 ROUNDING = 0.01  # of a tensor's largest number, in the steps since all were equal: more is another fault
+Saved = tuple[int | None, float | None, int | None]  # step of the last checkpoint; loss and step of the best one
 
 
 class Keeper:
@@ -47,18 +48,17 @@ class Keeper:
         self._best: tuple[float, int] | None = None
 
     @property
-    def saved(self) -> tuple[int | None, float | None, int | None]:
-        """(step of the last checkpoint, loss and step of the best one), as all ranks know them."""
+    def saved(self) -> Saved:
+        """As all ranks know it."""
         return self._saved_step, *(self._best or (None, None))
 
-    @saved.setter
-    def saved(self, told: tuple[int | None, float | None, int | None]) -> None:
-        self._saved_step, loss, step = told
+    def entered(self, saved: Saved) -> None:
+        """The ranks are others, which know of these checkpoints: what this one kept for itself is not what it has in
+        common with them. Nor have all compared what it has: they may have lost their world in the middle of it.
+        """
+        self._own_step = self._compared_step = None
+        self._saved_step, loss, step = saved
         self._best = None if loss is None or step is None else (loss, step)
-
-    def entered(self) -> None:
-        """The ranks are others: what this one kept for itself is not what it has in common with these."""
-        self._own_step = None
 
     @property
     def folder(self) -> Path:

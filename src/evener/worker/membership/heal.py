@@ -33,7 +33,6 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     tensors: dict[str, tuple[str, list[int]]]  # their types and shapes, by name
     trees: dict[str, Any]  # of the states
     moved: list[str]  # buffers that forward changes
-    saved: tuple[int | None, float | None, int | None]  # the last checkpoint's step; the best one's loss and step
 
 
 def heal(learner: Learner, keeper: Keeper, step: int, *, source: int, lacks: Sequence[int]) -> None:
@@ -48,7 +47,7 @@ def heal(learner: Learner, keeper: Keeper, step: int, *, source: int, lacks: Seq
             trees[name], more = pack(state, name)
             tensors |= more
         shapes = {name: (str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in tensors.items()}
-        known = Known(code=code_hash(), tensors=shapes, trees=trees, moved=sorted(learner.moved), saved=keeper.saved)
+        known = Known(code=code_hash(), tensors=shapes, trees=trees, moved=sorted(learner.moved))
         mine = msgspec.json.encode(known)
     told = from_json(group.gather(mine)[source], Known)
     if group.rank == source:
@@ -65,5 +64,4 @@ def heal(learner: Learner, keeper: Keeper, step: int, *, source: int, lacks: Seq
         put_weights(weights, trained.weights(), keeper.folder)
         trained.load_states({name: unpack(tree, tensors) for name, tree in told.trees.items()})
         learner.moved |= set(told.moved)
-        keeper.saved = told.saved
         rng.begin(learner.spec.train.seed, step, group.number)

@@ -46,7 +46,7 @@ from evener.core.spec import RunSpec
 from evener.core.world import LOST, Meeting, Saying, told_meeting
 from evener.worker.group import Group, leave
 from evener.worker.journal import Journal
-from evener.worker.keeper import Keeper
+from evener.worker.keeper import Keeper, Saved
 from evener.worker.membership import Learner
 from evener.worker.membership.back import Regroup
 from evener.worker.membership.fixed import Fixed
@@ -79,6 +79,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int  # of its Roster
     sync: SyncSpec  # as its Roster has it, chosen anew or not
     bucket_bytes: int
+    saved: Saved  # checkpoints that it knows of
     told: Roster  # of all hosts of the run, as its launcher told it last
     one_size: bool  # micro-batches keep theirs
     asks: bool  # it is between two steps, and has asked for another world
@@ -217,7 +218,7 @@ class Live(Fixed):
         assert mine_told is not None
         mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, stops=self._stops,
                         step=self._step, epoch=self.roster.epoch, asks=asks, sync=self.roster.sync,
-                        bucket_bytes=self.roster.bucket_bytes, told=mine_told,
+                        bucket_bytes=self.roster.bucket_bytes, saved=self._keeper.saved, told=mine_told,
                         one_size=self._one_size)  # fmt: skip
         told = [from_json(text, list[Position])
                 for text in group.gather(msgspec.json.encode([mine] if self._has_learned else []))]  # fmt: skip
@@ -241,7 +242,7 @@ class Live(Fixed):
         Fixed.__init__(self, roster)
         if isinstance(learner.sync, Buckets):
             change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
-        self._keeper.entered()
+        self._keeper.entered(newest.saved)
         self._stops = any(one.stops for one in known)
         self._one_size = any(one.one_size for one in known)  # who is let in may have no compiler, and the others one
         super().follow(*self._follow, one_size=self._one_size)
