@@ -38,8 +38,8 @@ from evener.lab.spec import HostSpec, LabSpec
 
 RESULTS = Path(__file__).with_name("chaos.jsonl")
 EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
-COMMON = {"batch": 12, "dtype": "fp32", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "threads": 1, "lr": 3e-4,
-          "min-lr": 3e-4, "warmup": 0, "compile": "off", "checkpoint-every": 20}  # fmt: skip
+COMMON = {"batch": 12, "dtype": "fp32", "dropout": 0, "eval-every": 0, "eval-tokens": 256, "threads": 1, "lr": 3e-5,
+          "min-lr": 3e-5, "warmup": 0, "compile": "off", "checkpoint-every": 20}  # fmt: skip
 WHOLE_S = 180.0  # until all hosts are in the world again
 AROUND_S = 30.0  # of a fault, in which the longest pause counts as its own
 

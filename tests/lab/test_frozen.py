@@ -102,6 +102,33 @@ def test_a_rank_that_waits_for_something_of_its_own_is_named_with_its_line(fleet
     watcher.wait()
 
 
+def test_ranks_that_wait_for_each_other_are_named_with_the_lines_in_which_they_do(fleet: Fleet) -> None:
+    """A loop of somebody's own whose ranks exchange different things."""
+    (fleet.folder / "cross.py").write_text(
+        "import sys, torch, torch.distributed as dist, evener; torch.manual_seed(0)\n"
+        "from torch import nn\n"
+        "from torch.utils.data import TensorDataset\n"
+        "data = TensorDataset(torch.randn(64, 2), torch.randn(64, 1))\n"
+        "with evener.join(evener.parse_args(sys.argv[1:])) as run:\n"
+        "    model = run.model(nn.Linear(2, 1))\n"
+        "    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 0.1))\n"
+        "    other = dist.new_group()\n"
+        "    for step in run.steps(data):\n"
+        "        for x, y in step.micro_batches():\n"
+        "            step.backward((model(x) - y).square().sum())\n"
+        "            if step.index == 3 and run.rank == 0:\n"
+        "                dist.barrier(group=other)\n"
+        "        step.update(optimizer)\n"
+    )
+    watcher = fleet.start("launch", "--out", "runs/crossed", "--", "cross.py", "--batch", "8", "--steps", "9")
+    expected = "run.hang: rank 1 on b waits in step.py:"
+    wait_until(lambda: expected in watcher.told(), watcher.told, WITHIN_S)
+    line = next(line for line in watcher.told().splitlines() if expected in line)
+    assert line.endswith(", others in cross.py:13 in <module>, and nothing travels between them"), line
+    fleet.ok("stop", "--now", "runs/crossed")
+    watcher.wait()
+
+
 @pytest.mark.skipif(
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )

@@ -189,6 +189,7 @@ def test_little_of_the_environment_is_copied() -> None:
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "=eth0",
         "PYTHONUNBUFFERED": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     assert plan.hosts[0].argv[-4:] == ["--", "train.py", "it's", "$x"]
     assert (plan.hosts[0].code, plan.hosts[0].cwd) == ("/a/trees/c0de", "/a/projects/mine-1234")

@@ -45,6 +45,18 @@ def look(what: dict, second: float, pid: int = 7) -> Look:
         (SLEEPS, COMPUTES, None),
         (WAITS, WAITS, None),  # a slow link
         (SLEEPS, WAITS_IN_EXCHANGE, "rank 0 on a does nothing, in data.py:9 in read, and the others wait for it"),
+        (
+            WAITS | {"moved": 7},
+            WAITS | {"moved": 8},
+            "rank 1 on b waits in loop.py:57 in train, as all others do, and nothing travels between them",
+        ),
+        (
+            WAITS | {"moved": 7},
+            WAITS_IN_EXCHANGE | {"moved": 8},
+            "rank 1 on b waits in jobs.py:43 in wait, others in loop.py:57 in train, and nothing travels between them",
+        ),
+        (WAITS | {"moved": 7}, WAITS, None),
+        (WAITS | {"moved": 7}, COMPUTES | {"moved": 8}, None),
         (AGENT, AGENT, None),  # a script without a pulse, of which nothing is known
     ],
 )
@@ -105,6 +117,18 @@ def test_healthy_runs_on_a_busy_machine_give_no_finding():
                 seen = Look(pid=1, state=state, cpu_s=cpu[rank], where="loop.py:1 in train", waits=is_waiting)
                 watch.see(host, second, {rank: seen})
             assert watch.hang() is None
+
+
+def test_ranks_wait_for_each_other_only_while_nothing_travels():
+    """A slow link for a minute, then nothing; the one that is where only it waits is named."""
+    watch = Watch({"a": 2, "b": 1})
+    for second in range(100):
+        told = {"state": "S", "waits": True, "pid": 7, "cpu_s": 0.01 * second, "moved": 10**6 + 40 * min(second, 60)}
+        watch.see("a", second, {rank: Look(where="step.py:3 in sum", **told) for rank in (0, 1)})
+        watch.see("b", 500.0 + second, {2: Look(where="save.py:4 in gather", **told)})
+        hang = watch.hang()
+        assert (hang is not None) == (second - 60 >= STILL_S), second
+    assert (hang.host, hang.rank, hang.how) == ("b", 2, "crossed")
 
 
 def test_who_waited_long_and_works_again_is_busy_at_once():

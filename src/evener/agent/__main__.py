@@ -277,13 +277,18 @@ class Agent:
                 self._watch.see(host, told.looked_at if told else now, told.looks if told else {})
         hang, was = self._watch.hang(), self._hang
         hang = self._hang = hang if hang is not None and hang.host == me else None
-        acts = hang is not None and hang.how in ("stopped", "idle")  # who waits for its disk can't be killed
+        acts = hang is not None and hang.how in ("stopped", "idle", "crossed")  # who waits for its disk can't be killed
         rundir = RunWriter(self._folder)
         if was is not None and (hang is None or hang.kind != was.kind):
             rundir.add_event("run.goes-on", after_s=now - self._hangs_since)
         if hang is not None and (was is None or hang.kind != was.kind):
             self._hangs_since = now
-            hint = hang.fix + (f"; in {ACT_S:.0f} s all begin again from the newest checkpoint" if acts else "")
+            act = (
+                "its ranks are ended, and come back"
+                if self._spec.lives
+                else "all begin again from the newest checkpoint"
+            )
+            hint = hang.fix + (f"; in {ACT_S:.0f} s {act}" if acts else "")
             rundir.add_event("run.hang", host=me, peer=None, rank=hang.rank, error=sentence(hang), hint=hint)
         if hang is not None and acts and now - self._hangs_since >= ACT_S:
             self._end_ranks()

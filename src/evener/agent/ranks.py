@@ -217,7 +217,8 @@ def _look(process: psutil.Process, pulse: Path) -> Look:
         with contextlib.suppress(psutil.Error):
             cpu_s += sum(one.cpu_times()[:4])
     state = LETTERS.get(process.status(), "S")
-    return Look(pid=process.pid, state=state, cpu_s=cpu_s, where=told.get("where", ""), waits=told.get("waits", False))
+    return Look(pid=process.pid, state=state, cpu_s=cpu_s, where=told.get("where", ""), waits=told.get("waits", False),
+                moved=told.get("moved"))  # fmt: skip
 
 
 def meeting_of(spec: AgentSpec, world: World, store: int) -> Meeting:

@@ -4,12 +4,14 @@ a process that is stopped, or that waits in the kernel for a disk      that is i
 a machine that does not acknowledge what another sends                 it is what lies between them
 a machine out of reach, and no rank elsewhere uses its processor       it, or the way to it
 no rank uses its processor, and some do not wait for others            one of these is it
-all wait for the others                                                a slow link, and nothing is wrong
+all wait for the others, and something travels between them            a slow link, and nothing is wrong
+all wait for the others, and nothing does                              they are at different exchanges
 some rank computes                                                     a long step: nothing is wrong
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +33,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float  # that it and its children have used since they began
     where: str = ""  # its line of Python, where it has a pulse
     waits: bool = False  # that line exchanges with others: where it uses no processor there, it waits for them
+    moved: int | None = None  # bytes that its connections have moved; None: not known
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +41,7 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     rank: int | None  # None: what started the ranks there
-    how: str  # stopped, disk, idle, cut-off
+    how: str  # stopped, disk, idle, crossed, cut-off
     what: str
     fix: str
     peer: str | None = None
@@ -58,6 +61,7 @@ class _Seen:
     since_s: float  # it is in its state
     busy_s: float  # when it last used its processor
     disk_s: float  # when it last waited for a disk, or began
+    moved_s: float  # when its connections last moved anything, or began
     counted: tuple[float, float]  # (when, cpu_s) from which on that is counted
 
     def add(self, look: Look, at_s: float) -> None:
@@ -68,6 +72,8 @@ class _Seen:
             self.busy_s = at_s
         if look.state == DISK:
             self.disk_s = at_s
+        if look.moved != self.look.moved:
+            self.moved_s = at_s
         if at_s - began_s >= SPAN_S:
             self.counted = at_s, look.cpu_s
         self.look, self.at_s = look, at_s
@@ -84,6 +90,11 @@ class _Seen:
     def does_nothing_for_s(self) -> float:
         """Neither computes, nor reads or writes."""
         return self.at_s - max(self.busy_s, self.disk_s)
+
+    @property
+    def moves_nothing_for_s(self) -> float:
+        """0 where that is not known."""
+        return 0.0 if self.look.moved is None else self.at_s - self.moved_s
 
     @property
     def at(self) -> str:
@@ -125,7 +136,7 @@ class Watch:
         for rank, look in looks.items():
             known = self._seen.get((host, rank))
             if known is None or known.look.pid != look.pid:
-                self._seen[host, rank] = _Seen(look, at_s, at_s, at_s, at_s, (at_s, look.cpu_s))
+                self._seen[host, rank] = _Seen(look, at_s, at_s, at_s, at_s, at_s, (at_s, look.cpu_s))
             else:
                 known.add(look, at_s)
 
@@ -175,7 +186,22 @@ class Watch:
             what = f"does nothing{seen.at}, and the others wait for it"
             fix = f"evener logs --rank {rank} RUN shows what it printed"
             return Hang(host=host, rank=rank, how="idle", what=what, fix=fix)
+        still_s = [min(seen.does_nothing_for_s, seen.moves_nothing_for_s) for seen in ranks.values()]
+        if len(waiting) == len(ranks) > 1 and min(still_s) >= STILL_S:
+            return _crossed(ranks)
         return None
+
+
+def _crossed(ranks: Mapping[tuple[str, int | None], _Seen]) -> Hang:
+    """All wait for each other: the one that is where the fewest are, of several the last."""
+    nums = Counter(seen.look.where for seen in ranks.values())
+    host, rank = min(sorted(ranks, reverse=True), key=lambda key: nums[ranks[key].look.where])
+    mine = ranks[host, rank].look.where
+    others = sorted(nums.keys() - {mine})
+    rest = f"others in {' and in '.join(others)}" if others else "as all others do"
+    what = f"waits in {mine}, {rest}, and nothing travels between them"
+    fix = "do all ranks exchange the same things, in the same order? evener logs RUN shows what they printed"
+    return Hang(host=host, rank=rank, how="crossed", what=what, fix=fix)
 
 
 def sentence(hang: Hang) -> str:

@@ -249,4 +249,6 @@ def _env(place: Place, threads: int, copied: Mapping[str, str]) -> dict[str, str
         "NCCL_SOCKET_IFNAME": f"={place.interface}",
         "OMP_NUM_THREADS": copied.get("OMP_NUM_THREADS", str(threads)),
         "PYTHONUNBUFFERED": "1",
+        # Its warnings are of names that nobody needs: at home addresses have none.
+        "TORCH_CPP_LOG_LEVEL": copied.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }

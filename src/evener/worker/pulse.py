@@ -1,6 +1,6 @@
 """What is this rank doing right now? A thread of its own writes it every second: a rank that hangs cannot say it.
 
-    RUN/host/pulse/LOCAL_RANK   {"pid", "where": "data.py:33 in read", "waits": false}
+    RUN/host/pulse/LOCAL_RANK   {"pid", "where": "data.py:33 in read", "waits": false, "moved": 43000000}
 
 Standard library only, so that it begins before torch is imported, which may hang itself.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import struct
 import sys
 import threading
 import time
@@ -18,6 +20,8 @@ from types import FrameType
 
 EVERY_S = 1.0
 EXCHANGES = ("torch.", "evener.worker.sync.", "evener.worker.record", "evener.worker.group")
+TCP_INFO = 11  # of <linux/tcp.h>
+ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # bytes, in its answer
 _began = threading.Lock()
 
 
@@ -36,7 +40,8 @@ def _beat(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             frame = sys._current_frames().get(main or 0)
-            now = json.dumps({"pid": os.getpid(), "where": where(frame), "waits": waits(frame)})
+            now = json.dumps({"pid": os.getpid(), "where": where(frame), "waits": waits(frame),
+                              "moved": moved()})  # fmt: skip
             if now != told:
                 temporary = path.with_name(f".{path.name}")
                 temporary.write_text(now)
@@ -65,6 +70,25 @@ def waits(frame: FrameType | None) -> bool:
         frame = frame.f_back
     name = _module(frame)
     return name.startswith(EXCHANGES) and not name.startswith("torch.utils.data")
+
+
+def moved() -> int | None:
+    """Bytes that others have acknowledged to this process's connections, or sent it. None where the kernel says
+    nothing, or there are no connections.
+
+    The figure falls when one is closed: that is a movement too.
+    """
+    if sys.platform != "linux":
+        return None
+    total = None
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, struct.error):  # no socket, or closed a moment ago; a kernel before 4.2
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                        told = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKED_AND_RECEIVED.size)
+                        total = (total or 0) + sum(ACKED_AND_RECEIVED.unpack(told))
+    return total
 
 
 def _top(frame: FrameType) -> str:

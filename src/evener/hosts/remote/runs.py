@@ -197,8 +197,8 @@ def follow(run, have, until_end=True):
 
 
 def looks(run, state):
-    """What a run's processes do on this host: [[rank, {"pid", "state", "cpu_s", "where", "waits"}], …], of rank None
-    what started the ranks. Linux; elsewhere nothing.
+    """What a run's processes do on this host: [[rank, {"pid", "state", "cpu_s", "where", "waits", "moved"}], …],
+    of rank None what started the ranks. Linux; elsewhere nothing.
     """
     spec, pid = _read_json(os.path.join(run, "host", "spec.json"), None), (state or {}).get("pid")
     if not pid or spec is None or state["state"] != "running" or not os.path.isdir("/proc/self"):
@@ -212,7 +212,7 @@ def looks(run, state):
             rank = None if local_rank is None else spec["first_rank"] + local_rank
             kind, cpu_s = _kernel_says(one)
             pulse = _read_json(os.path.join(run, "host", "pulse", str(local_rank)), None) or {}
-            told = {"where": pulse["where"], "waits": pulse["waits"]} if pulse.get("pid") == one else {}
+            told = {name: pulse[name] for name in ("where", "waits", "moved")} if pulse.get("pid") == one else {}
             found.append([rank, dict(told, pid=one, state=kind, cpu_s=cpu_s)])
         except (OSError, ValueError, LookupError):
             continue  # it has ended, or is no rank
