@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from evener.lab.chaos import AGENT, pids_of
 from evener.lab.host import Host
 from evener.lab.lab import Lab
 from tests.lab.conftest import rank_on, wait_until
@@ -204,3 +205,19 @@ def test_a_run_whose_keepers_were_killed_goes_on_and_ends_well(fleet: Fleet, cor
     assert {event["host"] for event in run.events() if event["event"] == "supervisor.lost"} == {"a", "b"}
     assert run.manifest().verdict == "finished"
     assert run.checkpoint_steps() == [60]
+
+
+def test_a_host_whose_supervisor_and_agent_are_killed_at_once_comes_back(fleet: Fleet, corpus: Path) -> None:
+    """Its rank would wait for a word that never comes: it ends with its agent."""
+    run = fleet.rundir("runs/both")
+    with running(fleet, corpus, "runs/both", "100000", "--membership", "live") as watcher:
+        b = fleet.lab.host("b")
+        rank, doomed = rank_on(b), [*keepers_on(b), *pids_of(b, AGENT)]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in doomed:
+                os.kill(pid, signum)
+        wait_until(lambda: rank not in b.pids(), "its rank ends", WITHIN_S)
+        wait_until(lambda: run.manifest().roster.hosts == ["a"], watcher.told, WITHIN_S)
+        wait_until(lambda: run.manifest().roster.hosts == ["a", "b"], watcher.told, WITHIN_S)
+        assert rank_on(b) != rank
+    assert run.manifest().verdict == "stopped"
