@@ -60,6 +60,10 @@ def test_a_host_is_added_to_a_run_that_goes_on(
         wait_until(lambda: worlds()[-1] == ["a", "b", "c"], "c is let in", WITHIN_S)
         # Whoever has followed the run from its beginning sees the newcomer too.
         wait_until(lambda: num_steps(2) > 5, "its records come home", WITHIN_S)
+        assert verb("leave", "run", "--host", "c").returncode == 0
+        had = num_steps(2)
+        assert verb("add", "run", "--host", "c").returncode == 0
+        wait_until(lambda: num_steps(2) > had + 5, "they come home again", WITHIN_S)
     finally:
         stopped = verb("stop", "run")
     assert stopped.returncode == 0, stopped.stderr

@@ -320,26 +320,32 @@ class Lines:
     def __init__(
         self, rundir: RunDir, plan: Plan, hosts: set[str] | None = None, ranks: set[int] | None = None
     ) -> None:
+        self._rundir, self._hosts, self._ranks = rundir, hosts, ranks
+        self._followers: dict[str, Iterator[list[bytes]]] = {}
+        self._width = 0
+        self.add(plan)
+
+    def add(self, plan: Plan) -> None:
+        """The hosts of a plan, as far as they are new."""
         from evener.core.files import follow_lines
 
-        self._followers: list[tuple[str, Iterator[list[bytes]]]] = []
-        width = max(len(f"{host.first_rank + host.num_ranks} {host.name}") for host in plan.hosts)
+        self._width = max(len(f"{host.first_rank + host.num_ranks} {host.name}") for host in plan.hosts)
         for host in plan.hosts:
-            if hosts is not None and host.name not in hosts:
+            if self._hosts is not None and host.name not in self._hosts:
                 continue
-            if ranks is None:
-                path = rundir.path / "logs" / f"{host.name}.log"
-                self._followers.append((f"{'- ' + host.name:{width}}", follow_lines(path)))
+            if self._ranks is None and (label := f"- {host.name}") not in self._followers:
+                self._followers[label] = follow_lines(self._rundir.log_path(host.name, None))
             for rank in range(host.first_rank, host.first_rank + host.num_ranks):
-                if ranks is None or rank in ranks:
-                    label = f"{rank} {host.name}"
-                    self._followers.append((f"{label:{width}}", follow_lines(rundir.log_path(host.name, rank))))
+                label = f"{rank} {host.name}"
+                if label not in self._followers and (self._ranks is None or rank in self._ranks):
+                    self._followers[label] = follow_lines(self._rundir.log_path(host.name, rank))
 
     def print_new(self, *, stamps: bool = False) -> None:
         """Print what came since the last time, in the order of its time stamps."""
         for stamp, label, _, text in self._new():
             shown = text.rstrip("\r").rpartition("\r")[2]  # of a progress bar, how it stands
-            print(f"{stamp} {label} │ {shown}" if stamps else f"{label} │ {shown}", flush=True)
+            line = f"{label:{self._width}} │ {shown}"
+            print(f"{stamp} {line}" if stamps else line, flush=True)
 
     def print_new_json(self) -> None:
         """The same as JSON lines; rank is null for a launcher's own output."""
@@ -353,7 +359,7 @@ class Lines:
     def _new(self) -> list[tuple[str, str, str, str]]:
         """(time, label, O or E, text), by time."""
         new = []
-        for label, follower in self._followers:
+        for label, follower in self._followers.items():
             for line in next(follower):
                 stamp, _, text = line.decode(errors="replace").partition(" ")
                 new.append((stamp, label, text[:1], text[2:]))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
+
+if TYPE_CHECKING:
+    from evener.launch.mirror import Mirror
 
 EXAMPLES = "evener logs -f runs/mine --host attic"
 
@@ -34,6 +39,10 @@ def logs(
     def show() -> None:
         lines.print_new_json() if as_json else lines.print_new(stamps=True)
 
+    def show_all(mirror: Mirror) -> None:
+        lines.add(mirror.plan)  # a host may have been added to the run
+        show()
+
     if not follow:
         for error in launcher.catch_up(rundir, plan).values():
             fleets.say(f"warning: {error}; what came home before is printed")
@@ -42,7 +51,7 @@ def logs(
             fleets.tell_weights(rundir, plan)
         return 0
     try:
-        follow_run(rundir, plan, follow_cli.tell_trouble, fleets.on_lost, lambda mirror: show(), say=fleets.say)
+        follow_run(rundir, plan, follow_cli.tell_trouble, fleets.on_lost, show_all, say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130

@@ -64,8 +64,8 @@ def follow(rundir: RunDir, plan: Plan, observe: Observer, on_lost: Callable[[Hos
 def _follow(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[bytes]]], observe: Observer,
             on_lost: Callable[[HostMirror], None], on_change: Callable[[Mirror], None], *,
             carries: bool) -> dict[str, State] | None:  # fmt: skip
-    """Mirror the hosts of a plan until the run has ended on them; None where a host takes part that it does not have,
-    and plan.json does.
+    """Mirror the hosts of a plan until the run has ended on them; None where a host takes part that is not mirrored: it
+    was added to the plan, or had left the run.
     """
     decoder = json_decoder(StepRecord)
     ranks = range(plan.world_size if plan.outlives_hosts else 1)  # whose records are observed: rank 0 may go
@@ -89,7 +89,7 @@ def _follow(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[bytes
                     if event["event"] == "checkpoint" and carries:
                         carrier.look()
                     observe(event)
-                    is_out_of_date = is_out_of_date or _is_of_another_plan(event, rundir, plan)
+                    is_out_of_date = is_out_of_date or _is_out_of_date(event, rundir, mirror)
             if is_out_of_date:
                 return None
             for name, host in mirror.hosts.items():
@@ -114,13 +114,12 @@ def _follow(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[bytes
         return {name: _last_state(host) for name, host in mirror.hosts.items()}
 
 
-def _is_of_another_plan(event: Mapping[str, Any], rundir: RunDir, plan: Plan) -> bool:
-    """Does a host train that was added to the run since this plan was read?"""
-    known = {host.name for host in plan.hosts}
-    hosts = event.get("hosts") if event["event"] == "world" else None
-    if not isinstance(hosts, list) or known.issuperset(map(str, hosts)):
-        return False
-    return not known.issuperset(host.name for host in read_plan(rundir).hosts)
+def _is_out_of_date(event: Mapping[str, Any], rundir: RunDir, mirror: Mirror) -> bool:
+    """Does a host train that had left the run, or was added since its plan was read?"""
+    told = event.get("hosts") if event["event"] == "world" else None
+    hosts = {str(name) for name in told} if isinstance(told, list) else set()
+    is_back = any(mirror.hosts[name].is_done for name in hosts & mirror.hosts.keys())
+    return is_back or bool(hosts.intersection(host.name for host in read_plan(rundir).hosts) - mirror.hosts.keys())
 
 
 def _only_lost_are_left(mirror: Mirror) -> bool:
