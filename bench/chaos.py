@@ -4,12 +4,14 @@
     python bench/chaos.py power --data FOLDER [--times 20]                 a random host, the first among them
     python bench/chaos.py lid --data FOLDER [--seconds 600]                all of a host is stopped, and goes on
     python bench/chaos.py night --data FOLDER [--minutes 60] [--seed 1]    everything in `evener lab chaos --list`
+    python bench/chaos.py cost --data FOLDER [--turns 8]                   what a run that nothing befalls pays for it
     python bench/chaos.py --table                                          what is there
 
 A pause is the longest time between the ends of two steps around a fault, less the run's typical step. Whoever was lost
 is back when a world has all hosts again; beside that stands how long `import torch` takes on a host just then. At the
-end every loss is compared with that of one process that nobody disturbs. Rows go into bench/chaos.jsonl. Needs Linux
-and root, and nothing else running.
+end every loss is compared with that of one process that nobody disturbs. What it costs is the ratio of the usual steps
+of runs with `--membership live` and `fixed`, which take turns on the same hosts. Rows go into bench/chaos.jsonl. Needs
+Linux and root, and nothing else running.
 """
 
 from __future__ import annotations
@@ -184,13 +186,14 @@ KINDS = {"kills": kills, "power": power, "lid": lid, "night": all_night}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", nargs="?", choices=KINDS)
+    parser.add_argument("kind", nargs="?", choices=[*KINDS, "cost"])
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--membership", default="live")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--first", action="store_true", help="power: always of the first host")
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--turns", type=int, default=8, help="cost: pairs of runs")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--table", action="store_true")
@@ -198,9 +201,42 @@ def main() -> None:
     if options.kind is not None:
         if options.data is None:
             parser.error("--data: which corpus?")
-        with tempfile.TemporaryDirectory(prefix="evener-chaos-") as folder:
-            measure(Path(folder), options)
+        if options.kind == "cost":
+            cost(options)
+        else:
+            with tempfile.TemporaryDirectory(prefix="evener-chaos-") as folder:
+                measure(Path(folder), options)
     print_table()
+
+
+def cost(options: argparse.Namespace) -> None:
+    """Runs of a minute with and without membership, in turns."""
+    ratios = []
+    with tempfile.TemporaryDirectory(prefix="evener-chaos-") as folder:
+        hosts = {name: HostSpec(rate="1Gbit", cpus=0.6) for name in "abc"}
+        lab = Lab.up(LabSpec(name="chaos", hosts=hosts), out=Path(folder, "fleet.toml"))
+        try:
+            for turn in range(options.turns):
+                order = ("live", "fixed") if turn % 2 else ("fixed", "live")
+                took = {membership: _usual_step_s(Path(folder), options, membership, turn) for membership in order}
+                ratios.append(took["live"] / took["fixed"])
+                print(f"{turn + 1}: {took['fixed'] * 1e3:.1f} and {took['live'] * 1e3:.1f} ms, "
+                      f"{ratios[-1]:.4f}; median {statistics.median(ratios):.4f}", flush=True)  # fmt: skip
+        finally:
+            lab.down()
+    row = {"kind": "cost", "model": options.model, "date": time.strftime("%Y-%m-%d"), "ratios": ratios}
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _usual_step_s(folder: Path, options: argparse.Namespace, membership: str, turn: int) -> float:
+    flags = COMMON | {"model": options.model, "data": options.data.absolute(), "steps": 10**6, "max-s": 40,
+                      "membership": membership, "shares": "equal", "sync": "ddp"}  # fmt: skip
+    out = f"{membership}-{turn}"
+    argv = [*EVENER, "train", "--fleet", str(folder / "fleet.toml"), "--out", out,
+            *[f"--{name}={value}" for name, value in flags.items()]]  # fmt: skip
+    subprocess.run(argv, cwd=folder, check=True, capture_output=True, timeout=300)
+    return statistics.median(record.wall_s for record in RunDir(folder / out).records(0)[20:])
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
@@ -229,12 +265,18 @@ def print_table() -> None:
     )
     print("|:--|--:|--:|--:|--:|--:|--:|--:|")
     for row in rows:
+        if row["kind"] == "cost":
+            continue
         pauses, backs = (sorted(one[what] for one in row["faults"] if what in one) for what in ("pause_s", "back_s"))
         back = f"{statistics.median(backs):.1f}, {backs[int(0.95 * len(backs))]:.1f} s" if backs else ""
         title = f"{row['kind']}, {row['membership']}, {row['model']}"
         print(f"| {title} | {len(pauses)} | {statistics.median(pauses):.1f}, "
               f"{pauses[int(0.95 * len(pauses))]:.1f}, {pauses[-1]:.1f} s | {back} | {row['import_s']:.1f} s | "
               f"{row['steps']} | {row['taken_again']} | {row['worst_loss_off']:.1e} |")  # fmt: skip
+    for row in rows:
+        if row["kind"] == "cost":
+            ratio, num = statistics.median(row["ratios"]), len(row["ratios"])
+            print(f"{row['model']}: a step with --membership live takes {ratio:.4f} times one with fixed, {num} pairs")
 
 
 if __name__ == "__main__":
