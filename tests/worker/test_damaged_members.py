@@ -22,7 +22,7 @@ from evener.core.plan import told_roster
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.stored import read_stored
 from evener.core.world import AgentSpec, Meeting, Part, Saying, World, told_meeting
-from evener.worker.membership.limits import Halved, Killed, State, read_beside_world
+from evener.worker.membership.limits import Killed, Memory, State, read_beside_world
 from tests.unit.test_damaged_files import damage, remove
 
 NUM, SEED, HANGS_S = 2000, 20261124, 60
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "host/world.json": Meeting(world=WORLD, address="127.0.0.1", port=2, first_rank=1, world_size=2),
         "host/sayings/0": Saying(pid=7, world=3, step=17),
         "host/killed.json": Killed({0: 12.5}),
-        "host/halved.json": Halved({0: 1}, {0: 12.5}),
+        "host/memory-0.json": Memory(8, 4, 12.5),
         "host/state.json": State(12.0),
         "roster.json": Roster(members=MEMBERS, sync=parse_sync("ddp"), backend="gloo"),
     }
@@ -61,7 +61,7 @@ def read_all(folder: Path) -> None:
     agent._read_spec()
     told_meeting()
     told_roster()
-    for name, kind in (("killed.json", Killed), ("halved.json", Halved), ("state.json", State)):
+    for name, kind in (("killed.json", Killed), ("memory-0.json", Memory), ("state.json", State)):
         read_beside_world(name, kind)
     ranks = Ranks.__new__(Ranks)
     ranks._sayings = folder / "host" / "sayings"

@@ -56,9 +56,19 @@ def test_the_others_of_its_host_go_on_as_before(rundir: RunWriter) -> None:
     killed(rundir, 100.0, 100.0, local_rank=1)
     note_end_before(rundir, ROSTER, group(0))
     assert micro_batches(0) == [[6], [8], [5]]
+    assert micro_batches(1) == [[6], [8], [5]]
     note_end_before(rundir, ROSTER, group(1))
     assert micro_batches(1) == [[6], [8], [2, 2, 1]]
     assert [event["rank"] for event in rundir.events()] == [2]
+
+
+def test_what_it_holds_is_the_same_for_a_larger_share(rundir: RunWriter) -> None:
+    """One of the others is gone."""
+    assert micro_batches() == [[6], [8], [5]]
+    killed(rundir, 100.0, 100.0)
+    note_end_before(rundir, ROSTER, group())
+    larger = limited(ROSTER.with_shares([0, 14, 5], 7, None, why="", is_trial=False), group()).members
+    assert [member.micro_batches for member in larger] == [[], [4, 4, 3, 3], [5]]
 
 
 @pytest.mark.parametrize("oom_at", [None, 50.0, 200.0])

@@ -19,7 +19,6 @@ SAYINGS_FOLDER = "host/sayings"  # what each rank there says of itself, a Saying
 PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.py
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 KILLED_FILE = "host/killed.json"  # which ranks there were killed last, and when
-HALVED_FILE = "host/halved.json"  # which of them then had to do with less memory
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
 # Exit statuses of ranks, as their agent understands them.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
@@ -119,6 +118,11 @@ def ranks_live_on() -> bool:
 def agent_pid() -> int:
     """Of the process that tells this one, which goes on from world to world, where others are."""
     return int(os.environ["EVENER_AGENT"])
+
+
+def memory_file(local_rank: int) -> str:
+    """Where a rank writes down what its memory holds: a file for each, for they may all be killed at once."""
+    return f"host/memory-{local_rank}.json"
 
 
 def told_meeting() -> Meeting:

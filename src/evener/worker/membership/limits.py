@@ -2,13 +2,14 @@
 
 A rank whose memory does not suffice is ended: on a processor by the kernel, without a word. Its agent writes down who
 was killed, its supervisor when the kernel last took somebody for want of memory. Started anew, the rank sees that it
-was the one, and takes half as many sequences at a time from then on; all ranks hear of it when they enter a world.
+was the one, and takes half as many sequences at a time as it did from then on, whatever its share; all ranks hear of
+it when they enter a world.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
@@ -19,7 +20,7 @@ from evener.core.machine import this_machine
 from evener.core.roster import Member, Roster
 from evener.core.runwriter import RunWriter
 from evener.core.stored import read_stored
-from evener.core.world import HALVED_FILE, KILLED_FILE, beside_world, hosts_come_and_go
+from evener.core.world import KILLED_FILE, beside_world, hosts_come_and_go, memory_file
 from evener.worker.group import Group
 
 STATE_FILE = "state.json"  # the supervisor's
@@ -39,24 +40,26 @@ class State(msgspec.Struct, frozen=True):
     oom_at: float | None = None
 
 
-class Halved(msgspec.Struct, frozen=True):
-    """How often ranks of this host had to take half, by their numbers there; and when they were killed last."""
+class Memory(msgspec.Struct, frozen=True):
+    """What a rank writes down of its own, in sequences at a time."""
 
-    times: dict[int, int] = {}
-    at: dict[int, float] = {}
+    takes: Annotated[int, msgspec.Meta(ge=0)] = 0  # in the newest world
+    holds: Annotated[int, msgspec.Meta(ge=0)] = 0  # at most; 0: whatever is asked
+    killed: float | None = None  # for want of it, last: Unix time
 
 
 def limited(roster: Roster, group: Group) -> Roster:
     """The Roster of a world, where no rank takes more at a time than its memory held. All ranks call it together."""
-    times = read_beside_world(HALVED_FILE, Halved).times.get(group.local_rank, 0)
-    pass_now = own_member(roster, group).largest_pass
-    mine = max(1, pass_now >> times) if times and pass_now else 0
-    limits = [int(text) for text in group.gather(str(mine).encode())]
+    known = _known(group.local_rank)
+    limits = [int(text) for text in group.gather(str(known.holds).encode())]
     members = [
         msgspec.structs.replace(member, micro_batch=min(member.micro_batch, limit or member.micro_batch))
         for member, limit in zip(roster.members, limits, strict=True)
     ]
-    return msgspec.structs.replace(roster, members=members)
+    roster = msgspec.structs.replace(roster, members=members)
+    if (takes := own_member(roster, group).largest_pass) and takes != known.takes:
+        _write(group.local_rank, msgspec.structs.replace(known, takes=takes))
+    return roster
 
 
 def note_end(error: BaseException, local_rank: int) -> None:
@@ -71,7 +74,7 @@ def note_end_before(rundir: RunWriter, roster: Roster, group: Group) -> None:
     oom_at = read_beside_world(STATE_FILE, State).oom_at
     if killed is None or oom_at is None or abs(killed - oom_at) > TOGETHER_S:
         return
-    if killed != read_beside_world(HALVED_FILE, Halved).at.get(group.local_rank):  # else that is known
+    if killed != _known(group.local_rank).killed:
         _halve(group.local_rank, killed)
         error = "its memory did not suffice: it takes half as many sequences at a time from here on"
         rundir.add_event("run.oom", rank=own_member(roster, group).rank, error=error)
@@ -84,11 +87,17 @@ def own_member(roster: Roster, group: Group) -> Member:
 
 
 def _halve(local_rank: int, killed: float | None) -> None:
-    known = read_beside_world(HALVED_FILE, Halved)
-    times = known.times | {local_rank: known.times.get(local_rank, 0) + 1}
-    at = known.at if killed is None else known.at | {local_rank: killed}
+    known = _known(local_rank)
+    _write(local_rank, Memory(known.takes, max(1, known.takes // 2), known.killed if killed is None else killed))
+
+
+def _known(local_rank: int) -> Memory:
+    return read_beside_world(memory_file(local_rank), Memory)
+
+
+def _write(local_rank: int, memory: Memory) -> None:
     with contextlib.suppress(OSError):  # a full disk must not hide what happened
-        write_atomic(beside_world(HALVED_FILE), msgspec.json.encode(Halved(times, at)))
+        write_atomic(beside_world(memory_file(local_rank)), msgspec.json.encode(memory))
 
 
 def read_beside_world(name: str, kind: type[T]) -> T:
