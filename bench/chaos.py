@@ -51,7 +51,7 @@ class Night:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options, self.run = folder, options, RunDir(folder / "run")
-        hosts = {name: HostSpec(rate="1Gbit", cpus=0.6) for name in "abc"}
+        hosts = {name: HostSpec(rate="1Gbit", cpus=0.6, disk="2GB") for name in "abc"}
         self.lab = Lab.up(LabSpec(name="chaos", hosts=hosts), out=folder / "fleet.toml")
         flags = COMMON | {"model": options.model, "data": options.data.absolute(), "steps": 10**6,
                           "membership": options.membership, "shares": "equal"}  # fmt: skip

@@ -27,7 +27,7 @@ def chaos(
     Start a run there first. What is broken when this ends, also by Ctrl-C, is mended.
     """
     from evener.core.errors import UsageError
-    from evener.lab.chaos import ROWS, find, perform, schedule
+    from evener.lab.chaos import ROWS, find, perform, possible, schedule
     from evener.lab.lab import Lab
 
     if listed:
@@ -37,6 +37,13 @@ def chaos(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kinds = find([word.strip() for word in faults.split(",")]) if faults else list(ROWS)
     lab = Lab.find(name)
+    kinds, left_out = possible(kinds, lab)
+    if left_out:
+        told, flags = ", ".join(one.name for one in left_out), " ".join(f"--{one.needs} …" for one in left_out)
+        hint = f"evener lab up {flags} makes hosts that have it"
+        if faults:
+            raise UsageError(f"{told}: the hosts of {lab.name} have nothing of their own there", hint=hint)
+        print(f"left out: {told}; {hint}", file=sys.stderr)
     events = schedule(seed, minutes, [host.name for host in lab.hosts], kinds)
     if not events:
         raise UsageError(f"--minutes {minutes:g}: no fault would be over in time", hint="--minutes 5")

@@ -39,6 +39,7 @@ def up(
     cpus: Annotated[float | None, typer.Option(help="processor time of a host [unlimited]")] = None,
     cores: Annotated[str | None, typer.Option(help="cores that each host is pinned to: 0,1", metavar="N,N")] = None,
     memory: Annotated[str | None, typer.Option(help="of a host at most: 2GB [unlimited]")] = None,
+    disk: Annotated[str | None, typer.Option(help="of a host, its home: 2GB [this machine's]")] = None,
     interface: Annotated[str | None, typer.Option(help="name of its interface [eth0]")] = None,
     more_interfaces: Annotated[
         str | None,
@@ -63,7 +64,7 @@ def up(
         spec = LabSpec(name=spec.name, hosts=dict.fromkeys(listed, next(iter(spec.hosts.values()))))
     values = {
         "rate": rate, "rate_up": rate_up, "rate_down": rate_down, "mtu": mtu, "cpus": cpus, "memory": memory,
-        "interface": interface, "cores": _numbers(cores), "more_interfaces": _words(more_interfaces),
+        "disk": disk, "interface": interface, "cores": _numbers(cores), "more_interfaces": _words(more_interfaces),
     }  # fmt: skip
     spec = with_values(spec, {key: value for key, value in values.items() if value not in (None, [])})
     if name is not None:
@@ -71,8 +72,8 @@ def up(
     started = time.monotonic()
     lab = Lab.up(spec, out=out)
     took_s = time.monotonic() - started
-    if lab.rootless and any(host.cpus or host.memory for host in spec.hosts.values()):
-        print("warning: without root a lab limits neither cpus nor memory; cores are pinned", file=sys.stderr)
+    if lab.rootless and any(host.cpus or host.memory or host.disk for host in spec.hosts.values()):
+        print("warning: without root a lab limits no cpus, no memory and no disks; cores are pinned", file=sys.stderr)
     if as_json:
         print(json.dumps(_describe(lab)))
         return

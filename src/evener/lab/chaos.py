@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from evener.core.errors import EvenerError, UsageError
+from evener.core.errors import UsageError
 from evener.lab import cgroup
 from evener.lab.host import Host
 from evener.lab.lab import Lab
@@ -35,6 +36,7 @@ class Fault:
     expects: str
     pause_s: float  # that the others lose at most
     lasts_s: tuple[float, ...] = ()  # of which one is chosen; none: it is over at once
+    needs: Literal["rate", "cpus", "disk"] | None = None  # that a host has by itself
     begin: Callable[[Lab, Host], object]
     end: Callable[[Lab, Host], object] = lambda lab, host: None
 
@@ -100,10 +102,7 @@ def _let_in(lab: Lab, host: Host) -> None:
 
 
 def _slow_link(lab: Lab, host: Host) -> None:
-    bps = host.spec.up_bps
-    if bps is None:
-        raise EvenerError(f"the link of {host.name} has no rate to take a tenth of", hint="evener lab up --rate 1Gbit")
-    host.set_rate(f"{bps // 10_000}kbit")
+    host.set_rate(f"{(host.spec.up_bps or 0) // 10_000}kbit")
 
 
 def _as_it_was(lab: Lab, host: Host) -> None:
@@ -112,16 +111,7 @@ def _as_it_was(lab: Lab, host: Host) -> None:
 
 def _cores(part: float) -> Callable[[Lab, Host], None]:
     def do(lab: Lab, host: Host) -> None:
-        if host.spec.cpus is None:
-            raise EvenerError(f"{host.name} has no limit of processor time", hint="evener lab up --cpus 0.6")
-        cgroup.make(lab.name, host.name, part * host.spec.cpus, None)
-
-    return do
-
-
-def _runs(command: str) -> Callable[[Lab, Host], None]:
-    def do(lab: Lab, host: Host) -> None:
-        host.exec(["sh", "-ec", command])
+        cgroup.make(lab.name, host.name, part * (host.spec.cpus or 0.0), None)
 
     return do
 
@@ -147,23 +137,21 @@ ROWS = (
     Fault(name="packets", what="{host} loses one packet in fifty", lasts_s=(30,), pause_s=30, end=_let_in,
           expects="steps are slower; at worst as if its cable were pulled",
           begin=_drops("iifname != lo numgen random mod 50 == 0 drop")),
-    Fault(name="rate", what="the link of {host} has a tenth of its rate", lasts_s=(30,), pause_s=0, begin=_slow_link,
-          end=_as_it_was, expects="steps are slower, nothing else"),
-    Fault(name="half-speed", what="{host} is half as fast", lasts_s=(60,), pause_s=0, begin=_cores(0.5), end=_cores(1),
+    Fault(name="rate", what="the link of {host} has a tenth of its rate", lasts_s=(30,), pause_s=0, needs="rate",
+          begin=_slow_link, end=_as_it_was, expects="steps are slower, nothing else"),
+    Fault(name="half-speed", what="{host} is half as fast", lasts_s=(60,), pause_s=0, needs="cpus",
+          begin=_cores(0.5), end=_cores(1),
           expects="its share becomes smaller within 10 steps"),
-    Fault(name="disk-full", what="the disk of {host} is full", lasts_s=(30,), pause_s=6,
-          expects="no checkpoint is lost; all begin anew from the last",
-          begin=_runs("fallocate -l $(df --output=avail -B1 ~/.evener | tail -1) ~/.evener/full || "
-                       "dd if=/dev/zero of=$HOME/.evener/full bs=1M 2>/dev/null || true"),
-          end=_runs("rm -f ~/.evener/full")),
-    Fault(name="read-only", what="the disk of {host} can only be read", lasts_s=(30,), pause_s=6,
-          expects="as if it were full",
-          begin=_runs("mount -o remount,ro ~/.evener"), end=_runs("mount -o remount,rw ~/.evener")),
+    Fault(name="disk-full", what="the disk of {host} is full", lasts_s=(30,), pause_s=6, needs="disk",
+          expects="no checkpoint is lost; the others go on, and let it in again when there is room",
+          begin=lambda lab, host: host.fill_disk(True), end=lambda lab, host: host.fill_disk(False)),
 )  # fmt: skip
 FAULTS: Mapping[str, Fault] = {row.name: row for row in ROWS}
 # What no lab can do to a host by itself, and where it is tried instead.
 NOT_HERE = {
     "a clock that jumps": "all hosts of a lab have this machine's clock; nothing in a run compares two hosts' clocks",
+    "a disk that can only be read from now on": "the kernel makes none so while a run has files open there; to a run "
+    "it is one that is full",
     "a bit that flips in a weight, NaN in a gradient": "from outside nobody finds them in memory: tests do it in ranks",
 }
 
@@ -192,6 +180,12 @@ def find(names: Sequence[str]) -> list[Fault]:
         if name not in FAULTS:
             raise UsageError(f"no fault is called {name}: {', '.join(FAULTS)}", hint="evener lab chaos --list")
     return [FAULTS[name] for name in names]
+
+
+def possible(faults: Sequence[Fault], lab: Lab) -> tuple[list[Fault], list[Fault]]:
+    """(what can befall every host of a lab, what cannot, for there is nothing of its own to break)."""
+    able = [one for one in faults if one.needs is None or all(getattr(host.spec, one.needs) for host in lab.hosts)]
+    return able, [one for one in faults if one not in able]
 
 
 def perform(lab: Lab, events: Sequence[Event]) -> Iterator[tuple[Event, bool]]:

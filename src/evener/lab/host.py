@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from evener.core.errors import EvenerError, UsageError
-from evener.lab import power, state
+from evener.lab import disk, power, state
 from evener.lab.init import PATH
 from evener.lab.make import wiring
 from evener.lab.needs import find_programs
@@ -162,6 +162,13 @@ class Host:
         """Change the largest packet it sends, and the largest that comes through."""
         self._changed(mtu=mtu, path_mtu=path_mtu)
         self._change_network("set_mtus", hosts=power.living(self._lab.state))
+
+    def fill_disk(self, full: bool) -> None:
+        """Leave no byte free on its disk (True), or as many as it has. EvenerError where it is this machine's."""
+        size = self.spec.disk_bytes
+        if size is None:
+            raise EvenerError(f"the disk of {self.name} is this machine's", hint="evener lab up --disk 2GB")
+        disk.resize(self.home, None if full else size)
 
     def link_up(self, up: bool) -> None:
         """Pull its cable out of the switch (False), or plug it in again."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.core.errors import EvenerError
-from evener.lab import cgroup, files, state
+from evener.lab import cgroup, disk, files, state
 from evener.lab.needs import find_programs
 from evener.lab.spec import LAN, LAN6, OVERLAY, HostSpec, LabSpec
 from evener.lab.state import HostState, LabState, Process
@@ -32,6 +32,8 @@ def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
     with Switch() as switch:  # which imports while the hosts start
         for name in spec.hosts:
             (path / "hosts" / name / "home").mkdir(parents=True, mode=0o700)
+            if (size := spec.hosts[name].disk_bytes) is not None and not rootless:
+                disk.mount(path / "hosts" / name / "home", size)
         files.make_keys([path / "id_ed25519", *(path / "hosts" / name / "host_key" for name in spec.hosts)])
         (path / "known_hosts").write_text(files.known_hosts(path, addresses))
         desk_spec = {

@@ -14,7 +14,8 @@ from evener.lab.spec import LabSpec
 TUN = "/dev/net/tun"
 PACKAGES = {
     "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
-    "nsenter": "util-linux", "setpriv": "util-linux", "taskset": "util-linux", "nft": "nftables",
+    "nsenter": "util-linux", "setpriv": "util-linux", "taskset": "util-linux",
+    "mount": "mount", "umount": "mount", "nft": "nftables",
 }  # fmt: skip
 
 

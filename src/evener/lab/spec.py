@@ -42,6 +42,9 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cpus: Annotated[Share | None, Meta(description="processor time it may use, in cores")] = None
     cores: Annotated[tuple[int, ...] | None, Meta(description="cores that it is pinned to")] = None
     memory: Annotated[str | None, Meta(description="limit: 2GB, 512MB")] = None
+    disk: Annotated[
+        str | None, Meta(description="size of its home, a file system of its own: 2GB [this machine's]")
+    ] = None
     interface: Annotated[str, Meta(description="name of its interface")] = "eth0"
     more_interfaces: Annotated[
         tuple[str, ...], Meta(description="docker0, br-… (bridge), tun0, tailscale0, wg0 (overlay), wlan0, eth1 (link)")
@@ -62,7 +65,12 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def memory_bytes(self) -> int | None:
         """Its memory limit."""
-        return parse_bytes(self.memory) if self.memory else None
+        return parse_bytes(self.memory, "memory") if self.memory else None
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """The size of its disk; None: this machine's."""
+        return parse_bytes(self.disk, "disk") if self.disk else None
 
     def of_kind(self, kind: Literal["bridge", "overlay", "link"]) -> list[str]:
         """Those of its other interfaces that are of a kind; the name tells it, as on any machine."""
@@ -110,17 +118,17 @@ def parse_bps(text: str) -> int:
     return bps
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, what: str) -> int:
     """Bytes; GB is 1e9, GiB is 2**30.
 
-    >>> parse_bytes("2GB"), parse_bytes("512MiB")
+    >>> parse_bytes("2GB", "memory"), parse_bytes("512MiB", "disk")
     (2000000000, 536870912)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])(i?)b", text.strip(), re.IGNORECASE)
     power = "kmg".index(match[2].lower()) + 1 if match else 0
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
     if size < 64_000_000:
-        raise UsageError(f"memory {text!r}: expected 64MB or more", hint="for example 2GB, 512MiB")
+        raise UsageError(f"{what} {text!r}: expected 64MB or more", hint="for example 2GB, 512MiB")
     return size
 
 
@@ -156,8 +164,10 @@ def with_values(spec: LabSpec, values: Mapping[str, Any]) -> LabSpec:
 
 
 def without_limits(spec: LabSpec) -> LabSpec:
-    """The same lab as an ordinary user can make it: cgroups are root's."""
-    hosts = {name: msgspec.structs.replace(host, cpus=None, memory=None) for name, host in spec.hosts.items()}
+    """The same lab as an ordinary user can make it: cgroups and mounts are root's."""
+    hosts = {
+        name: msgspec.structs.replace(host, cpus=None, memory=None, disk=None) for name, host in spec.hosts.items()
+    }
     return msgspec.structs.replace(spec, hosts=hosts)
 
 
@@ -194,7 +204,7 @@ def _check_name(kind: str, name: str) -> None:
 
 
 def _check_host(name: str, host: HostSpec) -> None:
-    host.up_bps, host.down_bps, host.memory_bytes  # noqa: B018  each raises where it cannot be read
+    host.up_bps, host.down_bps, host.memory_bytes, host.disk_bytes  # noqa: B018  each raises where it cannot be read
     interfaces = (host.interface, *host.more_interfaces)
     for interface in interfaces:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,15}", interface) or interface in (".", "..", "lo"):

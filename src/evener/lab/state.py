@@ -23,7 +23,7 @@ import msgspec
 
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError
-from evener.lab import cgroup
+from evener.lab import cgroup, disk
 from evener.lab.spec import LabSpec
 
 INIT = Path(__file__).with_name("init.py")
@@ -181,6 +181,7 @@ def clean(path: Path) -> None:
             one.kill()
         time.sleep(0.005)
     cgroup.remove(path.name)
+    disk.unmount_all(path)
     if state is not None and state.fleet_file is not None:
         file = Path(state.fleet_file)
         with contextlib.suppress(OSError):
