@@ -108,10 +108,13 @@ class Night:
             for record in self.run.records(rank):
                 taken.setdefault(record.step, set()).add(record.epoch)
         left = [pid for host in self.lab.hosts for what in (RANK, AGENT, SUPERVISOR) for pid in pids_of(host, what)]
+        half = [str(path) for folder in (self.run.path, *(host.home for host in self.lab.hosts))
+                for path in folder.rglob(".*.tmp")]  # fmt: skip
         return {
             "steps": len(records), "verdict": manifest.verdict, "worst_loss_off": max(off), "apart_at": apart,
             "steps_without_loss": len(told) - len(off), "taken_again": sum(len(one) - 1 for one in taken.values()),
             "replicas_agree": manifest.result.replicas_agree if manifest.result else None, "left": len(left),
+            "half_files": half,
         }  # fmt: skip
 
     def pauses(self, moments: list[float]) -> list[float]:
