@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from evener.core.rundir import RunDir
-from evener.core.step import aligned, first_of
 from evener.lab.chaos import AGENT, FAULTS, RANK, ROWS, SUPERVISOR, perform, pids_of, schedule
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
@@ -94,25 +93,26 @@ class Night:
         subprocess.run([*EVENER, "stop", "run"], cwd=self.folder, check=True, capture_output=True, timeout=300)
         self.process.wait(300)
         manifest = self.run.manifest()
-        records = [first_of(one) for one in aligned({rank: self.run.records(rank) for rank in range(3)})]
-        argv = [sys.executable, "-m", "evener.worker", *self.flags, f"--steps={len(records)}", "--device=cpu",
-                f"--out={self.folder / 'alone'}"]  # fmt: skip
-        argv = [word for word in argv if not word.startswith(("--membership", "--shares"))]
-        subprocess.run(argv, check=True, capture_output=True)
-        alone = RunDir(self.folder / "alone").records(0)
-        told = [(one.loss, other.loss) for one, other in zip(records, alone, strict=True)]
-        off = [abs(mine / theirs - 1) for mine, theirs in told if mine is not None and theirs is not None]
-        apart = next((step for step, one in enumerate(off) if one > 1e-5), None)  # rounding grows from step to step
-        taken: dict[int, set[int]] = {}
+        losses, taken = dict[int, set[float]](), dict[int, set[int]]()  # of each step: whoever has recorded it
         for rank in range(3):
             for record in self.run.records(rank):
                 taken.setdefault(record.step, set()).add(record.epoch)
+                losses.setdefault(record.step, set()).update([] if record.loss is None else [record.loss])
+        steps = max(taken) + 1
+        argv = [sys.executable, "-m", "evener.worker", *self.flags, f"--steps={steps}", "--device=cpu",
+                f"--out={self.folder / 'alone'}"]  # fmt: skip
+        argv = [word for word in argv if not word.startswith(("--membership", "--shares"))]
+        subprocess.run(argv, check=True, capture_output=True)
+        alone = {record.step: record.loss for record in RunDir(self.folder / "alone").records(0)}
+        off = {step: abs(loss / theirs - 1) for step, of_step in losses.items() for loss in of_step
+               if (theirs := alone.get(step)) is not None}  # fmt: skip
+        apart = min((step for step, one in off.items() if one > 1e-5), default=None)
         left = [pid for host in self.lab.hosts for what in (RANK, AGENT, SUPERVISOR) for pid in pids_of(host, what)]
         half = [str(path) for folder in (self.run.path, *(host.home for host in self.lab.hosts))
                 for path in folder.rglob(".*.tmp")]  # fmt: skip
         return {
-            "steps": len(records), "verdict": manifest.verdict, "worst_loss_off": max(off), "apart_at": apart,
-            "steps_without_loss": len(told) - len(off), "taken_again": sum(len(one) - 1 for one in taken.values()),
+            "steps": steps, "verdict": manifest.verdict, "worst_loss_off": max(off.values()), "apart_at": apart,
+            "steps_without_loss": steps - len(off), "taken_again": sum(len(one) - 1 for one in taken.values()),
             "replicas_agree": manifest.result.replicas_agree if manifest.result else None, "left": len(left),
             "half_files": half,
         }  # fmt: skip
@@ -272,10 +272,11 @@ def print_table() -> None:
             continue
         pauses, backs = (sorted(one[what] for one in row["faults"] if what in one) for what in ("pause_s", "back_s"))
         back = f"{statistics.median(backs):.1f}, {backs[int(0.95 * len(backs))]:.1f} s" if backs else ""
+        off = "" if row["worst_loss_off"] is None else f"{row['worst_loss_off']:.1e}"
         title = f"{row['kind']}, {row['membership']}, {row['model']}"
         print(f"| {title} | {len(pauses)} | {statistics.median(pauses):.1f}, "
               f"{pauses[int(0.95 * len(pauses))]:.1f}, {pauses[-1]:.1f} s | {back} | {row['import_s']:.1f} s | "
-              f"{row['steps']} | {row['taken_again']} | {row['worst_loss_off']:.1e} |")  # fmt: skip
+              f"{row['steps']} | {row['taken_again']} | {off} |")  # fmt: skip
     for row in rows:
         if row["kind"] == "cost":
             ratio, num = statistics.median(row["ratios"]), len(row["ratios"])
