@@ -74,11 +74,12 @@ def waits(frame: FrameType | None) -> bool:
 
 def moved() -> int | None:
     """Bytes that others have acknowledged to this process's connections, or sent it. None where the kernel says
-    nothing, or there are no connections.
+    nothing, where there are no connections, and where a GPU works for it: what that moves and does is not seen here.
 
     The figure falls when one is closed: that is a movement too.
     """
-    if sys.platform != "linux":
+    cuda = sys.modules.get("torch.cuda")  # which may be half imported
+    if sys.platform != "linux" or getattr(cuda, "is_initialized", bool)():
         return None
     total = None
     for name in os.listdir("/proc/self/fd"):

@@ -1,0 +1,30 @@
+"""What a rank tells of itself when it cannot any more."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+import pytest
+
+from evener.worker.pulse import moved
+from tests.conftest import TIMEOUT_S
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it under Linux")
+def test_what_connections_have_moved_is_what_was_sent_and_received() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+        listener.accept()[0] as other,
+    ):
+        before, deadline = moved(), time.monotonic() + TIMEOUT_S
+        assert before is not None
+        one.sendall(bytes(100_000))
+        left = 100_000
+        while left:
+            left -= len(other.recv(left))
+        while moved() != before + 2 * 100_000:  # acknowledged to one end, received by the other
+            assert time.monotonic() < deadline, (before, moved())
+            time.sleep(0.01)
