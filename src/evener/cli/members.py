@@ -80,12 +80,12 @@ def _run_of(run: str) -> tuple[RunDir, Plan]:
 
     rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
+    launcher.catch_up(rundir, plan)
+    if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":
+        hint = f"evener train --resume {rundir} goes on with it, with --fleet FILE on other hosts"
+        raise UsageError(f"{rundir} has ended: {verdict}: nobody leaves it or comes back", hint=hint)
     if not plan.outlives_hosts:
         began = "on one host" if len(plan.hosts) == 1 else "with --membership fixed"
         hint = f"evener stop {rundir}, then evener train --resume {rundir} --membership auto --fleet FILE"
         raise UsageError(f"{rundir} began {began}: hosts neither leave it nor come", hint=hint)
-    launcher.catch_up(rundir, plan)
-    if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":
-        hint = f"evener train --resume {rundir} goes on with it"
-        raise UsageError(f"{rundir} has ended: {verdict}: nobody leaves it or comes back", hint=hint)
     return rundir, plan
