@@ -81,6 +81,8 @@ def test_what_a_run_saves_comes_home_while_it_is_followed(fleet: Fleet, corpus: 
     wait_until(lambda: len(seen.checkpoint_steps()) > 0, "the first comes")
     first = seen.checkpoint_steps()[0]
     wait_until(lambda: max(seen.checkpoint_steps(), default=0) > first, "a newer one comes")
+    wait_until(lambda: all(seen.vitals(host) for host in "ab"), "how its hosts are comes home")
+    assert all(one.sent_Bps is not None for host in "ab" for one in seen.vitals(host))
     watcher.kill(signal.SIGINT)
     assert watcher.wait() == 130
     assert "evener fetch runs/seen" in watcher.told()

@@ -4,6 +4,7 @@ Whoever can read the directory can watch, report, verify, compare and resume the
 
     RUN/manifest.json          versions, hosts, devices, spec, hashes, start, end, verdict
     RUN/steps/rank-R.jsonl     one StepRecord a line
+    RUN/vitals/HOST.jsonl      Vitals of a host every few seconds
     RUN/events.jsonl           evaluations, checkpoints, findings, failures: in the order in which they happened
     RUN/plan.json              who does what, where, with which command; see `core/plan.py`
     RUN/logs/HOST.R.log        what rank R printed, each line with its time; HOST.log: what started the ranks there
@@ -30,6 +31,7 @@ from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.stored import from_stored, stored_lines
+from evener.core.vitals import Vitals
 
 FORMAT = 2  # of manifest.json and plan.json
 BEFORE = {1: "its batches came from the sampler uniform-1, which this evener has no more: it drew the same samples "
@@ -156,6 +158,9 @@ class RunDir:
     def steps_path(self, rank: int) -> Path:
         return self.path / "steps" / f"rank-{rank}.jsonl"
 
+    def vitals_path(self, host: str) -> Path:
+        return self.path / "vitals" / f"{host}.jsonl"
+
     def log_path(self, host: str, rank: int | None) -> Path:
         """What a rank printed, or, of None, what started the ranks there."""
         return self.path / "logs" / (f"{host}.log" if rank is None else f"{host}.{rank}.log")
@@ -177,6 +182,10 @@ class RunDir:
     def records(self, rank: int) -> list[StepRecord]:
         """Rank's records in order. A half-written last line, which a kill leaves, is passed over."""
         return stored_lines(self.steps_path(rank), StepRecord)
+
+    def vitals(self, host: str) -> list[Vitals]:
+        """What a host told of itself, in order."""
+        return stored_lines(self.vitals_path(host), Vitals)
 
     def recorded_ranks(self) -> list[int]:
         """Ranks that ever wrote a record, ascending."""

@@ -1,7 +1,7 @@
 """How do a run's records and logs come home? Every host's files are read as they grow, and after a lost connection from
 where the copy ends: no gap, no line twice.
 
-    host's RUN/steps, RUN/logs, RUN/manifest.json   → the same place here: names tell ranks and hosts apart
+    host's RUN/steps, RUN/vitals, RUN/logs, RUN/manifest.json   → the same place here: names tell ranks and hosts apart
     … and the tokenizer's file
     host's RUN/events.jsonl, RUN/host/state.json    → RUN/hosts/NAME/…; RUN/events.jsonl is all of them by time
 
@@ -255,7 +255,8 @@ class HostMirror:
         is_ours = (
             first <= int(ranked[1]) < first + self.plan.num_ranks  # else of an earlier start, when that rank was here
             if ranked
-            else path == f"logs/{self.name}.log" or (path in OF_RANK_0 and self.plan.node_rank == 0)
+            else path in (f"logs/{self.name}.log", f"vitals/{self.name}.jsonl")
+            or (path in OF_RANK_0 and self.plan.node_rank == 0)
         )
         return self._rundir.path / path if is_ours else None
 

@@ -51,6 +51,7 @@ from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
 from evener.worker.sync.choose import change_sync, make_sync
 from evener.worker.trained import USER, Thing, Trained, batch_norms, check_batch_norm
+from evener.worker.vitals import begin_vitals
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -292,6 +293,8 @@ class Run:
                             first=first, resumes=self._resume is not None, remark=remark)  # fmt: skip
         # Not before the records that a resumed run makes again are gone from its file.
         self._recorder = recorder = Recorder(self.dir, self.rank, self.roster, self._clock, self.group.control)
+        if self.group.local_rank == 0:
+            begin_vitals(self.dir.vitals_path(this_machine().host), has_gpu=self.device.type == "cuda")
         return Engine(self.spec, self.group, data, trained, sync, recorder, self._membership, self._resolved is None,
                       self._compiled), keeper  # fmt: skip
 

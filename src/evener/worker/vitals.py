@@ -1,0 +1,125 @@
+"""What does a machine tell of itself while it trains? Each host's first rank writes it down, beside its work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from evener.core.vitals import GpuVitals, Vitals
+
+EVERY_S = 5.0
+CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal", "acpitz")  # of processors, the best first
+RAPL = Path("/sys/class/powercap")  # energy of Intel's and AMD's processors; since 2020 it is root's to read
+QUERY = "utilization.gpu,memory.used,temperature.gpu,power.draw"
+
+
+class Machine:
+    """What was read of it last, from which the next look counts."""
+
+    def __init__(self, interface: str | None, *, has_gpu: bool) -> None:
+        self._interface, self._has_gpu = interface, has_gpu
+        psutil.cpu_percent()
+        self._at, self._moved, self._energy_J = time.monotonic(), self._counters(), _energy_J()
+
+    def look(self) -> Vitals:
+        """Since the look before."""
+        now, moved, energy_J = time.monotonic(), self._counters(), _energy_J()
+        took_s = max(now - self._at, 1e-3)
+        sent, received = (None if moved is None or self._moved is None else max(0, new - old) / took_s
+                          for new, old in zip(moved or (0, 0), self._moved or (0, 0), strict=True))  # fmt: skip
+        power_W = None
+        if energy_J is not None and self._energy_J is not None and energy_J >= self._energy_J:  # it wraps now and then
+            power_W = (energy_J - self._energy_J) / took_s
+        self._at, self._moved, self._energy_J = now, moved, energy_J
+        memory = psutil.virtual_memory()
+        return Vitals(time=time.time(), busy=psutil.cpu_percent() / 100,
+                      memory_bytes=memory.total - memory.available, memory_total_bytes=memory.total,
+                      sent_Bps=sent, received_Bps=received, temperature_C=_temperature_C(), power_W=power_W,
+                      battery=_battery(), gpus=_gpus() if self._has_gpu else [])  # fmt: skip
+
+    def _counters(self) -> tuple[int, int] | None:
+        """Bytes sent and received by the interface since it was made."""
+        counted = psutil.net_io_counters(pernic=True).get(self._interface or "")
+        return None if counted is None else (counted.bytes_sent, counted.bytes_recv)
+
+
+def begin_vitals(path: Path, *, has_gpu: bool) -> None:
+    """Write them from now on, until this process ends."""
+    threading.Thread(target=_write, args=(path, has_gpu), daemon=True, name="vitals").start()
+
+
+def _write(path: Path, has_gpu: bool) -> None:
+    machine = Machine(os.environ.get("GLOO_SOCKET_IFNAME"), has_gpu=has_gpu)
+    with contextlib.suppress(OSError):  # a full disk: others tell of it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            while True:
+                time.sleep(EVERY_S)
+                file.write(msgspec.json.encode(machine.look()) + b"\n")
+
+
+def _temperature_C() -> float | None:
+    """The hottest sensor of the processor."""
+    with contextlib.suppress(AttributeError, OSError):  # psutil knows none on this system; a sensor that went away
+        sensors = psutil.sensors_temperatures()
+        for chip in CHIPS:
+            if found := [float(one.current) for one in sensors.get(chip, ()) if one.current]:
+                return max(found)
+    return None
+
+
+def _energy_J() -> float | None:
+    """That the processors have used since some moment."""
+    try:
+        packages = [path for path in RAPL.iterdir() if path.name.count(":") == 1]  # the others are parts of these
+        return sum(int((path / "energy_uj").read_text()) for path in packages) / 1e6 if packages else None
+    except (OSError, ValueError):
+        return None
+
+
+def _battery() -> float | None:
+    with contextlib.suppress(AttributeError, OSError):
+        battery = psutil.sensors_battery()
+        if battery is not None and battery.power_plugged is False:
+            return float(battery.percent) / 100
+    return None
+
+
+def _gpus() -> list[GpuVitals]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    argv = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=EVERY_S, check=False)
+        return [*read_gpus(done.stdout)]
+    return []
+
+
+def read_gpus(text: str) -> Iterator[GpuVitals]:
+    """nvidia-smi's answer: per cent, MiB, °C and W; a driver that does not know says [N/A].
+
+    >>> [*read_gpus("97, 20312, 71, 311.52\\n0, 4, 33, [N/A]\\n")][1]
+    GpuVitals(busy=0.0, memory_bytes=4194304, temperature_C=33.0, power_W=None)
+    """
+    for line in text.splitlines():
+        found: list[float | None] = []
+        for word in line.split(","):
+            try:
+                found.append(float(word))
+            except ValueError:
+                found.append(None)
+        if len(found) == QUERY.count(",") + 1:
+            busy, memory_MiB, temperature_C, power_W = found
+            yield GpuVitals(busy=None if busy is None else busy / 100,
+                            memory_bytes=None if memory_MiB is None else int(memory_MiB) << 20,
+                            temperature_C=temperature_C, power_W=power_W)  # fmt: skip
