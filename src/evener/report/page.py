@@ -22,6 +22,7 @@ from evener.report.chart import Figure
 from evener.report.events import evaluations, first_failure, since, tell
 from evener.report.explain import explain_measured, limit
 from evener.report.gap import NO_PREDICTION, explain_prediction
+from evener.report.hosts import host_table
 from evener.report.markup import Fact, document
 from evener.report.predicted import cells, percent, rank_rows, step_rows
 from evener.report.ranks import last_done, straggles
@@ -82,6 +83,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         predicted=_beside(summary),
         no_prediction=NO_PREDICTION,
         what_if=Table(list(HEAD), what_if_rows(again)) if again else None,
+        hosts=_hosts(rundir, manifest),
         changes=_changes(summary),
         events=[tell(event, manifest) for event in events],
         failure=tell(failure, manifest) if failure and manifest.verdict != "finished" else None,
@@ -297,6 +299,13 @@ def _beside(summary: Summary) -> Beside | None:
         of_last=tables[last],
         of_others={name: table for rank, (name, table) in enumerate(zip(names, tables, strict=True)) if rank != last},
     )
+
+
+def _hosts(rundir: RunDir, manifest: Manifest) -> Table | None:
+    """What they told of themselves."""
+    names = dict.fromkeys([*(machine.host for machine in manifest.hosts), *manifest.roster.hosts])
+    head, rows = host_table({name: rundir.vitals(name) for name in names})
+    return Table(head, rows) if rows else None
 
 
 def _changes(summary: Summary) -> list[dict[str, str]]:
