@@ -27,9 +27,10 @@ EXPECTED = {
     "eval_tokens": "TOKENS", "fleet": "FILE", "folder": "FOLDER", "host": "HOST", "include": "PATH",
     "init_from": "PATH", "interface": "NAME", "jitter": "PERCENT", "loss_budget": "PERCENT", "max_s": "SECONDS",
     "max_size": "SIZE", "memory": "SIZE", "min_size": "SIZE", "model": "PRESET", "mtbf_days": "DAYS", "mtu": "BYTES",
-    "name": "LAB", "num_tokens": "TOKENS", "op": "NAME", "other": "OTHER", "out": "FOLDER", "paths": "PATH",
-    "port": "PORT", "prompt": "TEXT", "rate": "RATE", "rate_down": "RATE", "rate_up": "RATE", "run": "RUN",
-    "seconds": "SECONDS", "shares": "SHARES", "sync": "WAY", "val_fraction": "SHARE",
+    "name": "LAB", "num_tokens": "TOKENS", "older_than": "DAYS", "op": "NAME", "other": "OTHER",
+    "out": "FOLDER", "paths": "PATH", "port": "PORT", "prompt": "TEXT", "rate": "RATE", "rate_down": "RATE",
+    "rate_up": "RATE", "run": "RUN", "seconds": "SECONDS", "shares": "SHARES", "sort": "COLUMN", "sync": "WAY",
+    "val_fraction": "SHARE", "words": "WORD",
 }  # fmt: skip
 TYPERS = {  # options that typer adds, in our words
     "help": "print this and exit",

@@ -1,68 +1,140 @@
-"""evener runs: what is running where?"""
+"""evener runs: what is running where, how did what has ended do, and what of it can go?"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from evener.core.plan import Plan
     from evener.core.rundir import RunDir
     from evener.launch.mirror import State
+    from evener.report.listing import Row
 
 
-EXAMPLES = "evener runs"
+EXAMPLES = "evener runs\nevener runs gpt2 finished --sort best\nevener runs --prune --fewer-than 100"
 
 
 def runs(
-    folder: str = typer.Argument("runs", help="where the run directories are"),
+    words: list[str] | None = typer.Argument(
+        None,
+        help="only runs that say this in name, model, data, state or hosts; a folder: look there [runs]",
+    ),
+    sort: str = typer.Option("run", help="age, loss, best, tokens/s, size or another column; -loss: the highest first"),
+    prune: bool = typer.Option(
+        False, "--prune", help="name the runs that failed or were stopped and left no weights, with their sizes"
+    ),
+    fewer_than: int | None = typer.Option(None, min=1, help="with --prune: also those that ended after fewer steps"),
+    older_than: float | None = typer.Option(None, min=0, help="with --prune: also those that are older"),
+    yes: bool = typer.Option(False, "--yes", help="with --prune: remove them"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing."""
-    import json
-    import time
-    from concurrent.futures import ThreadPoolExecutor
-    from pathlib import Path
+    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing.
 
-    from evener.cli.terminal import console, say, table
+    --prune removes no run that has finished, may be going on or belongs to a bench, and nothing that other hosts hold.
+    """
+    import json
+    from concurrent.futures import ThreadPoolExecutor
+
+    import msgspec
+
+    from evener.cli.terminal import console, say
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
-    from evener.core.units import count
+    from evener.report import listing
 
-    if not Path(folder).is_dir():
-        raise UsageError(f"{folder}: no such folder", hint="evener train makes runs/")
+    if not prune and (yes or fewer_than or older_than is not None):
+        raise UsageError("--yes, --fewer-than and --older-than are of --prune", hint="evener runs --prune")
+    folder, words = _where(words or [])
+    listing.in_order([], sort)
     paths = {path.parent for depth in ("*", "*/*") for name in ("manifest.json", "plan.json")
-             for path in Path(folder).glob(f"{depth}/{name}")}  # fmt: skip
-    found = [RunDir(path) for path in sorted(paths)]
+             for path in folder.glob(f"{depth}/{name}")}  # fmt: skip
     with ThreadPoolExecutor(max_workers=16) as pool:
-        rows = list(pool.map(_row, found))
+        rows = list(pool.map(_row, [RunDir(path) for path in sorted(paths)]))
+    rows = listing.in_order(listing.found(rows, words), sort)
+    if prune:
+        return _prune(rows, fewer_than, older_than, yes, as_json)
     if as_json:
-        print(json.dumps({"runs": rows}))
+        print(json.dumps({"runs": msgspec.to_builtins(rows)}))
         return 0
     screen = console()
-    if not found:
-        say(screen, f"no runs in {folder}")
+    if not rows:
+        say(screen, f"no runs in {folder}" + (f" with {' and '.join(words)}" if words else ""))
         return 0
-    cells = []
-    for row in rows:
-        newer = row["newer_checkpoint"]
-        cells.append([
-            row["run"],
-            "" if row["begun"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row["begun"])),
-            row["model"] or "",
-            row["state"],
-            _hosts(row["hosts"], row["state"]),
-            "" if row["steps"] is None else str(row["steps"]),
-            "" if row["tokens_per_s"] is None else count(row["tokens_per_s"]),
-            "" if row["loss"] is None else f"{row['loss']:.4f}",
-            f"on {newer['host']}" if newer else "here" if row["checkpoint"] else "",
-        ])  # fmt: skip
-    titles = ("run", "begun", "model", "state", "hosts", "steps", "tokens/s", "loss", "weights")
-    left = ("begun", "model", "state", "hosts", "weights")
-    table(screen, titles, cells, left=left, spare=("begun", "model", "hosts", "weights"))
-    if away := [row["run"] for row in rows if row["newer_checkpoint"]]:
+    _show(screen, rows)
+    if away := [row.run for row in rows if row.newer_checkpoint]:
         say(screen, f"weights that are not here come with: evener fetch {away[0]}")
     return 0
+
+
+def _where(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """The folder to look in, and the words that are none."""
+    from evener.core.errors import UsageError
+
+    folders = [word for word in words if "/" in word or Path(word).is_dir()]
+    if len(folders) > 1:
+        raise UsageError(f"{folders[1]}: one folder at a time")
+    folder = Path(folders[0] if folders else "runs")
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder", hint="evener train makes runs/")
+    return folder, [word for word in words if word not in folders]
+
+
+def _show(screen: Console, rows: Sequence[Row]) -> None:
+    """The table."""
+    import time
+
+    from evener.cli.terminal import table
+    from evener.core.units import count, size
+    from evener.report.listing import age
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.4f}"
+
+    now = time.time()
+    columns = {
+        "run": [row.run for row in rows],
+        "state": [row.state for row in rows],
+        "model": [row.model or "" for row in rows],
+        "data": [row.data or "" for row in rows],
+        "hosts": [_hosts(row.hosts, row.state) for row in rows],
+        "ranks": ["" if row.ranks is None else str(row.ranks) for row in rows],
+        "steps": [_steps(row) for row in rows],
+        "loss": [number(row.loss) for row in rows],
+        "val": [number(row.val_loss) for row in rows],
+        "best": [number(row.best_val_loss) for row in rows],
+        "tokens/s": ["" if row.tokens_per_s is None else count(row.tokens_per_s) for row in rows],
+        "age": ["" if row.begun is None else age(now - row.begun) for row in rows],
+        "size": [size(row.bytes) for row in rows],
+        "weights": [_weights(row) for row in rows],
+    }
+    table(
+        screen,
+        list(columns),
+        list(zip(*columns.values(), strict=True)),
+        left=("state", "model", "data", "hosts", "weights"),
+        spare=("weights", "ranks", "data", "val", "hosts", "size", "best", "model", "age"),
+        styles={"failed": "red", "running": "green"},
+    )
+
+
+def _steps(row: Row) -> str:
+    """Done, and of how many where it is not done."""
+    if row.steps is None:
+        return ""
+    return str(row.steps) if row.asked_steps in (None, row.steps) else f"{row.steps}/{row.asked_steps}"
+
+
+def _weights(row: Row) -> str:
+    if row.newer_checkpoint:
+        return f"on {row.newer_checkpoint['host']}"
+    return "here" if row.checkpoint else ""
 
 
 def _hosts(states: dict[str, str], of_run: str) -> str:
@@ -76,49 +148,67 @@ def _hosts(states: dict[str, str], of_run: str) -> str:
     return ", ".join([f"{len(alike)} hosts"] * (len(alike) > 3) + alike * (len(alike) <= 3) + others)
 
 
-def _row(rundir: RunDir) -> dict[str, Any]:
+# --- what a run is like -----------------------------------------------------------------------------------------------
+
+
+def _row(rundir: RunDir) -> Row:
     """One run as the table shows it."""
     from evener.cli import fleets
-    from evener.core.errors import HostError
     from evener.core.plan import find_plan
-    from evener.launch import fleet as launcher
+    from evener.report.events import evaluations
+    from evener.report.listing import Row, disk_bytes
     from evener.report.summary import summarize
 
-    row: dict[str, Any] = {
-        "run": str(rundir), "begun": None, "model": None, "state": "started", "hosts": {}, "steps": None,
-        "tokens_per_s": None, "loss": None,
-    }  # fmt: skip
-    plan = find_plan(rundir)
-    if launched := [event["time"] for event in rundir.events() if event["event"] == "launched"]:
-        row |= {"begun": launched[0], "model": "script"}
+    row = Row(run=str(rundir), bytes=disk_bytes(rundir.path))
+    plan, events = find_plan(rundir), rundir.events()
+    if launched := [event["time"] for event in events if event["event"] == "launched"]:
+        row.begun, row.model = launched[0], "script"
     if plan is not None and plan.hosts:
-        told = launcher.known_states(rundir, plan)
-        if any(state.get("state") != "ended" for state in told.values()):
-            asked = launcher.states(rundir, plan)
-            told = {
-                name: {"state": "unreachable"} if isinstance(one, HostError) else one for name, one in asked.items()
-            }
-            if not any(isinstance(one, HostError) for one in asked.values()):
-                launcher.catch_up(rundir, plan)
-        row["hosts"] = {name: _state(state) for name, state in told.items()}
-        values = list(row["hosts"].values())
-        worst = ["failed", "running", "unreachable", "lost"]
-        if plan.outlives_hosts:  # it goes on without a host that has left it, or failed
-            worst = ["running", "finished", "stopped", *worst]
-        first = next((value for value in worst if value in values), values[0])
-        row["state"] = first
+        row.hosts, row.state = _asked(rundir, plan)
+        row.ranks = plan.world_size
+        if plan.spec is not None:
+            row.model, row.data = plan.spec.model.model, Path(plan.spec.data.data).name
     if rundir.is_run():
         summary = summarize(rundir)
         manifest = summary.manifest
-        row |= {"begun": manifest.started, "model": manifest.spec.model.model if manifest.shape else "own"}
-        row |= {"steps": summary.num_steps, "tokens_per_s": summary.tokens_per_s, "loss": summary.last_loss}
-        if not row["hosts"]:
-            row["state"] = manifest.verdict
-            row["hosts"] = {machine.host: manifest.verdict for machine in manifest.hosts}
-        elif row["state"] == "finished":
-            row["state"] = manifest.verdict
-            row["hosts"] = dict.fromkeys(row["hosts"], manifest.verdict)
-    return row | fleets.weights(rundir, plan)
+        row.begun, row.model = manifest.started, manifest.spec.model.model if manifest.shape else "own"
+        row.data = manifest.corpus.name if manifest.corpus else None
+        row.ranks, row.steps, train = manifest.world_size, summary.num_steps, manifest.spec.train
+        row.asked_steps = train.steps if train.max_s is None else None  # seconds were asked for
+        row.tokens_per_s, row.loss = summary.tokens_per_s, summary.last_loss
+        losses = [val_loss for _, val_loss in evaluations(events)]
+        if manifest.result and manifest.result.val_loss is not None:
+            losses.append(manifest.result.val_loss)
+        if losses:
+            row.val_loss, row.best_val_loss = losses[-1], min(losses)
+        if not row.hosts:
+            row.state = manifest.verdict
+            row.hosts = {machine.host: manifest.verdict for machine in manifest.hosts}
+        elif row.state == "finished":
+            row.state = manifest.verdict
+            row.hosts = dict.fromkeys(row.hosts, manifest.verdict)
+    weights = fleets.weights(rundir, plan)
+    row.checkpoint, row.newer_checkpoint = weights["checkpoint"], weights["newer_checkpoint"]
+    return row
+
+
+def _asked(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
+    """How each host of a run is doing, which it is asked unless that is known; and so the run."""
+    from evener.core.errors import HostError
+    from evener.launch import fleet as launcher
+
+    told = launcher.known_states(rundir, plan)
+    if any(state.get("state") != "ended" for state in told.values()):
+        asked = launcher.states(rundir, plan)
+        told = {name: {"state": "unreachable"} if isinstance(one, HostError) else one for name, one in asked.items()}
+        if not any(isinstance(one, HostError) for one in asked.values()):
+            launcher.catch_up(rundir, plan)
+    hosts = {name: _state(state) for name, state in told.items()}
+    worst = ["failed", "running", "unreachable", "lost"]
+    if plan.outlives_hosts:  # it goes on without a host that has left it, or failed
+        worst = ["running", "finished", "stopped", *worst]
+    values = list(hosts.values())
+    return hosts, next((value for value in worst if value in values), values[0])
 
 
 def _state(state: State) -> str:
@@ -130,3 +220,42 @@ def _state(state: State) -> str:
         ended = {0: "finished", LEFT: "left"}
         return "stopped" if state.get("stopped") else ended.get(state.get("status") or 0, "failed")
     return str(state.get("state", "started"))
+
+
+# --- what can go ------------------------------------------------------------------------------------------------------
+
+
+def _prune(rows: Sequence[Row], fewer_than: int | None, older_than: float | None, yes: bool, as_json: bool) -> int:
+    """Name what can go, with its size; remove it if `yes`."""
+    import json
+    import time
+
+    from evener.cli.terminal import console, say, table
+    from evener.core.rundir import RunDir
+    from evener.core.units import plural, size
+    from evener.launch import pruned
+    from evener.report.listing import why_pruned
+
+    now = time.time()
+
+    def why(row: Row) -> str | None:
+        return why_pruned(row, now, fewer_than=fewer_than, older_than_days=older_than)
+
+    gone = [row for row in rows if why(row) is not None and not pruned.is_kept(RunDir(row.run))]
+    if yes:
+        gone = [row for row in gone if why(_row(RunDir(row.run))) is not None]  # nobody has gone on with it meanwhile
+        for row in gone:
+            pruned.remove(RunDir(row.run))
+    if as_json:
+        print(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in gone],
+                          "removed": yes}))  # fmt: skip
+        return 0
+    screen = console()
+    if not gone:
+        nor = "" if fewer_than is None and older_than is None else ", nor one as was asked for"
+        say(screen, f"nothing to prune: none failed or was stopped and left no weights{nor}")
+        return 0
+    table(screen, ("run", "size", "why"), [(row.run, size(row.bytes), why(row) or "") for row in gone], text=True)
+    total = f"{plural(len(gone), 'run')}, {size(sum(row.bytes for row in gone))}"
+    say(screen, f"removed: {total}" if yes else f"{total}; nothing is removed without --yes", style="bold")
+    return 0
