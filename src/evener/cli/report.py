@@ -1,26 +1,71 @@
-"""evener report: what happened, and why."""
+"""evener report: what happened, and why; and how runs compare."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import typer
 
-EXAMPLES = "evener report runs/mine"
+if TYPE_CHECKING:
+    from evener.report.beside import Beside
+
+EXAMPLES = (
+    "evener report runs/mine\n"
+    "evener report runs/mine --format png\n"
+    "evener report runs/mine runs/other --out comparison.html"
+)
+FORMATS = ("html", "md", "json", "png")
 
 
 def report(
-    run: str = typer.Argument(..., help="run directory, or the folder of a bench"),
-    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+    run: list[str] = typer.Argument(..., help="run directory, or the folder of a bench; several are compared"),
+    kind: str = typer.Option(
+        "html", "--format", metavar="|".join(FORMATS), help="a page, text, one JSON object, a picture"
+    ),
+    out: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="of the page or picture [RUN/report.html; of several runs comparison.html here; .png]",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="the same as --format json"),
 ) -> int:
     """Write report.html, one page that opens offline: how fast a run was, where its time went, and why.
 
     Prints the page's path, and beside it (on stderr) the explanation. Of the folder of a bench it makes a page that
-    compares its runs.
+    compares its runs; of several runs one that sets their losses, steps and figures beside what differs between them.
     """
+    from evener.core.errors import UsageError, did_you_mean
+    from evener.report import benchpage, compare
+
+    if kind not in FORMATS:
+        raise UsageError(f"--format {kind}: expected {', '.join(FORMATS)}", hint=did_you_mean(kind, FORMATS))
+    kind = "json" if as_json else kind
+    folder = Path(run[0])
+    if len(run) == 1 and kind in ("html", "json"):
+        return _one(run[0], out, kind)
+    if len(run) == 1 and (benchpage.is_bench(folder) or compare.is_comparison(folder)):
+        runs = _runs_of(folder)
+        return _several(runs, out or str(folder / f"report.{kind}"), kind)
+    return _several(run, out or (str(folder / f"report.{kind}") if len(run) == 1 else f"comparison.{kind}"), kind)
+
+
+def _runs_of(folder: Path) -> list[str]:
+    """The run directories of a bench."""
+    from evener.report import benchpage, compare
+
+    if benchpage.is_bench(folder):
+        named = [name for names in benchpage.read(folder).values() for name in names]
+    else:
+        named = list(compare.read(folder).runs.values())
+    return [str(folder / name) for name in named]
+
+
+def _one(run: str, out: str | None, kind: str) -> int:
+    """The page of a run, or of a bench."""
     import json
-    from typing import Any
 
     from evener.cli import fleets
-    from evener.cli.terminal import console, say
     from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.report import benchpage, compare
@@ -43,15 +88,51 @@ def report(
         summary = summarize(rundir)
         explanation = explain_run(summary)
         found = as_result(summary) | fleets.weights(rundir, find_plan(rundir))
-    page = write_page(rundir)
-    if as_json:
+    page = write_page(rundir, None if out is None else Path(out))
+    if kind == "json":
         print(json.dumps(found | {"explanation": explanation, "page": str(page)}))
         return 0
-    screen = console(stderr=True)
-    for paragraph in explanation:
-        say(screen, paragraph)
-        screen.print()
+    _explain(explanation)
     if found.get("newer_checkpoint"):
         fleets.tell_weights(rundir, find_plan(rundir))
     print(page)
     return 0
+
+
+def _several(runs: list[str], out: str, kind: str) -> int:
+    """Runs beside each other; or one, as text or a picture."""
+    import json
+
+    from evener.core.files import write_atomic
+    from evener.report import beside
+
+    both = beside.beside(runs)
+    if kind == "json":
+        print(json.dumps(beside.result(both)))
+    elif kind == "md":
+        print(beside.markdown(both), end="")
+    else:
+        if kind == "html":
+            write_atomic(Path(out), beside.page(both, " · ".join(both.runs)).encode())
+        else:
+            _draw(both, Path(out))
+        _explain(beside.explain(both))
+        print(out)
+    return 0
+
+
+def _draw(both: Beside, path: Path) -> None:
+    from evener.report.picture import runs_png
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runs_png(both, path)
+
+
+def _explain(paragraphs: list[str]) -> None:
+    """What a person reads beside the path."""
+    from evener.cli.terminal import console, say
+
+    screen = console(stderr=True)
+    for paragraph in paragraphs:
+        say(screen, paragraph)
+        screen.print()

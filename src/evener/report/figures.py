@@ -170,7 +170,7 @@ def ideal_points(runs: Sequence[Summary]) -> list[tuple[int, float]]:
     return [(num, rate), (last, rate / num * last)] if last > num else []
 
 
-def thinned(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def thinned(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """At most MAX_POINTS of a line: each the mean of as many neighbours as that takes.
 
     >>> thinned([(0, 1.0), (1, 2.0)])

@@ -36,8 +36,8 @@ Text: TypeAlias = "dict[str, Text] | list[Text] | str"  # nested facts, each in 
 MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "bad", "no word": "bad"}
 
 
-def write_page(rundir: RunDir) -> Path:
-    """Write `report.html` into a run directory, or into the folder of a bench, and return its path."""
+def write_page(rundir: RunDir, path: Path | None = None) -> Path:
+    """Write a page of a run, or of a bench, and return where it is [report.html in its folder]."""
     if benchpage.is_bench(rundir.path):
         _write_pages_of(rundir, [name for names in benchpage.read(rundir.path).values() for name in names])
         text = benchpage.page(rundir.path)
@@ -46,7 +46,7 @@ def write_page(rundir: RunDir) -> Path:
         text = compare.page(rundir.path)
     else:
         text = run_page(rundir, now=time.time())
-    path = rundir.path / "report.html"
+    path = path or rundir.path / "report.html"
     write_atomic(path, text.encode())
     return path
 

@@ -1,5 +1,5 @@
-"""How do the pictures of benches look that a README or a blog shows? PNGs: tokens/s over processes, of set-ups, and
-against loss.
+"""How do the pictures look that a README or a blog shows? PNGs: of benches tokens/s over processes, of set-ups, and
+against loss; of runs how they learned, and where their steps went.
 """
 
 from __future__ import annotations
@@ -8,8 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evener.core.units import count, plural
-from evener.report.figures import SERIES_COLOURS, ideal_points, measured_points, tradeoff_points
+from evener.core.step import StepCost
+from evener.core.units import count, plural, seconds
+from evener.report.beside import Beside
+from evener.report.figures import (
+    PART_COLOURS,
+    PART_NAMES,
+    SERIES_COLOURS,
+    ideal_points,
+    measured_points,
+    thinned,
+    tradeoff_points,
+)
+from evener.report.ranks import first_done
 from evener.report.summary import Summary
 
 if TYPE_CHECKING:
@@ -119,6 +130,89 @@ def tradeoff_png(runs: Mapping[str, Summary], path: str | Path) -> None:
     figure.savefig(path)
 
 
+def runs_png(both: Beside, path: str | Path) -> None:
+    """Losses over the tokens that were read, and below them the parts of a step: of one run by rank, else by run."""
+    from matplotlib.ticker import EngFormatter
+
+    [(only, run)] = both.runs.items() if len(both.runs) == 1 else [("", None)]
+    if run is None:
+        costs = {label: first_done(one).typical for label, one in both.runs.items() if one.step_p50_s}
+    else:
+        costs = {run.name_of(rank): rank.typical for rank in run.ranks} if run.step_p50_s else {}
+    figure, (axes, bars) = _two(5.0, 0.9 + 0.42 * max(1, len(costs)))
+    for number, (label, curve) in enumerate(both.curves.items()):
+        colour = SERIES_COLOURS[number % len(SERIES_COLOURS)]
+        style = "-" if number < len(SERIES_COLOURS) else "--"
+        if run is not None:
+            raw = [(curve.at("tokens", index), loss) for index, loss in curve.losses]
+            axes.plot(*thinned(raw), color=colour, linewidth=1, alpha=0.35)
+        smoothed = [(curve.at("tokens", index), loss) for index, loss in curve.smoothed()]
+        axes.plot(*thinned(smoothed), style, color=colour, linewidth=2, label=label if run is None else "training")
+        places = {steps: curve.tokens[index] for index, steps in enumerate(curve.steps)}
+        evaluated = [(places[steps], loss) for steps, loss in curve.evaluations if steps in places]
+        if evaluated:
+            dot, name = (colour, None) if run is None else (SERIES_COLOURS[1], "validation")
+            axes.plot(*zip(*evaluated, strict=True), "o", markersize=7, markeredgecolor="white", color=dot, label=name)
+    title = "loss" if run is None else f"{only}: loss"
+    dots = ", validation as dots" if run is None and any(curve.evaluations for curve in both.curves.values()) else ""
+    axes.set_title(title + dots, loc="left", fontsize=14, color=INK, pad=12)
+    axes.set_xlabel("tokens read", fontsize=11, color=SOFT)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(axis="y", color=LINE)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=11, labelcolor=INK, loc="upper right")
+    _draw_parts(bars, costs)
+    figure.savefig(path)
+
+
+def _draw_parts(axes: Axes, costs: Mapping[str, StepCost]) -> None:
+    """A bar a name, of a step's parts end to end."""
+    from matplotlib.ticker import FuncFormatter
+
+    for y, cost in enumerate(costs.values()):
+        left = 0.0
+        for part in PART_NAMES:
+            value = getattr(cost, part) or 0.0
+            axes.barh(y, value, left=left, height=0.62, color=PART_COLOURS[part])
+            left += value
+        axes.annotate(seconds(left), (left, y), xytext=(6, 0), textcoords="offset points", va="center", color=INK,
+                      fontsize=11, fontweight="bold")  # fmt: skip
+    for part, name in PART_NAMES.items():
+        if any(getattr(cost, part) for cost in costs.values()):
+            axes.barh(0, 0, color=PART_COLOURS[part], label=name)
+    axes.set_yticks(range(len(costs)), list(costs))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max((cost.total_s for cost in costs.values()), default=1.0))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value) if value else "0"))
+    axes.set_title("where a step goes", loc="left", fontsize=14, color=INK, pad=34 if costs else 12)
+    axes.grid(axis="x", color=LINE)
+    if costs:
+        axes.legend(frameon=False, fontsize=10, labelcolor=INK, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=5,
+                    handlelength=0.9, handletextpad=0.4, columnspacing=1.2, borderaxespad=0.1)  # fmt: skip
+
+
+def _two(above: float, below: float) -> tuple[Figure, tuple[Axes, Axes]]:
+    """One picture over another, of these heights in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.16)
+    figure = Figure(figsize=(9, above + below), dpi=150, layout=layout)
+    FigureCanvasAgg(figure)
+    first, second = figure.subplots(2, 1, height_ratios=[above, below])
+    for axes in (first, second):
+        _bare(axes)
+    return figure, (first, second)
+
+
+def _bare(axes: Axes) -> None:
+    axes.tick_params(labelsize=11, length=0, labelcolor=SOFT)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(SOFT)
+
+
 def _empty(height: float) -> tuple[Figure, Axes]:
     """A picture without anything in it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -128,9 +222,6 @@ def _empty(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.tick_params(labelsize=11, length=0, labelcolor=SOFT)
+    _bare(axes)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(SOFT)
     return figure, axes

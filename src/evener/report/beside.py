@@ -1,0 +1,347 @@
+"""How do any runs compare: what was asked of one and not of another, what came of it, and where did their steps go?
+
+beside(["runs/a", "runs/b"])  ─▶  page(…), markdown(…), as_result(…), and the picture (picture.runs_png)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.rundir import RunDir
+from evener.core.spec import FLAGS
+from evener.core.step import StepRecord, aligned, first_of
+from evener.core.units import count, seconds, size
+from evener.report import figures
+from evener.report.chart import Chart, Figure, Layers, Line
+from evener.report.events import evaluations
+from evener.report.figures import PART_NAMES, SERIES_COLOURS
+from evener.report.markup import document
+from evener.report.predicted import against
+from evener.report.ranks import first_done
+from evener.report.summary import Summary, as_result, records_of, summarize
+from evener.report.worth import FASTER
+
+ACROSS = 6  # runs that are columns; more are rows
+SMOOTHED = 0.01  # of a run's steps: after so many a loss counts half
+SAME = 5e-4  # of a loss: what rounding alone does to it
+OF_SEVERAL = ("exposed_sync_s", "wait_s")  # parts of a step that one rank alone has not
+AXES = {"tokens": "tokens", "step": "step", "time": "training time"}  # what a curve can be drawn over
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run learned: by step, and what it had read and how long it had trained at its end."""
+
+    steps: list[int]
+    tokens: list[float]
+    spent_s: list[float]  # of its steps alone: pauses between its starts, evaluations and checkpoints do not count
+    losses: list[tuple[int, float]]  # (index of the step, loss), where it was measured
+    evaluations: list[tuple[int, float]]  # (steps taken, validation loss)
+
+    def at(self, axis: str, index: int) -> float:
+        """Where on an axis a step ends."""
+        along: dict[str, Sequence[float]] = {"tokens": self.tokens, "step": self.steps, "time": self.spent_s}
+        return along[axis][index]
+
+    def smoothed(self) -> list[tuple[int, float]]:
+        """The losses, each a mean of those before it, of which one counts half as much SMOOTHED of the run later."""
+        keep = 0.5 ** (1 / max(1.0, SMOOTHED * len(self.losses)))
+        found, total, weight = [], 0.0, 0.0
+        for index, loss in self.losses:
+            total, weight = keep * total + (1 - keep) * loss, keep * weight + (1 - keep)
+            found.append((index, total / weight))
+        return found
+
+
+class Beside(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs by the shortest names that tell them apart."""
+
+    runs: dict[str, Summary]
+    curves: dict[str, Curve]
+
+
+def beside(paths: Sequence[str | Path]) -> Beside:
+    """Read some runs."""
+    labels = names([str(path) for path in paths])
+    rundirs = {label: RunDir(path) for label, path in zip(labels, paths, strict=True)}
+    runs = {label: summarize(rundir) for label, rundir in rundirs.items()}
+    curves = {label: curve_of(aligned(records_of(rundir)), rundir.events(), runs[label])
+              for label, rundir in rundirs.items()}  # fmt: skip
+    return Beside(runs=runs, curves=curves)
+
+
+def names(paths: Sequence[str]) -> list[str]:
+    """The shortest ends of paths by which they differ.
+
+    >>> names(["runs/a", "runs/b"]), names(["one/a", "two/a", "two/b"]), names(["a", "a"])
+    (['a', 'b'], ['one/a', 'two/a', 'two/b'], ['a', 'a (2)'])
+    """
+    parts = [Path(path).resolve().parts for path in paths]
+    different = len(set(parts))
+    deepest = max(map(len, parts), default=1)
+    length = next((n for n in range(1, deepest) if len({one[-n:] for one in parts}) == different), deepest)
+    shown = ["/".join(one[-length:]) for one in parts]
+    return [name if name not in shown[:i] else f"{name} ({shown[: i + 1].count(name)})" for i, name in enumerate(shown)]
+
+
+def curve_of(steps: Sequence[Mapping[int, StepRecord]], events: Sequence[dict[str, Any]], summary: Summary) -> Curve:
+    """Of aligned records."""
+    firsts = [first_of(of_step) for of_step in steps]
+    evaluated = dict(evaluations(events))
+    result = summary.manifest.result
+    if result is not None and result.val_loss is not None:
+        evaluated[result.steps] = result.val_loss
+    return Curve(
+        steps=[record.step + 1 for record in firsts],
+        tokens=list(accumulate(sum(record.tokens for record in of_step.values()) for of_step in steps)),
+        spent_s=list(accumulate(record.wall_s for record in firsts)),
+        losses=[(index, record.loss) for index, record in enumerate(firsts) if record.loss is not None],
+        evaluations=sorted(evaluated.items()),
+    )
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+Facts = list[tuple[str, list[str]]]  # a name, and its value in each run
+
+
+def differences(runs: Iterable[Summary]) -> Facts:
+    """What was asked of one run and not of another, and what they ran on and with; nothing that all have alike."""
+    manifests = [run.manifest for run in runs]
+    asked = {flag.name: [flag.value(one.spec) for one in manifests] for flag in FLAGS.values() if flag.field != "out"}
+    has: dict[str, list[Any]] = {
+        "way to agree": [str(one.roster.sync) for one in manifests],
+        "processes": [one.world_size for one in manifests],
+        "hosts": [", ".join(one.roster.hosts) for one in manifests],
+        "devices": [", ".join(dict.fromkeys(rank.device for rank in one.ranks)) for one in manifests],
+        "threads": [", ".join(dict.fromkeys(str(rank.threads) for rank in one.ranks)) for one in manifests],
+        "computes in": [one.roster.dtypes for one in manifests],
+        "compiled": [one.compiled for one in manifests],
+        "parameters": [f"{one.num_params:,}" for one in manifests],
+        "text": [one.corpus.content_hash if one.corpus else None for one in manifests],
+        "evener's code": [one.code_hash for one in manifests],
+        **{name: [one.versions.get(name) for one in manifests] for name in ("evener", "torch", "python")},
+    }
+    told_already = {"way to agree": "--sync", "processes": "--ranks", "threads": "--threads"}
+    for name, flag in told_already.items():
+        if list(map(str, has[name])) == list(map(str, asked[flag])):
+            del has[name]
+    both = asked | has
+    return [(name, _told(values)) for name, values in both.items() if any(value != values[0] for value in values)]
+
+
+def _told(values: Sequence[Any]) -> list[str]:
+    """As one types them; of what stands for itself alone, such as a digest, the first letters that differ."""
+    texts = [
+        "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values
+    ]
+    if all(len(text) > 24 and text.isascii() for text in texts):
+        return [text.removeprefix("sha256:")[:8] for text in texts]
+    return [{"True": "yes", "False": "no"}.get(text, text) for text in texts]
+
+
+def outcomes(both: Beside) -> Facts:
+    """What came of each run."""
+    runs, curves = list(both.runs.values()), list(both.curves.values())
+    base = runs[0].tokens_per_s
+
+    def loss(value: float | None) -> str:
+        return "not measured" if value is None else f"{value:.4f}"
+
+    def of_several(figure: Callable[[Summary], float | None]) -> list[str]:
+        return ["–" if run.manifest.world_size == 1 else seconds(figure(run)) for run in runs]
+
+    several = len(runs) > 1
+    ratios = [run.tokens_per_s / base if run.tokens_per_s and base else None for run in runs]
+    found: Facts = [
+        ("ended", [run.manifest.verdict for run in runs]),
+        ("steps", [f"{run.num_steps:,}" for run in runs]),
+        ("tokens read", [count(curve.tokens[-1]) if curve.tokens else "0" for curve in curves]),
+        ("loss", [loss(run.last_loss) for run in runs]),
+        ("validation loss", [loss(curve.evaluations[-1][1] if curve.evaluations else None) for curve in curves]),
+        ("  the best", [loss(min((value for _, value in curve.evaluations), default=None)) for curve in curves]),
+        ("tokens/s", [count(run.tokens_per_s) for run in runs]),
+        *([("  × the first", ["not measured" if one is None else f"{one:.2f}" for one in ratios])] if several else []),
+        ("step", [seconds(run.step_p50_s) for run in runs]),
+        *([("  predicted", [against(run)[0] for run in runs])] if any(run.predicted for run in runs) else []),
+        *((f"  {name}", [_part(run, part) for run in runs]) for part, name in PART_NAMES.items()),
+        ("all-reduce p50", of_several(lambda run: run.sync_p50_s)),
+        ("a rank sends", [_sends(run) for run in runs]),
+        ("peak memory", [_memory(run) for run in runs]),
+        ("training time", [seconds(curve.spent_s[-1] if curve.spent_s else None) for curve in curves]),
+    ]  # fmt: skip
+    costs = [_cost(run, curve) for run, curve in zip(runs, curves, strict=True)]
+    if any(kwh is not None for kwh, _ in costs):
+        found.append(("electricity", ["not known" if kwh is None else f"{kwh:.3g} kWh" for kwh, _ in costs]))
+    if any(money is not None for _, money in costs):
+        found.append(("price", ["not known" if money is None else f"{money:.2f}" for _, money in costs]))
+    return found
+
+
+def _part(run: Summary, part: str) -> str:
+    """Of the median step, on the rank that waits most."""
+    if part in OF_SEVERAL and run.manifest.world_size == 1:
+        return "–"
+    return seconds(getattr(first_done(run).typical, part)) if run.step_p50_s else "not measured"
+
+
+def _sends(run: Summary) -> str:
+    sent = max((rank.bytes for rank in run.ranks if rank.bytes is not None), default=None)
+    return "–" if run.manifest.world_size == 1 else "not measured" if sent is None else f"{size(sent)} a step"
+
+
+def _memory(run: Summary) -> str:
+    result = run.manifest.result
+    return size(max(result.peak_memory_bytes)) if result and result.peak_memory_bytes else "not measured"
+
+
+def _cost(run: Summary, curve: Curve) -> tuple[float | None, float | None]:
+    """(kWh, money) of its steps, by what its fleet file says of its hosts; None where that does not say it of all."""
+    if run.prediction is None or not curve.spent_s:
+        return None, None
+    hosts = [run.prediction.cluster.hosts.get(name) for name in run.manifest.roster.hosts]
+    watts = [host.watts for host in hosts if host is not None and host.watts is not None]
+    prices = [host.price_per_h for host in hosts if host is not None and host.price_per_h is not None]
+    hours = curve.spent_s[-1] / 3600
+    return (hours * sum(watts) / 1000 if len(watts) == len(hosts) else None,
+            hours * sum(prices) if len(prices) == len(hosts) else None)  # fmt: skip
+
+
+def explain(both: Beside) -> list[str]:
+    """Sentences: which run is the fastest, which has learned most, and is that the same work?"""
+    told = []
+    rates = {label: run.tokens_per_s for label, run in both.runs.items() if run.tokens_per_s}
+    if len(rates) > 1:
+        fastest, slowest = max(rates, key=lambda label: rates[label]), min(rates, key=lambda label: rates[label])
+        ratio = rates[fastest] / rates[slowest]
+        if ratio < FASTER:
+            told.append(f"All train about as fast: {count(rates[slowest])} to {count(rates[fastest])} tokens/s.")
+        else:
+            told.append(f"{fastest} trains fastest: {count(rates[fastest])} tokens/s, {ratio:.2f} times {slowest}.")
+    ends = {label: curve.evaluations[-1] for label, curve in both.curves.items() if curve.evaluations}
+    if len(ends) > 1:
+        losses = {label: loss for label, (_, loss) in ends.items()}
+        best, worst = min(losses, key=lambda label: losses[label]), max(losses, key=lambda label: losses[label])
+        read = {label: both.curves[label].tokens[-1] for label in ends if both.curves[label].tokens}
+        unequal = len(read) > 1 and max(read.values()) > 1.01 * min(read.values())
+        after = "; they have not read equally much" if unequal else ""
+        if losses[worst] / losses[best] - 1 < SAME:
+            told.append(f"All have learned the same: validation loss {losses[best]:.4f}{after}.")
+        else:
+            told.append(f"{best} has the lowest validation loss, {losses[best]:.4f}; {worst} has {losses[worst]:.4f}, "
+                        f"{losses[worst] / losses[best] - 1:.1%} more{after}.")  # fmt: skip
+    texts = {run.manifest.corpus.content_hash for run in both.runs.values() if run.manifest.corpus}
+    if len(texts) > 1:
+        told.append("They read different texts: their losses say nothing about each other.")
+    return told
+
+
+# --- in a table, on a page, as text -----------------------------------------------------------------------------------
+
+
+def table(labels: Sequence[str], facts: Facts) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Head and rows: figures down and runs across, which fits a page; of many runs the other way round."""
+    if len(labels) <= ACROSS:
+        return ["", *labels], [(name, *values) for name, values in facts]
+    across = [(label, *(values[i] for _, values in facts)) for i, label in enumerate(labels)]
+    return ["run", *(name.strip(" ·") for name, _ in facts)], across
+
+
+def losses(both: Beside) -> Layers:
+    """Smoothed training losses over one another, by tokens, steps or time."""
+    return _curves(both, lambda curve: curve.smoothed(), "loss, smoothed", dots=False)
+
+
+def validation(both: Beside) -> Layers | None:
+    """Validation losses over one another; None where nobody evaluated more than once."""
+
+    def points(curve: Curve) -> list[tuple[int, float]]:
+        places = {steps: index for index, steps in enumerate(curve.steps)}
+        return [(places[steps], loss) for steps, loss in curve.evaluations if steps in places]
+
+    if not any(len(points(curve)) > 1 for curve in both.curves.values()):
+        return None
+    return _curves(both, points, "validation loss", dots=True)
+
+
+def _curves(both: Beside, points: Callable[[Curve], list[tuple[int, float]]], title: str, *, dots: bool) -> Layers:
+    longest_s = max((curve.spent_s[-1] for curve in both.curves.values() if curve.spent_s), default=0.0)
+    unit, factor = ("h", 1 / 3600) if longest_s >= 7200 else ("min", 1 / 60) if longest_s >= 120 else ("s", 1.0)
+    charts = {}
+    for axis, name in AXES.items():
+        scale = factor if axis == "time" else 1.0
+        lines = []
+        for number, (label, curve) in enumerate(both.curves.items()):
+            over = [(scale * curve.at(axis, index), loss) for index, loss in points(curve)]
+            x, y = figures.thinned(over)
+            colour, again = SERIES_COLOURS[number % len(SERIES_COLOURS)], number >= len(SERIES_COLOURS)
+            lines.append(Line(label, colour, x, y, dashed=again, dots=dots))
+        charts[f"by {name}"] = Chart(lines, f"{name}, {unit}" if axis == "time" else name, title)
+    return Layers(charts)
+
+
+def page(both: Beside, title: str) -> str:
+    """All of it in one file that opens offline."""
+    labels = list(both.runs)
+    drawn: dict[str, Figure] = {}
+    if any(curve.losses for curve in both.curves.values()):
+        drawn["losses"] = losses(both)
+    if found := validation(both):
+        drawn["validation"] = found
+    measured = {label: first_done(run).typical for label, run in both.runs.items() if run.step_p50_s}
+    if measured:
+        drawn["parts"] = figures.bars(measured)
+    differ = differences(both.runs.values())
+
+    def shown(facts: Facts) -> tuple[list[str], list[tuple[str, ...]]]:
+        return table(labels, [(f"· {name[2:]}" if name.startswith("  ") else name, values) for name, values in facts])
+
+    return document(
+        "beside.html",
+        title=f"{title}: evener",
+        figures=drawn,
+        labels=labels,
+        story=explain(both),
+        differ=shown(differ) if differ else None,
+        came=shown(outcomes(both)),
+    )
+
+
+def markdown(both: Beside) -> str:
+    """The same as text that an issue, a README or a pull request shows."""
+    labels = list(both.runs)
+    parts = [" ".join(explain(both))] if len(labels) > 1 else []
+    facts = (differences(both.runs.values()) if len(labels) > 1 else []) + outcomes(both)
+    return "\n\n".join([*parts, markdown_table(*table(labels, facts))]) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Names left, figures right; nothing in a cell ends it.
+
+    >>> print(markdown_table(["", "a|b"], [("  step", "1 s")]))
+    |  | a\\|b |
+    |---|---:|
+    | · step | 1 s |
+    """
+
+    def cell(text: str) -> str:
+        shown = f"· {text.strip()}" if text.startswith("  ") else text
+        return shown.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+    lines = ["|---" + "|---:" * (len(head) - 1) + "|"]
+    shown = ["| " + " | ".join(map(cell, row)) + " |" for row in (head, *rows)]
+    return "\n".join([shown[0], *lines, *shown[1:]])
+
+
+def result(both: Beside) -> dict[str, Any]:
+    """As JSON tells it."""
+    return {
+        "runs": {label: as_result(run) for label, run in both.runs.items()},
+        "differences": [{"name": name, "values": dict(zip(both.runs, values, strict=True))}
+                        for name, values in differences(both.runs.values())],
+        "explanation": explain(both),
+    }  # fmt: skip
