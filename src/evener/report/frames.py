@@ -1,0 +1,156 @@
+"""How does a notebook read a run? As frames of pandas or polars, whichever is installed.
+
+    run = evener.read_run("runs/mine")
+    run.steps.groupby("rank").wait_s.mean()        # one row a step and rank
+    run.evaluations.plot("step", "val_loss")
+    run.events; run.result; run.spec["train"]["lr"]
+
+Frames are read when they are asked for, and once; read the run again to see what it has done since.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from evener.core.errors import UsageError, did_you_mean
+from evener.core.rundir import Manifest, RunDir
+from evener.core.step import PARTS, StepRecord, aligned
+from evener.report.beside import curve_of
+from evener.report.summary import Summary, as_result, records_of, summarize
+
+Engine = Literal["pandas", "polars"]
+ENGINES: tuple[Engine, ...] = ("pandas", "polars")
+Kind = Literal["whole", "number", "text", "time"]  # of a column; a time is Unix time, and becomes a moment in UTC
+
+STEPS: dict[str, Kind] = {
+    "step": "whole", "rank": "whole", "host": "text", "epoch": "whole", "tokens": "number", "loss": "number",
+    "wall_s": "number", **dict.fromkeys(PARTS, "number"), "sync_s": "number", "cpu_s": "number", "bytes": "whole",
+    "members": "whole", "lr": "number", "grad_norm": "number", "noise_norm_sq": "number", "noise_trace": "number",
+    "error": "number", "cosine": "number", "ended": "time",
+}  # fmt: skip
+EVALUATIONS: dict[str, Kind] = {"step": "whole", "tokens": "number", "val_loss": "number"}
+EVENTS: dict[str, Kind] = {"time": "time", "event": "text", "step": "number", "facts": "text"}
+
+
+class RunFrames:
+    """A run as frames. Every step stands there once, as the ranks took it that its result is made of."""
+
+    def __init__(self, rundir: RunDir, engine: Engine) -> None:
+        self.path, self.engine = rundir.path, engine
+        self._rundir = rundir
+
+    def __repr__(self) -> str:
+        return f"<run {self.path}: {self.manifest.verdict}, frames of {self.engine}>"
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Versions, hosts, ranks, corpus, start and end."""
+        return self._rundir.manifest()
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What was asked for, every default with it: {"train": {"steps": 200, …}, …}."""
+        tree: dict[str, Any] = msgspec.to_builtins(self.manifest.spec)
+        return tree
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What `evener report --json` tells: rates, losses, medians of the parts of a step by rank, the prediction."""
+        return as_result(self._summary)
+
+    @cached_property
+    def steps(self) -> Any:
+        """A row a step and rank, with the units in the names. `step` counts from 0; None where nobody measured."""
+        hosts = {rank.rank: rank.host for rank in self.manifest.ranks}
+        rows = [_row(rank, hosts.get(rank), record) for of_step in self._aligned for rank, record in of_step.items()]
+        return self._frame(STEPS, rows)
+
+    @cached_property
+    def evaluations(self) -> Any:
+        """A row an evaluation: the steps that were taken, the tokens that were read, the validation loss."""
+        curve = curve_of(self._aligned, self._rundir.events(), self._summary)
+        tokens = dict(zip(curve.steps, curve.tokens, strict=True))
+        return self._frame(EVALUATIONS, [(step, tokens.get(step), val_loss) for step, val_loss in curve.evaluations])
+
+    @cached_property
+    def events(self) -> Any:
+        """A row an event, in the order in which they happened; what else each tells stands in `facts`, as JSON."""
+        rows = []
+        for event in self._rundir.events():
+            step = event.get("step")
+            facts = {name: value for name, value in event.items() if name not in ("time", "event", "step")}
+            known = step if isinstance(step, int) and not isinstance(step, bool) else None
+            rows.append((event["time"], event["event"], known, json.dumps(facts)))
+        return self._frame(EVENTS, rows)
+
+    @cached_property
+    def _summary(self) -> Summary:
+        return summarize(self._rundir)
+
+    @cached_property
+    def _aligned(self) -> list[dict[int, StepRecord]]:
+        return aligned(records_of(self._rundir))
+
+    def _frame(self, kinds: dict[str, Kind], rows: Iterable[tuple[Any, ...]]) -> Any:
+        columns = list(map(list, zip(*rows, strict=True))) or [[] for _ in kinds]
+        named = dict(zip(kinds, columns, strict=True))
+        return (_pandas if self.engine == "pandas" else _polars)(kinds, named)
+
+
+def read_run(path: str | Path, engine: Engine | None = None) -> RunFrames:
+    """The run of this directory, for a notebook; `engine`: of which package its frames are [pandas, else polars].
+
+    UsageError where neither is installed, or there is no run; CheckpointError where it is damaged.
+    """
+    if engine is not None and engine not in ENGINES:
+        raise UsageError(f"engine {engine!r}: expected pandas or polars", hint=did_you_mean(engine, ENGINES))
+    found = next((name for name in ([engine] if engine else ENGINES) if find_spec(name) is not None), None)
+    if found is None:
+        lacking = engine or "pandas or polars"
+        raise UsageError(f"read_run needs {lacking}, which is not installed", hint=f"pip install {engine or 'pandas'}")
+    rundir = RunDir(path)
+    rundir.manifest()  # whoever mistypes a path hears of it here
+    return RunFrames(rundir, found)
+
+
+def _row(rank: int, host: str | None, record: StepRecord) -> tuple[Any, ...]:
+    """As STEPS says."""
+    noise, fidelity = record.noise, record.fidelity
+    return (record.step, rank, host, record.epoch, record.tokens, record.loss, record.wall_s,
+            *(getattr(record.cost, part) for part in PARTS), record.sync_s, record.cpu_s, record.bytes, record.members,
+            record.lr, record.grad_norm, noise and noise.norm_sq, noise and noise.trace,
+            fidelity and fidelity.error, fidelity and fidelity.cosine, record.ended)  # fmt: skip
+
+
+def _pandas(kinds: dict[str, Kind], columns: dict[str, list[Any]]) -> Any:
+    import pandas as pd
+
+    def series(kind: Kind, values: list[Any]) -> Any:
+        if kind == "time":
+            return pd.to_datetime(pd.Series(_us(values), dtype="int64"), unit="us", utc=True)
+        dtypes = {"whole": "int64", "number": "float64", "text": "string"}
+        return pd.Series(values, dtype=dtypes[kind])
+
+    return pd.DataFrame({name: series(kind, columns[name]) for name, kind in kinds.items()})
+
+
+def _polars(kinds: dict[str, Kind], columns: dict[str, list[Any]]) -> Any:
+    import polars as pl
+
+    dtypes = {"whole": pl.Int64, "number": pl.Float64, "text": pl.String, "time": pl.Int64}
+    given = {name: _us(values) if kinds[name] == "time" else values for name, values in columns.items()}
+    frame = pl.DataFrame(given, schema={name: dtypes[kind] for name, kind in kinds.items()})
+    moments = [pl.col(name).cast(pl.Datetime("us", "UTC")) for name, kind in kinds.items() if kind == "time"]
+    return frame.with_columns(moments)
+
+
+def _us(values: list[float]) -> list[int]:
+    """Unix time in the microseconds that both count in."""
+    return [round(1e6 * value) for value in values]
