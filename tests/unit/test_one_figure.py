@@ -69,9 +69,9 @@ def told(tmp_path, capsys, monkeypatch):
     """Of one run: its page, what the terminal says, its JSON, and the planner's answer to its records."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(RECORDS, "run")
-    report(["run"], kind="html", out=None, as_json=False)
+    report(["run"], kind="html", out=None, log=None, as_json=False)
     terminal = " ".join(capsys.readouterr().err.split())
-    report(["run"], kind="html", out=None, as_json=True)
+    report(["run"], kind="html", out=None, log=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     asked = dict.fromkeys((*OF_WHAT, *MACHINES, *BILL, *OF_SCALE))
     plan(None, True, None, asked | {"source_run": "run", "strong": False})

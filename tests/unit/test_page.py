@@ -288,7 +288,7 @@ def test_the_picture(tmp_path, run):
 def test_the_verb_writes_the_page_and_tells_its_path(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     rundir = run()
-    assert report([str(rundir)], kind="html", out=None, as_json=False) == 0
+    assert report([str(rundir)], kind="html", out=None, log=None, as_json=False) == 0
     told = capsys.readouterr()
     assert told.out == f"{rundir}/report.html\n"
     assert told.err.startswith("2 processes on h trained 18.1k tokens/s")
@@ -297,13 +297,13 @@ def test_the_verb_writes_the_page_and_tells_its_path(run, capsys, monkeypatch):
 
 def test_the_verb_as_json(tmp_path, run, capsys):
     rundir = run(name="verbs-2")
-    report([str(rundir)], kind="html", out=None, as_json=True)
+    report([str(rundir)], kind="html", out=None, log=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["page"] == f"{rundir}/report.html"
     assert found["replicas_agree"] is True
     assert len(found["explanation"]) == 6
     write_atomic(tmp_path / "bench.json", json.dumps({"format": 1, "series": {"verbs": ["verbs-2"]}}).encode())
-    report([str(tmp_path)], kind="html", out=None, as_json=True)
+    report([str(tmp_path)], kind="html", out=None, log=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["series"]["verbs"][0]["run_dir"] == str(rundir)
     assert found["explanation"][0].startswith("verbs: ")
@@ -311,5 +311,5 @@ def test_the_verb_as_json(tmp_path, run, capsys):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match="not a run directory"):
-        report([str(tmp_path)], kind="html", out=None, as_json=False)
+        report([str(tmp_path)], kind="html", out=None, log=None, as_json=False)
     assert list(tmp_path.iterdir()) == []

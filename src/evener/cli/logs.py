@@ -20,7 +20,7 @@ def logs(
     as_json: bool = typer.Option(False, "--json", help="print a JSON object for each line"),
 ) -> int:
     """Print what the ranks and launchers of a run printed: time, rank, host, line."""
-    from evener.cli import fleets
+    from evener.cli import fleets, loggers
     from evener.cli import follow as follow_cli
     from evener.core.errors import UsageError, did_you_mean
     from evener.core.plan import read_plan
@@ -51,7 +51,9 @@ def logs(
             fleets.tell_weights(rundir, plan)
         return 0
     try:
-        follow_run(rundir, plan, follow_cli.tell_trouble, fleets.on_lost, show_all, say=fleets.say)
+        with loggers.fed(rundir, loggers.chosen(None, rundir)) as feeding:
+            tell = feeding(follow_cli.tell_trouble)
+            follow_run(rundir, plan, tell, fleets.on_lost, show_all, say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130

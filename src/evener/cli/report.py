@@ -28,6 +28,11 @@ def report(
         metavar="FILE",
         help="of the page or picture [RUN/report.html; of several runs comparison.html here; .png]",
     ),
+    log: list[str] | None = typer.Option(
+        None,
+        metavar="LOGGER",
+        help="instead, tell tensorboard, wandb, trackio or mlflow what they have not heard of it",
+    ),
     as_json: bool = typer.Option(False, "--json", help="the same as --format json"),
 ) -> int:
     """Write report.html, one page that opens offline: how fast a run was, where its time went, and why.
@@ -35,9 +40,16 @@ def report(
     Prints the page's path, and beside it (on stderr) the explanation. Of the folder of a bench it makes a page that
     compares its runs; of several runs one that sets their losses, steps and figures beside what differs between them.
     """
+    from evener.cli import loggers
     from evener.core.errors import UsageError, did_you_mean
+    from evener.core.rundir import RunDir
     from evener.report import benchpage, compare
 
+    if log:
+        names = loggers.chosen(log, None)
+        for path in run:
+            loggers.tell_now(RunDir(path), names)
+        return 0
     if kind not in FORMATS:
         raise UsageError(f"--format {kind}: expected {', '.join(FORMATS)}", hint=did_you_mean(kind, FORMATS))
     kind = "json" if as_json else kind

@@ -24,13 +24,16 @@ FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="hosts to train on; local: this machine [fleet.toml if here]"
 )
 HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="of the fleet, these hosts alone [all]")
+LOG = typer.Option(
+    None, "--log", metavar="LOGGER", help="tell tensorboard, wandb, trackio or mlflow of each step; may be given again"
+)
 DETACH = typer.Option(False, "--detach", help="start it, and return")
 DRY_RUN = typer.Option(False, "--dry-run", help="print the exact command and environment, and start nothing")
 AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
 
-def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: str | None, detach: bool, dry_run: bool,
-          as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
+def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: str | None, log: list[str] | None,
+          detach: bool, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
     On this machine Ctrl-C finishes the step, saves and leaves; once more ends it at once. On a fleet, and with
@@ -39,12 +42,13 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     """
     import json
 
-    from evener.cli import fleets, follow
+    from evener.cli import fleets, follow, loggers
     from evener.core.plan import find_plan
     from evener.core.rundir import RunDir
     from evener.corpus.check import check_token_ids
     from evener.report.summary import as_result, summarize
 
+    logged = loggers.chosen(log, None if resume is None else RunDir(resume))
     before = None if resume is None else find_plan(RunDir(resume))
     chosen = fleets.chosen(fleet, hosts) if resume is None else fleets.chosen_again(fleet, hosts, before)
     resolved = _resolved(spec_file, resume, flags)
@@ -53,9 +57,9 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
         where = "this machine" if chosen is None else ", ".join(chosen.hosts)
         fleets.say(f"going on from step {resolved.resume.step} on {where}")
     if chosen is None:
-        status = _here(before, resolved, detach, dry_run, as_json)
+        status = _here(before, resolved, logged, detach, dry_run, as_json)
     else:
-        status = _on_fleet(chosen, before, resolved, detach, dry_run, as_json)
+        status = _on_fleet(chosen, before, resolved, logged, detach, dry_run, as_json)
     if status is not None:
         return status
     summary = summarize(fleets.rundir_of(resolved))
@@ -68,13 +72,14 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     return follow.exit_status(summary.manifest)
 
 
-def _here(before: Plan | None, resolved: Resolved, detach: bool, dry_run: bool, as_json: bool) -> int | None:
+def _here(before: Plan | None, resolved: Resolved, logged: list[str], detach: bool, dry_run: bool,
+          as_json: bool) -> int | None:  # fmt: skip
     """Train on this machine alone; the exit status where there is nothing to tell of an end. `before` is the plan of a
     run that is resumed.
     """
     import msgspec
 
-    from evener.cli import fleets, follow
+    from evener.cli import fleets, follow, loggers
     from evener.launch import fleet as launcher
     from evener.launch import here
 
@@ -92,22 +97,24 @@ def _here(before: Plan | None, resolved: Resolved, detach: bool, dry_run: bool, 
             return 0
         if detach:
             launcher.start(rundir, plan, sessions)
+            loggers.leave(rundir, logged)
             fleets.left_alone(rundir)
             return 0
-        with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
-            here.stay_with(rundir, plan, sessions, observe)
+        with (loggers.fed(rundir, logged) as feeding,
+              follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe):  # fmt: skip
+            here.stay_with(rundir, plan, sessions, feeding(observe))
     if not rundir.is_run():
         fleets.say("stopped before it began; nothing is left of it")
         return 130
     return None
 
 
-def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, detach: bool, dry_run: bool,
+def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, logged: list[str], detach: bool, dry_run: bool,
               as_json: bool) -> int | None:  # fmt: skip
     """Train on a fleet; the exit status where there is nothing to tell of an end. `before` is the plan of a run that is
     resumed.
     """
-    from evener.cli import fleet_run, fleets, follow
+    from evener.cli import fleet_run, fleets, follow, loggers
     from evener.core.errors import UsageError
     from evener.core.plan import find_plan
     from evener.hosts.session import connect
@@ -129,11 +136,13 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, detach: boo
     if not as_json:
         fleets.tell_plan(plan)
     if detach:
+        loggers.leave(rundir, logged)
         fleets.left_alone(rundir)
         return 0
     try:
-        with follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe:
-            follow_run(rundir, plan, observe, fleets.on_lost, say=fleets.say)
+        with (loggers.fed(rundir, logged) as feeding,
+              follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe):  # fmt: skip
+            follow_run(rundir, plan, feeding(observe), fleets.on_lost, say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130
@@ -200,6 +209,7 @@ def add_to(app: typer.Typer) -> None:
         ("resume", RESUME, str | None),
         ("fleet", FLEET, str | None),
         ("hosts", HOSTS, str | None),
+        ("log", LOG, list[str] | None),
         ("detach", DETACH, bool),
         ("dry_run", DRY_RUN, bool),
         ("as_json", AS_JSON, bool),

@@ -1,0 +1,211 @@
+"""How does a run come into TensorBoard, Weights & Biases, Trackio or MLflow?
+
+    class Logger: begin(run) → its own id of the run · log(step, moment, values) · close(verdict)
+
+Each of the four is a package of others', imported here when it is used, in a process of its own (feed.py) that reads
+the run's files. Its own settings apply: WANDB_MODE=offline, WANDB_PROJECT, TRACKIO_DIR, MLFLOW_TRACKING_URI, …
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from evener.core.errors import UsageError, did_you_mean
+from evener.core.rundir import Manifest
+from evener.core.spec import FLAGS
+
+PROJECT = "evener"  # that they sort runs by, unless their own setting names another
+Value = str | int | float | bool
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What a logger is told of a run before its first step."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Value]  # hyper-parameters: what was asked for, and what ran
+    started: float
+    first_step: int  # what follows begins here: steps from it on, if it heard of any, it forgets
+    id: str | None  # what its own `begin` returned when it was told of this run before
+
+
+class Logger(Protocol):
+    """Told of a run: steps in order, each once. `values` have names such as train/loss."""
+
+    def begin(self, run: About) -> str: ...
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None: ...
+    def flush(self) -> None:
+        """What was told is safe when this returns, however this process ends."""
+
+    def close(self, verdict: str) -> None: ...
+
+
+def settings_of(manifest: Manifest) -> dict[str, Value]:
+    """The leaves of the spec by their names on the command line, but for the place; and what came of "auto"."""
+    asked = {flag.name[2:]: flag.value(manifest.spec) for flag in FLAGS.values() if flag.field != "out"}
+    found = {"num-params": manifest.num_params, "world-size": manifest.world_size,
+             "ran-sync": str(manifest.roster.sync), "ran-dtype": manifest.roster.dtypes,
+             "ran-backend": manifest.roster.backend, "hosts": ", ".join(manifest.roster.hosts),
+             **{f"version-{name}": version for name, version in manifest.versions.items()}}  # fmt: skip
+    return {name: value for name, value in (asked | found).items() if value is not None}
+
+
+# --- the four ---------------------------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard: `tensorboard --logdir runs` shows all runs."""
+
+    def begin(self, run: About) -> str:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=1)
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=run.started, step=run.first_step, session_log=start))
+        if run.id is None:
+            summary = hparams_pb(run.settings, trial_id=run.name, start_time_secs=run.started)
+            self._writer.add_event(Event(wall_time=run.started, summary=_of_theirs(summary)))
+        return run.name
+
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        shown = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=moment, step=step, summary=Summary(value=shown)))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, verdict: str) -> None:
+        self._writer.close()
+
+
+def _of_theirs(summary: Any) -> Any:
+    """A Summary as the writer's events hold it, where TensorBoard has two classes of that name."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary.FromString(summary.SerializeToString())
+
+
+class WandB:
+    """A run of the project WANDB_PROJECT [evener]. Every row has its `step`, so that none must come in order."""
+
+    def begin(self, run: About) -> str:
+        import wandb
+
+        settings = wandb.Settings(console="off", x_disable_stats=True, x_disable_machine_info=True)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT), name=run.name, id=run.id, resume="allow",
+            config=dict(run.settings), dir=os.environ.get("WANDB_DIR", str(run.folder)), settings=settings,
+        )  # fmt: skip
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, "time": moment, **values})
+
+    def flush(self) -> None:  # it hands each row to a process of its own, which outlives this one
+        pass
+
+    def close(self, verdict: str) -> None:
+        self._run.finish(exit_code=1 if verdict == "failed" else 0)
+
+
+class Trackio:
+    """A run of the project TRACKIO_PROJECT [evener], where Trackio keeps them. It knows runs by their names alone."""
+
+    def begin(self, run: About) -> str:
+        import trackio
+
+        name = run.id or f"{run.name}-{time.strftime('%y%m%d-%H%M%S', time.gmtime(run.started))}"
+        self._run = trackio.init(project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=name,
+                                 config=dict(run.settings), resume="allow" if run.id else "never", embed=False,
+                                 auto_log_gpu=False, auto_log_cpu=False)  # fmt: skip
+        return str(self._run.name)
+
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def flush(self) -> None:  # it has a thread that writes at once, and no call that waits for it
+        pass
+
+    def close(self, verdict: str) -> None:
+        self._run.finish()
+
+
+METRICS = 500  # in one call of MLflow's; its servers refuse more than 1000
+PARAMS = 100  # the most of which
+ENDED = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # in its words
+
+
+class MLflow:
+    """A run of the experiment MLFLOW_EXPERIMENT_NAME [evener] of MLFLOW_TRACKING_URI."""
+
+    def begin(self, run: About) -> str:
+        from mlflow.entities import Param, RunStatus
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient()
+        self._waiting: list[Any] = []
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        if run.id is not None:
+            self._id = run.id
+            self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
+            return self._id
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        self._id = str(self._client.create_run(experiment, int(1000 * run.started), run_name=run.name).info.run_id)
+        params = [Param(key, str(value)) for key, value in run.settings.items()]
+        for first in range(0, len(params), PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + PARAMS])
+        return self._id
+
+    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        self._waiting += [Metric(name, value, int(1000 * moment), step) for name, value in values.items()]
+        if len(self._waiting) >= METRICS:
+            self.flush()
+
+    def flush(self) -> None:
+        for first in range(0, len(self._waiting), METRICS):
+            self._client.log_batch(self._id, metrics=self._waiting[first : first + METRICS])
+        self._waiting = []
+
+    def close(self, verdict: str) -> None:
+        self.flush()
+        if verdict in ENDED:  # else it goes on, and nobody follows it
+            self._client.set_terminated(self._id, ENDED[verdict])
+
+
+LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio, "mlflow": MLflow}
+
+
+def parse_loggers(given: Sequence[str]) -> list[str]:
+    """Names of loggers, each of which is installed here; UsageError before anything is started otherwise.
+
+    >>> parse_loggers(["tensorboard,tensorboard"])
+    ['tensorboard']
+    """
+    words = [word.strip() for one in given for word in one.split(",")]
+    for word in words:
+        if word not in LOGGERS:
+            raise UsageError(f"--log {word}: expected {', '.join(LOGGERS)}", hint=did_you_mean(word, LOGGERS))
+        found = find_spec(word)
+        if found is None or found.origin is None:  # a folder of that name is no package
+            raise UsageError(
+                f"--log {word}: the package {word} is not installed here, where the run is followed",
+                hint=f"pip install 'evener[{word}]', or pip install {word}; its hosts need nothing of it",
+            )
+    return list(dict.fromkeys(words))

@@ -1,0 +1,48 @@
+"""`evener train --log`: a logger hears of a run as it goes, and goes on where the run is resumed."""
+
+from __future__ import annotations
+
+import signal
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from evener.core.rundir import RunDir
+
+from ..conftest import TIMEOUT_S, wait_until
+from .test_cli import TINY, Started, evener, long_run
+
+
+def scalars(run, tag):
+    read = EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0})
+    read.Reload()
+    return [(one.step, one.value) for one in read.Scalars(tag)] if tag in read.Tags()["scalars"] else []
+
+
+def test_two_ranks_are_told_of_and_again_when_they_are_resumed(tmp_path, corpus):
+    run = RunDir(tmp_path / "run")
+    flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--min-lr", "3e-4", "--ranks", "2",
+             "--shares", "equal", "--eval-every", "3")  # fmt: skip
+    first = evener(tmp_path, "train", *flags, "--steps", "6", "--log", "tensorboard", "--out", "run")
+    assert first.returncode == 0, first.stderr
+    again = evener(tmp_path, "train", "--resume", "run", "--steps", "12")
+    assert again.returncode == 0, again.stderr
+    told = scalars(run, "train/loss")
+    assert [step for step, _ in told] == list(range(1, 13))
+    assert all(abs(value - record.loss) < 1e-6 for (_, value), record in zip(told, run.records(0), strict=True))
+    assert [step for step, _ in scalars(run, "val/loss")] == [3, 6, 9, 12]
+
+
+def test_ctrl_c_ends_the_run_and_the_logger_hears_all_of_it(tmp_path, corpus):
+    started = Started(tmp_path, *long_run(corpus, 2), "--log", "tensorboard")
+    try:
+        started.wait_for_steps(1, 4)
+        wait_until(lambda: scalars(started.run, "train/loss"), started.told)  # while it goes on
+        started.process.send_signal(signal.SIGINT)
+        assert started.process.wait(TIMEOUT_S) == 130
+        started.wait_gone()
+    finally:
+        started.process.kill()
+        for process in started.processes():
+            process.kill()
+    steps = started.run.manifest().result.steps
+    assert [step for step, _ in scalars(started.run, "train/loss")] == list(range(1, steps + 1))
