@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from evener.cli.fleets import Lines
 from evener.cli.follow import bar
+from evener.cli.live import Display, Now
+from evener.core.files import write_atomic
+from evener.core.fleet import Host
+from evener.core.plan import HostPlan, Plan
+from evener.core.progress import Hosts, Pace, Progress
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.core.step import StepCost, StepRecord
+
+from .pseudo import ESCAPE
 
 
 def record(step, wall_s):
@@ -53,3 +62,100 @@ def test_a_host_that_is_added_is_heard_and_nothing_is_told_twice(
         lines.add(SimpleNamespace(hosts=[a, friend]))
         lines.print_new(stamps=True)
     assert capsys.readouterr().out.splitlines() == ["0 a │ I am a", "12:00:01 1 friend │ I am friend"]
+
+
+# --- in a terminal ----------------------------------------------------------------------------------------------------
+
+
+def of_host(works_s, waits_s, sends_s=0.1):
+    cost = StepCost(data_s=0.0, compute_s=works_s, wait_s=waits_s, exposed_sync_s=sends_s, optimizer_s=0.0)
+    return msgspec.structs.replace(record(0, 2.0), cost=cost, wall_s=works_s + waits_s + sends_s)
+
+
+def unlike(*hosts, steps=20):
+    """(host, rank, seconds of work, of waiting) …"""
+    found = Hosts()
+    for _ in range(steps):
+        for rank, (host, works_s, waits_s) in enumerate(hosts):
+            found.add(host, rank, of_host(works_s, waits_s))
+    return found.unlike()
+
+
+def test_a_host_that_the_others_wait_for_is_unlike_them():
+    paces = unlike(("attic", 1.0, 0.9), ("laptop", 1.9, 0.0), ("tower", 1.1, 0.8))
+    assert [pace.host for pace in paces] == ["laptop", "tower", "attic"]
+    assert (paces[0].works_s, paces[0].sends_s, paces[0].waits_s) == (1.9, 0.1, 0.0)
+    assert unlike(("attic", 1.0, 0.04), ("laptop", 1.05, 0.0)) == []  # 4 % of a step
+    assert unlike(("attic", 1.0, 0.5), ("laptop", 1.1, 0.4)) == []  # late in turns
+    assert unlike(("attic", 1.0, 0.9), ("attic", 1.9, 0.0)) == []  # two ranks of one host
+    assert unlike(("attic", 1.0, 0.9), ("laptop", 1.9, 0.0), steps=4) == []
+
+
+def test_of_a_host_its_slowest_rank_counts():
+    paces = unlike(("attic", 1.0, 0.9), ("attic", 0.5, 1.4), ("laptop", 1.9, 0.0))
+    assert [(pace.host, pace.works_s) for pace in paces] == [("laptop", 1.9), ("attic", 1.0)]
+
+
+def drawn(columns, paces=(), **how):
+    """The display's lines, as a terminal of this width has them."""
+    progress = Progress(200, 1024)
+    for step in range(40):
+        progress.add(msgspec.structs.replace(record(step, 2.0), ended=2.0 * step))
+    display = Display()
+    display.now, display.unlike = Now.of(progress, 2.4407), list(paces)
+    where = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, **how)
+    where.print(display)
+    return where.file.getvalue().rstrip("\n").split("\n")
+
+
+def test_a_bar_and_its_figures():
+    """40 steps of 2 s: 160 are left, so 320 s; a half of each was spent sending."""
+    first, second = drawn(80)
+    assert first.endswith("  step 40/200  left 5 min 20 s")
+    room = 80 - len("  step 40/200  left 5 min 20 s")
+    assert second == "loss 2.0000  validation 2.4407  512 tokens/s  communication 50%"
+    assert len(first.rstrip()) == 80
+    assert re.match(r"━+", first)[0] == "━" * int(room / 5)  # a fifth; where there is no colour, the rest is blank
+    assert drawn(50)[1] == "loss 2.0000  512 tokens/s  communication 50%"  # the evaluation had a line of its own
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("num", [2, 3, 12])
+def test_a_line_a_host_fits(columns, num):
+    paces = [Pace("laptop", 1.9, 0.1, 0.0), *(Pace(f"node{i}", 1.0, 0.1, 0.9) for i in range(num - 1))]
+    _, _, *lines = drawn(columns, paces)
+    assert max(map(len, lines)) <= columns
+    assert re.fullmatch(r"laptop +━+╍*  works 1.90 s, sends 100 ms, the others wait", lines[0].rstrip())
+    assert re.fullmatch(r"node0 +━+╍?·+ +works 1.00 s, sends 100 ms, waits 900 ms", lines[1].rstrip())
+    assert len(lines) == min(num, 6)
+    if num == 12:
+        assert lines[-1].rstrip() == "and 7 hosts between them"
+
+
+def test_a_step_is_drawn_to_scale():
+    """The longest has 24 marks: 22.8 of work and 1.2 of sending; the other half as much work."""
+    lines = drawn(100, [Pace("a", 1.9, 0.1, 0.0), Pace("b", 0.95, 0.1, 0.95)])[2:]
+    assert [(line.count("━"), line.count("╍"), line.count("·")) for line in lines] == [(23, 1, 0), (11, 2, 11)]
+
+
+def test_what_stands_on_the_screen_comes_from_all_ranks_files(tmp_path):
+    """Only rank 0's records are told; the others' are read where they come home."""
+    hosts = [HostPlan(name=name, host=Host(address=name), node_rank=rank, first_rank=rank, num_ranks=1, address="",
+                      interface="", run="/r", code=None, cwd="/", argv=[], env={})
+             for rank, name in enumerate(("attic", "laptop"))]  # fmt: skip
+    plan, run = Plan(kind="train", spec=None, hosts=hosts), RunDir(tmp_path / "run")
+    records = {0: of_host(1.0, 0.9), 1: of_host(1.9, 0.0)}
+    for rank, one in records.items():
+        lines = [msgspec.structs.replace(one, step=step, ended=2.0 * step) for step in range(30)]
+        write_atomic(run.steps_path(rank), b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    spec, written = parse_args(["--steps", "40", "--out", str(run)]), io.StringIO()
+    resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
+    where = Console(file=written, width=80, force_terminal=True, force_interactive=True, color_system=None)
+    with bar(resolved, where, plan) as observe:
+        observe({"event": "evaluation", "step": 10, "val_loss": 2.5})
+        observe(run.records(0)[29])
+    text = ESCAPE.sub("", written.getvalue())
+    assert "step 10: validation loss 2.5000" in text
+    assert "validation 2.5000" in text
+    assert re.search(r"laptop +━+╍ +works 1.90 s, sends 100 ms, the others wait", text)
+    assert re.search(r"attic +━+╍?·+ +works 1.00 s, sends 100 ms, waits 900 ms", text)

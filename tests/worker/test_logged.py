@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -9,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evener.core.rundir import RunDir
 
 from ..conftest import TIMEOUT_S, wait_until
+from ..unit.pseudo import ESCAPE, in_terminal
 from .test_cli import TINY, Started, evener, long_run
 
 
@@ -46,3 +48,16 @@ def test_ctrl_c_ends_the_run_and_the_logger_hears_all_of_it(tmp_path, corpus):
             process.kill()
     steps = started.run.manifest().result.steps
     assert [step for step, _ in scalars(started.run, "train/loss")] == list(range(1, steps + 1))
+
+
+def test_a_terminal_has_a_bar_and_the_sentences_that_a_pipe_has(tmp_path, corpus):
+    flags = ("--data", corpus, *TINY, "--batch", "4", "--ranks", "2", "--steps", "6", "--eval-every", "3")
+    text = ESCAPE.sub("", in_terminal("train", *flags, "--out", "run", cwd=tmp_path, status=0))
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
+    assert any(line.startswith(("━", "╸", "╺")) and "step " in line for line in lines)
+    assert any(re.match(r"loss \d\.\d{4}  .*tokens/s  communication \d+%$", line) for line in lines)
+    piped = evener(tmp_path, "train", *map(str, flags), "--out", "piped").stderr.replace("piped", "run").splitlines()
+    sentences = [line for line in piped if not re.search(r"tokens/s|loss|memory", line)]
+    assert len(sentences) > 4
+    assert set(sentences) <= set(lines)
+    assert sum("validation loss" in line for line in lines) == sum("validation loss" in line for line in piped) == 3

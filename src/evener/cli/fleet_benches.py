@@ -216,7 +216,7 @@ class _Bench:
         with connect(hosts) as (sessions, errors):
             plan, trees, prepared = fleet_run.planned(hosts, sessions, errors, resolved, as_asked=True)
             fleet_run.begin(plan, trees, prepared, sessions, resolved)
-        with self._ending_it_on_ctrl_c(rundir, plan), follow.bar(resolved, self.console) as observe:
+        with self._ending_it_on_ctrl_c(rundir, plan), follow.bar(resolved, self.console, plan) as observe:
             follow_run(rundir, plan, observe, fleets.on_lost, carries=False)
 
     @contextlib.contextmanager

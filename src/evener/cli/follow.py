@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.terminal import console, say
-from evener.core.progress import Progress
+from evener.core.decoding import json_decoder
+from evener.core.files import follow_lines
+from evener.core.plan import Plan, find_plan
+from evener.core.progress import WINDOW, Hosts, Progress
 from evener.core.resolve import Resolved
 from evener.core.roster import parse_sync
-from evener.core.rundir import Manifest
+from evener.core.rundir import Manifest, RunDir
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count, plural, seconds, size
@@ -21,63 +24,68 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evener.bench import scaling
+    from evener.cli.live import Display
     from evener.launch.follow import Observer
     from evener.report.summary import Summary
 
 PLAIN_EVERY_S = 5.0
+LOOK_EVERY_S = 0.5
 TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "host.failed", "supervisor.lost")
 
 
 @contextlib.contextmanager
-def screen(resolved: Resolved, *, quiet: bool = False, num_ranks: int | None = None) -> Iterator[Observer]:
+def screen(resolved: Resolved, plan: Plan, *, quiet: bool = False) -> Iterator[Observer]:
     """What a run that is followed tells of every record and event, below what is trained."""
     spec = resolved.spec
     where = console(stderr=True, quiet=quiet)
     groups = [f"{group} {count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
     say(where, f"{count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
-    num_ranks = num_ranks or spec.machine.ranks
     tokens = f"{spec.train.batch} × {resolved.shape.block_size} tokens a step"
-    say(where, f"{plural(num_ranks, 'process')}, {tokens} from {resolved.corpus.path}")
+    say(where, f"{plural(plan.world_size, 'process')}, {tokens} from {resolved.corpus.path}")
     say(where, f"run directory {spec.out}")
-    with bar(resolved, where) as observe:
+    with bar(resolved, where, plan) as observe:
         yield observe
 
 
 @contextlib.contextmanager
-def bar(resolved: Resolved, where: Console) -> Iterator[Observer]:
-    """A bar on a terminal, plain lines elsewhere."""
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn
-    from rich.progress import Progress as Bar
-    from rich.table import Column
+def bar(resolved: Resolved, where: Console, plan: Plan | None = None) -> Iterator[Observer]:
+    """A bar on a terminal, with a line a host of the plan where one is unlike the others; plain lines elsewhere."""
+    from rich.live import Live
+
+    from evener.cli.live import Display, Now
 
     spec = resolved.spec
     tokens = spec.train.batch * resolved.shape.block_size
     progress = Progress(spec.train.steps, tokens, spec.train.max_s)
     with contextlib.ExitStack() as stack:
-        shown = None
+        shown = paces = None
         if where.is_interactive and not where.quiet:
-            text = TextColumn(
-                "{task.description}", table_column=Column()
-            )  # of its own: in a narrow one it has two lines
-            length = 20 if where.width > 100 else 6
-            shown = stack.enter_context(Bar(SpinnerColumn(), BarColumn(length), text, console=where, transient=True))
-            task = shown.add_task("starting", total=1.0)
+            shown = Display()
+            stack.enter_context(Live(shown, console=where, transient=True))
+            paces = Paces(RunDir(spec.out), plan, shown) if plan is not None and spec.out is not None else None
         told = time.monotonic()
+        val_loss: float | None = None
 
         def observe(news: StepRecord | dict[str, Any]) -> None:
-            nonlocal told, progress
+            nonlocal told, progress, val_loss
             if isinstance(news, StepRecord):
                 progress.add(news)
                 if shown is not None:
-                    shown.update(task, completed=progress.share, description=progress.line())
+                    shown.now = Now.of(progress, val_loss)
+                    if paces is not None:
+                        paces.look()
                 elif time.monotonic() - told > PLAIN_EVERY_S or progress.done == spec.train.steps:
                     told = time.monotonic()
                     say(where, progress.line())
-            elif news["event"] == "start":
+                return
+            if news["event"] == "start":
                 progress = Progress(spec.train.steps, tokens, spec.train.max_s, parse_sync(news["sync"]).every)
             elif news["event"] == "evaluation":
+                val_loss = news["val_loss"]
                 say(where, f"step {news['step']}: validation loss {news['val_loss']:.4f}")
             elif news["event"] == "world" and news["number"]:
+                if paces is not None:
+                    paces.changed(news["hosts"])
                 say(where, f"step {news['step']}: going on with {', '.join(news['hosts'])}: {news['why']}")
             elif news["event"] == "rechosen":
                 say(where, f"step {news['step']}: {news['sync']} instead of {news['was']}: {news['why']}")
@@ -89,6 +97,33 @@ def bar(resolved: Resolved, where: Console) -> Iterator[Observer]:
                 say(where, f"step {news['step']}: the replicas differ")
 
         yield observe
+
+
+class Paces:
+    """The hosts' paces, by the records that come home of all their ranks."""
+
+    def __init__(self, rundir: RunDir, plan: Plan, shown: Display) -> None:
+        self._rundir, self._plan, self._shown, self._hosts = rundir, plan, shown, Hosts()
+        self._decoder = json_decoder(StepRecord)
+        self._followers: dict[int, Iterator[list[bytes]]] = {}
+        self._looked = 0.0
+
+    def changed(self, hosts: list[str]) -> None:
+        """These take part now; the plan has those that were added."""
+        self._plan = find_plan(self._rundir) or self._plan
+        self._hosts.keep(hosts)
+
+    def look(self) -> None:
+        """At what is new, now and then."""
+        if len(self._plan.hosts) < 2 or time.monotonic() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = time.monotonic()
+        for host in self._plan.hosts:
+            for rank in range(host.first_rank, host.first_rank + host.num_ranks):
+                follower = self._followers.setdefault(rank, follow_lines(self._rundir.steps_path(rank)))
+                for line in next(follower)[-WINDOW:]:  # more are not looked at
+                    self._hosts.add(host.name, rank, self._decoder.decode(line))
+        self._shown.unlike = self._hosts.unlike()
 
 
 def in_words(event: dict[str, Any]) -> str:

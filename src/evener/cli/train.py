@@ -101,7 +101,7 @@ def _here(before: Plan | None, resolved: Resolved, logged: list[str], detach: bo
             fleets.left_alone(rundir)
             return 0
         with (loggers.fed(rundir, logged) as feeding,
-              follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe):  # fmt: skip
+              follow.screen(resolved, plan, quiet=as_json) as observe):  # fmt: skip
             here.stay_with(rundir, plan, sessions, feeding(observe))
     if not rundir.is_run():
         fleets.say("stopped before it began; nothing is left of it")
@@ -141,7 +141,7 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, logged: lis
         return 0
     try:
         with (loggers.fed(rundir, logged) as feeding,
-              follow.screen(resolved, quiet=as_json, num_ranks=plan.world_size) as observe):  # fmt: skip
+              follow.screen(resolved, plan, quiet=as_json) as observe):  # fmt: skip
             follow_run(rundir, plan, feeding(observe), fleets.on_lost, say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)

@@ -1,0 +1,127 @@
+"""How does a run that goes on look in a terminal? A bar and its figures; a line a host where one is unlike the others.
+
+━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━  step 3412/10000  left 1 h 07 min
+loss 2.3451  validation 2.4407  12.3k tokens/s  communication 44%
+laptop  ████████████████████▓  works 1.90 s, sends 51 ms   ← the others wait for it
+attic   ██████████▓░░░░░░░░░░  works 1.02 s, sends 51 ms, waits 880 ms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from evener.core.progress import Pace, Progress
+from evener.core.units import seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+
+LEAST_BAR, MOST_BAR = 10, 60  # columns
+LEAST_HOST, MOST_HOST = 6, 24  # columns of a host's step
+MOST_HOSTS = 6  # lines of them; of more the slowest ones and the fastest
+# What a host does in a step: the figure's name, its colour, and marks that tell it from the others without colour.
+PARTS = (("works", "cyan", "━", "="), ("sends", "yellow", "╍", "~"), ("waits", "magenta", "·", "."))
+
+
+@dataclass(frozen=True)
+class Now:
+    """How far a run is. Made by whoever follows it, and drawn by a thread of rich's: nothing of it changes."""
+
+    share: float | None = None  # that is over; None: it has not begun
+    ends: str = "starting"
+    figures: tuple[tuple[str, str, str], ...] = ()  # what, how much, of which unit
+
+    @staticmethod
+    def of(progress: Progress, val_loss: float | None) -> Now:
+        """As it is now."""
+        if not progress.is_begun:
+            return Now()
+        left_s, share = progress.left_s, progress.communication
+        rate, _, unit = progress.rate.partition(" ")
+        figures = [("loss", progress.loss, ""), ("", rate, unit)]
+        if val_loss is not None:
+            figures.insert(1, ("validation", f"{val_loss:.4f}", ""))
+        if share is not None:
+            figures.append(("communication", f"{share:.0%}", ""))
+        ends = progress.step + (f"  left {seconds(left_s)}" if left_s else "")
+        return Now(progress.share, ends, tuple(figures))
+
+
+class Display:
+    """What rich draws again and again."""
+
+    def __init__(self) -> None:
+        self.now = Now()
+        self.unlike: list[Pace] = []  # hosts, where one is unlike the others
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        now, width = self.now, options.max_width
+        bar = min(MOST_BAR, max(LEAST_BAR, width - len(now.ends) - 2))
+        top = Table.grid(padding=(0, 2, 0, 0))
+        top.add_row(ProgressBar(total=1.0, completed=now.share or 0.0, width=bar, pulse=now.share is None,
+                                complete_style="cyan", finished_style="green", pulse_style="cyan"),
+                    Text(now.ends, no_wrap=True))  # fmt: skip
+        yield top
+        if now.figures:
+            yield _figures(now.figures, width)
+        yield from self._hosts(width, ascii_only=options.ascii_only)
+
+    def _hosts(self, width: int, *, ascii_only: bool) -> Iterator[Text]:
+        """The slowest first; a step's parts as marks, so many as it lasts beside the longest."""
+        from rich.text import Text
+
+        shown = self.unlike
+        if not shown:
+            return
+        if len(shown) > MOST_HOSTS:
+            shown = [*shown[: MOST_HOSTS - 2], shown[-1]]
+        names = max(len(pace.host) for pace in shown)
+        longest_s = max(sum(_values(pace)) for pace in shown) or 1.0
+        words = [_in_words(pace, is_last=number == 0) for number, pace in enumerate(shown)]
+        room = width - names - 4 - max(one.cell_len for one in words)
+        bar = min(MOST_HOST, room) if room >= LEAST_HOST else 0
+        for pace, told in zip(shown, words, strict=True):
+            line, until_s, drawn = Text(f"{pace.host:{names}}  ", no_wrap=True, overflow="ellipsis"), 0.0, 0
+            for (_, colour, mark, plain), value_s in zip(PARTS, _values(pace), strict=True):
+                until_s += value_s
+                num = round(bar * until_s / longest_s) - drawn
+                line.append((plain if ascii_only else mark) * num, colour)
+                drawn += num
+            yield line.append(" " * (bar - drawn + 2 if bar else 0)).append_text(told)
+        if len(self.unlike) > len(shown):
+            yield Text(f"and {len(self.unlike) - len(shown)} hosts between them", "dim")
+
+
+def _figures(figures: Sequence[tuple[str, str, str]], width: int) -> Text:
+    """In one line: where they do not fit, without what an evaluation told in a line of its own."""
+    from rich.text import Text
+
+    def line(shown: Sequence[tuple[str, str, str]]) -> Text:
+        styles = ("dim", "bold", "dim")
+        each = [[Text(word, style) for word, style in zip(words, styles, strict=True) if word] for words in shown]
+        return Text("  ").join(Text(" ").join(words) for words in each)
+
+    whole = line(figures)
+    return whole if whole.cell_len <= width else line([one for one in figures if one[0] != "validation"])
+
+
+def _in_words(pace: Pace, *, is_last: bool) -> Text:
+    """The parts of a host's step; `is_last`: the one that the others wait for."""
+    from rich.text import Text
+
+    known = [(f"{name} {seconds(value_s)}", colour) for (name, colour, *_), value_s in
+             zip(PARTS, _values(pace), strict=True) if value_s > 0]  # fmt: skip
+    if is_last:
+        known = [*known[:2], ("the others wait", "bold")]
+    return Text(", ").join(Text(told, style) for told, style in known)
+
+
+def _values(pace: Pace) -> tuple[float, float, float]:
+    return pace.works_s, pace.sends_s, pace.waits_s
