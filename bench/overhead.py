@@ -28,13 +28,17 @@ def measure() -> None:
     import torch
 
     from evener.core.runwriter import RunWriter
+    from evener.core.step import BLOCKED
     from evener.worker.clock import HostClock
-    from evener.worker.record import BLOCKED, OnHost, Recorder
+    from evener.worker.record import OnHost, Recorder
     from evener.worker.run import join
+    from evener.worker.spans import Spans
 
     what = resolved("char", 8, REAL_STEPS)
     with join(what.spec, what) as run:
-        recorder = Recorder(RunWriter(tempfile.mkdtemp()), run.rank, run.roster, HostClock(), run.group.control)
+        rundir, clock = RunWriter(tempfile.mkdtemp()), HostClock()
+        spans = Spans(rundir, run.rank, clock)
+        recorder = Recorder(rundir, run.rank, run.roster, clock, run.group.control, spans)
         empty = []
         for step in range(EMPTY_STEPS):
             run.group.barrier()  # as after a real all-reduce the ranks are together

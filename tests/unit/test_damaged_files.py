@@ -31,6 +31,7 @@ from evener.core.files import digest_of, write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan, find_plan, write_plan
 from evener.core.rundir import Checkpoint, RunDir
+from evener.core.spans import Aside, Exchange, Lap, Pass, StepSpans
 from evener.corpus.verbs import make_verbs
 from evener.corpus.write import prepare
 from evener.hosts.remote import runs as remote_runs
@@ -77,12 +78,13 @@ ranks = 1
 """
 RUN_VERBS = [["report", "RUN"], ["report", "RUN", "--json"], ["runs", "--json"], ["logs", "RUN"], ["verify", "RUN"],
              ["verify", "RUN", "--replay", "2"], ["sample", "RUN"], ["export", "RUN"], ["stop", "RUN"],
-             ["fetch", "RUN"], ["plan", "--from", "RUN"], ["train", "--resume", "RUN"]]  # fmt: skip
+             ["fetch", "RUN"], ["plan", "--from", "RUN"], ["train", "--resume", "RUN"], ["trace", "RUN"]]  # fmt: skip
 FLEET_VERBS = [["plan", "--model", "tiny"], ["train", "--data", "data/verbs", "--model", "tiny", "--hosts", "laptop"],
                ["train", "--data", "data/verbs", "--model", "tiny", "--hosts", "nobody"]]  # fmt: skip
 TARGETS: list[tuple[str, list[list[str]]]] = [
     *((f"runs/here/{name}", RUN_VERBS) for name in (
-        "manifest.json", "plan.json", "events.jsonl", "steps/rank-0.jsonl", "steps/rank-1.jsonl", "tokenizer.json",
+        "manifest.json", "plan.json", "events.jsonl", "steps/rank-0.jsonl", "steps/rank-1.jsonl", "spans/rank-1.jsonl",
+        "tokenizer.json",
         "host/state.json", "host/spec.json", "host/lock", "logs/here.0.log", "checkpoints/step-000003/state.json",
         "checkpoints/step-000003/weights.safetensors")),
     *((f"runs/away/{name}", RUN_VERBS) for name in (
@@ -156,6 +158,12 @@ def make_world(folder: Path) -> None:
              for rank, (name, address) in enumerate([("attic", "192.168.1.36"), ("laptop", "local")])]  # fmt: skip
     write_plan(run, msgspec.structs.replace(plan, hosts=parts, spec=run.manifest().spec, roster=run.manifest().roster))
     alone = write_run(folder / "runs" / "here", [{}, {}], sync_s=0.01, evaluations={9: 2.0, 19: 1.5}, steps=12)
+    for rank in range(2):
+        spans = [StepSpans(step=step, epoch=0, clock=1.8e9, begun_s=5.0 + step, laps=[Lap("compute_s", 0.0, 0.1)],
+                           exchanges=[Exchange(0, 0.05, 0.1, 8, 8)], passes=[Pass("blocks", False, 0.0, 0.05)],
+                           asides=[Aside("checkpoint", 0.2, 0.3)], news=[(0.3, 0.4)])
+                 for step in (3, 4, 9)]  # fmt: skip
+        write_atomic(alone.spans_path(rank), b"".join(msgspec.json.encode(one) + b"\n" for one in spans))
     for event, facts in EVENTS.items():
         alone.add_event(event, step=3, **facts)
     shutil.copy(folder / "data" / "verbs" / "tokenizer.json", alone.path)

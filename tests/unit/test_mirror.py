@@ -27,7 +27,7 @@ DEADLINE_S = 120.0
 def there(tmp_path: Path) -> Path:
     """A run's folder on the host."""
     run = tmp_path / "there"
-    for folder in ("host", "logs", "steps"):
+    for folder in ("host", "logs", "steps", "spans"):
         (run / folder).mkdir(parents=True)
     (run / "host" / "state.json").write_text('{"state": "ended", "status": 0, "failures": [], "stopped": false}')
     return run
@@ -83,6 +83,8 @@ def test_a_file_that_was_replaced_comes_anew(make: Callable[..., HostMirror], th
         ("steps/rank-1.jsonl", 0, True),
         ("steps/rank-2.jsonl", 0, False),
         ("steps/rank-2.jsonl", 1, True),
+        ("spans/rank-1.jsonl", 0, True),
+        ("spans/rank-2.jsonl", 0, False),
         ("logs/b.log", 1, True),
         ("logs/b.3.log", 1, True),
         ("logs/a.log", 0, False),
@@ -107,7 +109,7 @@ def test_a_host_writes_only_what_is_its_own(
     assert made == ({tmp_path / "here" / path} if is_taken else set())
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "steps/rank-0.jsonl", "logs/b.1.log"])
+@pytest.mark.parametrize("name", ["manifest.json", "steps/rank-0.jsonl", "spans/rank-1.jsonl", "logs/b.1.log"])
 def test_a_file_that_was_rewritten_here_is_not_appended_to(
     make: Callable[..., HostMirror], there: Path, tmp_path: Path, name: str
 ) -> None:

@@ -12,8 +12,10 @@ from torch import nn
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
 from evener.worker import keeper
+from evener.worker.clock import HostClock
 from evener.worker.group import Group
 from evener.worker.keeper import Keeper
+from evener.worker.spans import Spans
 from evener.worker.sync.alone import Alone
 from evener.worker.trained import Trained
 
@@ -48,7 +50,9 @@ class Rank:
         trained.models.append(module)
         trained.add_optimizer(torch.optim.SGD(module.parameters(), 0.1))
         self.group = Lossy()
-        self.keeper = Keeper(RunWriter(folder), parse_args([]), self.group, trained, Alone())
+        rundir = RunWriter(folder)
+        spans = Spans(rundir, 0, HostClock())
+        self.keeper = Keeper(rundir, parse_args([]), self.group, trained, Alone(), spans)
 
     def attempt(self, lost_at: int | None, step: int = 20) -> bool:
         """Save; can it?"""

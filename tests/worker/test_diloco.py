@@ -68,7 +68,7 @@ def found_of(spec):
         else:
             drifted = max(drifted, float((parameters[0] - gathered(parameters[0])[0]).abs().max()))
         sync.after_step(step)
-        sent.append(sync.take_cost()[0])
+        sent.append(sync.take_cost().bytes)
         if (fidelity := sync.take_samples().fidelity) is not None:
             compared.append([step // spec.every, *fidelity.tolist()])
         if (step + 1) % spec.every == 0:

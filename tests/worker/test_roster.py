@@ -16,9 +16,11 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
+from evener.core.step import BLOCKED
 from evener.worker.clock import HostClock
 from evener.worker.membership.fixed import Fixed
-from evener.worker.record import BLOCKED, News, OnHost, Recorder
+from evener.worker.record import News, OnHost, Recorder
+from evener.worker.spans import Spans
 
 STEPS = ("--steps", "40", "--batch", "16", "--eval-every", "20", "--lr", "0.001", "--dropout", "0")
 
@@ -267,10 +269,15 @@ def test_a_compiled_model_begins_in_whole_micro_batches_where_the_batch_consists
     assert fixed.roster.shares == [15, 1]
 
 
+def recorder_of(folder, roster):
+    rundir, clock = RunWriter(folder), HostClock()
+    return Recorder(rundir, 0, roster, clock, None, Spans(rundir, 0, clock))
+
+
 def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
     """On a GPU a step's news are a step late: what is flushed before a checkpoint must not take its place."""
     member = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cuda:0")], None)
-    recorder = Recorder(RunWriter(tmp_path / "run"), 0, member, HostClock(), None)
+    recorder = recorder_of(tmp_path / "run", member)
     for step, weight in ((0, math.nan), (1, 2.0)):
         recorder.begin()
         recorder.hear()
@@ -283,7 +290,7 @@ def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
 
 def test_what_a_rank_tells_of_its_share_is_input_and_computing(tmp_path):
     roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cpu")], None)
-    recorder = Recorder(RunWriter(tmp_path / "run"), 0, roster, HostClock(), None)
+    recorder = recorder_of(tmp_path / "run", roster)
     recorder.begin()
     for part in ("data_s", "compute_s", BLOCKED, "data_s", "compute_s", "optimizer_s"):
         recorder.lap(part)
@@ -345,8 +352,10 @@ import torch.distributed as dist
 from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
+from evener.core.step import BLOCKED
 from evener.worker.clock import HostClock
-from evener.worker.record import BLOCKED, OnHost, Recorder
+from evener.worker.record import OnHost, Recorder
+from evener.worker.spans import Spans
 
 class QueueClock(HostClock):
     "As of a device that is a step behind: asked for step k while step k + 1 has not been queued, it would wait."
@@ -372,7 +381,8 @@ rank = dist.get_rank()
 seats = [Seat(host="a", device="cuda:0"), Seat(host="b", device="cpu")]
 roster = first_roster(parse_args(["--batch", "4"]), seats, None)
 clock = QueueClock() if rank == 0 else HostClock()
-recorder = Recorder(RunDir(sys.argv[1]), rank, roster, clock, dist.group.WORLD)
+rundir = RunDir(sys.argv[1])
+recorder = Recorder(rundir, rank, roster, clock, dist.group.WORLD, Spans(rundir, rank, clock))
 for step in range(5):
     recorder.begin()
     if rank == 0:

@@ -25,6 +25,7 @@ from evener.cli import (
     sample,
     setup,
     stop,
+    trace,
     train,
     verify,
 )
@@ -81,6 +82,7 @@ app.command("leave", epilog=members.LEAVE_EXAMPLES)(members.leave)
 app.command("add", epilog=members.ADD_EXAMPLES)(members.add)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
 app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
 app.command("sample", epilog=sample.EXAMPLES)(sample.sample)
 app.command("export", epilog=export.EXAMPLES)(export.export)

@@ -5,6 +5,7 @@ Whoever can read the directory can watch, report, verify, compare and resume the
     RUN/manifest.json          versions, hosts, devices, spec, hashes, start, end, verdict
     RUN/steps/rank-R.jsonl     one StepRecord a line
     RUN/vitals/HOST.jsonl      Vitals of a host every few seconds
+    RUN/spans/rank-R.jsonl     one StepSpans a line: what ran when in the last steps and every hundredth
     RUN/events.jsonl           evaluations, checkpoints, findings, failures: in the order in which they happened
     RUN/plan.json              who does what, where, with which command; see `core/plan.py`
     RUN/logs/HOST.R.log        what rank R printed, each line with its time; HOST.log: what started the ranks there
@@ -28,6 +29,7 @@ from evener.core.files import digest_of, read_file
 from evener.core.machine import Machine
 from evener.core.roster import Roster
 from evener.core.shape import GPTShape
+from evener.core.spans import StepSpans
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.stored import from_stored, stored_lines
@@ -161,6 +163,9 @@ class RunDir:
     def vitals_path(self, host: str) -> Path:
         return self.path / "vitals" / f"{host}.jsonl"
 
+    def spans_path(self, rank: int) -> Path:
+        return self.path / "spans" / f"rank-{rank}.jsonl"
+
     def log_path(self, host: str, rank: int | None) -> Path:
         """What a rank printed, or, of None, what started the ranks there."""
         return self.path / "logs" / (f"{host}.log" if rank is None else f"{host}.{rank}.log")
@@ -186,6 +191,10 @@ class RunDir:
     def vitals(self, host: str) -> list[Vitals]:
         """What a host told of itself, in order."""
         return stored_lines(self.vitals_path(host), Vitals)
+
+    def spans(self, rank: int) -> list[StepSpans]:
+        """What rank kept of when what happened, in order; a half-written last line is passed over."""
+        return stored_lines(self.spans_path(rank), StepSpans)
 
     def recorded_ranks(self) -> list[int]:
         """Ranks that ever wrote a record, ascending."""

@@ -51,6 +51,9 @@ class RunWriter(RunDir):
             path.rename(path.with_name(f".{path.name}{REMOVED}"))
 
     def keep_records_before(self, rank: int, step: int) -> None:
-        """Drop the records of `step` and later, which a resumed run is about to make again."""
+        """Drop the records and spans of `step` and later, which a resumed run is about to make again."""
         kept = [record for record in self.records(rank) if record.step < step]
         write_atomic(self.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
+        spans = [one for one in self.spans(rank) if one.step < step]
+        if spans or self.spans_path(rank).exists():
+            write_atomic(self.spans_path(rank), b"".join(msgspec.json.encode(one) + b"\n" for one in spans))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 PARTS = ("data_s", "compute_s", "exposed_sync_s", "wait_s", "optimizer_s")
+BLOCKED = "blocked"  # between the last gradient and the end of backward: exposed_sync_s and wait_s together
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):

@@ -237,7 +237,8 @@ def restore(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, say: Call
         run = host.folder(rundir)
         ranks = range(host.first_rank, host.first_rank + host.num_ranks)
         paths = [rundir.manifest_path, rundir.log_path(name, None), rundir.vitals_path(name)]
-        paths += [path for rank in ranks for path in (rundir.steps_path(rank), rundir.log_path(name, rank))]
+        for rank in ranks:
+            paths += [rundir.steps_path(rank), rundir.spans_path(rank), rundir.log_path(name, rank)]
         files = {path.relative_to(rundir.path).as_posix(): path for path in paths if path.exists()}
         try:
             found = session.call(

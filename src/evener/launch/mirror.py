@@ -1,7 +1,7 @@
 """How do a run's records and logs come home? Every host's files are read as they grow, and after a lost connection from
 where the copy ends: no gap, no line twice.
 
-    host's RUN/steps, RUN/vitals, RUN/logs, RUN/manifest.json   → the same place here: names tell ranks and hosts apart
+    host's RUN/steps, spans, vitals, logs, manifest.json   → the same place here: names tell ranks and hosts apart
     … and the tokenizer's file
     host's RUN/events.jsonl, RUN/host/state.json    → RUN/hosts/NAME/…; RUN/events.jsonl is all of them by time
 
@@ -251,7 +251,9 @@ class HostMirror:
         host, first = re.escape(self.name), self.plan.first_rank
         if path in OF_RANK_0 and self.plan.agent is not None:  # whoever comes first may be another tomorrow
             return self._folder / path
-        ranked = re.fullmatch(rf"(?:steps/rank-|logs/{host}\.|replicas/rank-)(\d+)\.(?:jsonl|log|safetensors)", path)
+        ranked = re.fullmatch(
+            rf"(?:steps/rank-|spans/rank-|logs/{host}\.|replicas/rank-)(\d+)\.(?:jsonl|log|safetensors)", path
+        )
         is_ours = (
             first <= int(ranked[1]) < first + self.plan.num_ranks  # else of an earlier start, when that rank was here
             if ranked

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from evener.core.spans import part_of
+
 
 class Clock(Protocol):
     """Marks in the course of the work, and the seconds between two of them."""
@@ -21,6 +23,12 @@ class Clock(Protocol):
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Seconds from one mark to another; waits until the work has reached the second."""
+
+    def at(self, mark: Any) -> float:
+        """When that was, by `time.perf_counter`."""
+
+    def anchor(self) -> None:
+        """Look where the work is now, so that `at` can tell of marks near it; waits for all that is queued."""
 
 
 class HostClock:
@@ -32,9 +40,18 @@ class HostClock:
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
+    def at(self, mark: float) -> float:
+        return mark
+
+    def anchor(self) -> None:
+        pass
+
 
 class CudaClock:
     """The work is queued on a stream: CUDA tensors."""
+
+    def __init__(self) -> None:
+        self.anchor()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -44,6 +61,14 @@ class CudaClock:
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
+
+    def at(self, mark: torch.cuda.Event) -> float:
+        return self._anchored + self.seconds(self._anchor, mark)
+
+    def anchor(self) -> None:
+        self._anchor = self.mark()
+        self._anchor.synchronize()
+        self._anchored = time.perf_counter()
 
 
 class Laps:
@@ -56,15 +81,16 @@ class Laps:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._marks = [("", clock.mark())]
+        self.marks = [("", clock.mark())]
 
     def lap(self, part: str) -> None:
         """Charge the time since the last mark to a part."""
-        self._marks.append((part, self._clock.mark()))
+        self.marks.append((part, self._clock.mark()))
 
     def parts_s(self) -> dict[str, float]:
         """Seconds of every part that had a lap; waits until the last lap has passed."""
         parts: dict[str, float] = {}
-        for (_, begin), (part, end) in pairwise(self._marks):
+        for (_, begin), (part, end) in pairwise(self.marks):
+            part = part_of(part)
             parts[part] = parts.get(part, 0.0) + self._clock.seconds(begin, end)
         return parts

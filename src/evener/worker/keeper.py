@@ -28,6 +28,7 @@ from evener.worker import rng
 from evener.worker.arithmetic import rounding_of
 from evener.worker.group import Group
 from evener.worker.own import forget_after, load_own, ranks_that_left, save_own
+from evener.worker.spans import Spans
 from evener.worker.statetree import pack
 from evener.worker.sync import Sync
 from evener.worker.trained import Trained
@@ -40,8 +41,10 @@ Saved = tuple[int | None, float | None, int | None]  # step of the last checkpoi
 class Keeper:
     """One rank's part in saving and comparing. All ranks call every method together."""
 
-    def __init__(self, rundir: RunWriter, spec: RunSpec, group: Group, trained: Trained, sync: Sync) -> None:
+    def __init__(self, rundir: RunWriter, spec: RunSpec, group: Group, trained: Trained, sync: Sync,
+                 spans: Spans) -> None:  # fmt: skip
         self._dir, self._spec, self._group, self._trained, self._sync = rundir, spec, group, trained, sync
+        self._spans = spans
         self._own_step: int | None = None  # of what this rank kept for itself last
         self._saved_step: int | None = None  # on every rank the same, whatever its disk says: rank 0 alone writes
         self._compared_step: int | None = None
@@ -121,8 +124,12 @@ class Keeper:
         Where hosts come and go they begin again with it whatever happens: all replicas have agreed on it.
         `val_loss` is that of the replicas as they are: where they have drifted, it is not that of what is saved.
         """
-        if step == self._saved_step:
-            return
+        if step != self._saved_step:
+            with self._spans.during("checkpoint"):
+                self._save(step, val_loss)
+            self._spans.flush()  # a rank that dies after this has told what came before
+
+    def _save(self, step: int, val_loss: float | None) -> None:
         val_loss = val_loss if self._sync.is_agreed() else None
         weights = self._sync.agreed(self._trained.weights())
         self._check_finite(step, weights)
@@ -183,6 +190,10 @@ class Keeper:
         """
         if self._group.world_size == 1:
             return None
+        with self._spans.during("comparison"):
+            return self._compare(step)
+
+    def _compare(self, step: int) -> bool:
         self._compared_step = step
         weights = self._sync.agreed(self._trained.weights()) | pack(self._sync.state_dict(), "sync")[1]
         hashes = hash_tensors(weights.items())

@@ -49,7 +49,8 @@ def train(resolved: Resolved) -> None:
         for step in run.steps(train_set):
             learn(step, model, optimizer, spec.train, run.autocast)
             if step.evaluates:
-                step.val_loss = evaluate(run, model, val_set, step.index + 1)
+                with step.during("evaluation"):
+                    step.val_loss = evaluate(run, model, val_set, step.index + 1)
                 run.tell(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
             if run.last_record is not None and run.last_record.step >= progress.done:
                 progress.add(run.last_record)

@@ -8,27 +8,30 @@ together may decide: to stop, that a loss is not finite, who does what from now 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from evener.core.errors import NonFiniteError
 from evener.core.failure import is_consequence
 from evener.core.roster import Roster
 from evener.core.runwriter import RunWriter
-from evener.core.step import PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
+from evener.core.spans import EVERY
+from evener.core.step import BLOCKED, PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
 from evener.worker.clock import Clock, Laps
+from evener.worker.spans import Kept, Passes, Spans
+from evener.worker.sync import Exchanged
 
 # Wishes, of which the highest counts: another world after the next checkpoint, or after this step; the end.
 REGROUP, LEAVE, STOP = 1.0, 2.0, 3.0
-BLOCKED = "blocked"  # the lap between the last gradient and the end of backward: transfer and waiting together
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,8 +137,10 @@ class Draft(msgspec.Struct, kw_only=True):
 class Recorder:
     """Writes `steps/rank-R.jsonl`."""
 
-    def __init__(self, rundir: RunWriter, rank: int, roster: Roster, clock: Clock, group: Any) -> None:
-        self.clock, self._rundir = clock, rundir
+    def __init__(self, rundir: RunWriter, rank: int, roster: Roster, clock: Clock, group: Any, spans: Spans) -> None:
+        self.clock, self.spans = clock, spans
+        self._watched: Passes | None = None  # layers, in a step in which they are marked
+        self._passes: list[tuple[str, bool, Any, Any]] = []
         self._enter(roster, rank, group)
         self._skips = roster.members[rank].dtype == "fp16"  # its scaler, steps whose gradients overflow
         self._is_open = False  # a step has begun, and not ended
@@ -144,7 +149,8 @@ class Recorder:
         self._file = path.open("ab", buffering=0)
         self._drafts: deque[Draft] = deque()
         self._lag, self._slack = lag_of(roster), slack_of(roster)
-        self._on_way: deque[tuple[Tensor, Tensor, Any]] = deque()  # what was sent, what will be gathered, and by what
+        # What was sent, when, what will be gathered, and by what.
+        self._on_way: deque[tuple[Tensor, float, Tensor, Any]] = deque()
         self.news: list[News] = []  # what all ranks told, as it was heard after the last step
         self.completed: list[StepRecord] = []  # the steps of which it was
         self.heard = -1  # the newest step of which all ranks told
@@ -174,6 +180,11 @@ class Recorder:
 
     def begin(self) -> None:
         """A step begins now."""
+        self.spans.begin()
+        self._passes = []
+        self._begin()
+
+    def _begin(self) -> None:
         self._is_open = True
         self._wall, self._cpu = time.perf_counter(), time.process_time()  # first: no part of a step lies outside it
         self._laps = Laps(self.clock)
@@ -181,14 +192,31 @@ class Recorder:
     def lap(self, part: str) -> None:
         """Charge the time since the last lap to a part of the step."""
         self._laps.lap(part)
+        if self._watched is not None:
+            self._watched.end_lap(self._laps.marks[-1][1])
+
+    @contextlib.contextmanager
+    def watching(self, step: int, module: nn.Module) -> Iterator[None]:
+        """A pass of a step: of every hundredth, mark when each group of layers begins and ends."""
+        if step % EVERY:
+            yield
+            return
+        self.clock.anchor()
+        with Passes(module, self.clock) as self._watched:
+            try:
+                yield
+            finally:
+                self._passes += self._watched.found
+                self._watched = None
 
     def pause(self) -> None:
         """What follows belongs to no step, unless there is another lap: so far it took this long."""
         self._wall_s, self._cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
 
-    def end(self, *, wish: float, weight: float = math.nan, **facts: Any) -> None:
+    def end(self, *, wish: float, weight: float = math.nan, exchanges: Sequence[Exchanged] = (), **facts: Any) -> None:
         """The step ended when `pause` was called last; the news of it go out."""
         self.news, self.completed, self._is_open = [], [], False
+        self.spans.add(Kept(facts["step"], facts["epoch"], self._laps, exchanges, self._passes))
         self._drafts.append(Draft(laps=self._laps, wall_s=self._wall_s, cpu_s=self._cpu_s, ended=time.time(), **facts))
         try:
             self._tell(self._drafts[-1 - self._lag] if len(self._drafts) > self._lag else None, wish, weight)
@@ -209,7 +237,7 @@ class Recorder:
 
         Before a checkpoint too: a rank that dies right after it would have no record of a step that is never repeated.
         """
-        self.begin()
+        self._begin()
         stops = self._hear(0)
         while self._drafts:
             self._tell(self._drafts[0])
@@ -231,18 +259,21 @@ class Recorder:
         while self._drafts:
             self._write_line(self._drafts.popleft(), loss=None, exposed_and_wait=(None, None))
         self._file.close()
+        self.spans.flush()
 
     def _hear(self, left: int) -> bool:
         """Until only so many are on their way."""
         if not self._lag:
             self._tell_rest()
         while len(self._on_way) > left:
-            _, gathered, work = self._on_way.popleft()
+            _, sent_at, gathered, work = self._on_way.popleft()
             if work is not None:
                 work.wait()
                 self.lap("wait_s")  # a rank whose update took longer sends its news later
             self.news = News.after(self.news, News.rows(gathered))
             if self.news[self._rank].step >= 0:
+                if work is not None:
+                    self.spans.heard(self._drafts[0].step, sent_at, time.perf_counter())
                 self._write(self._drafts.popleft())
         return any(news.wish == STOP for news in self.news)
 
@@ -265,11 +296,11 @@ class Recorder:
                                            part_sq=_part_sq(draft))  # fmt: skip
         sent = news.row()
         if self._world_size == 1:
-            self._on_way.append((sent, sent, None))
+            self._on_way.append((sent, 0.0, sent, None))
         else:
-            gathered = torch.empty(self._world_size, sent.shape[1], dtype=torch.float64)
+            gathered, sent_at = torch.empty(self._world_size, sent.shape[1], dtype=torch.float64), time.perf_counter()
             work = dist.all_gather_single(gathered, sent, group=self._group, async_op=True)
-            self._on_way.append((sent, gathered, work))
+            self._on_way.append((sent, sent_at, gathered, work))
 
     def _write(self, draft: Draft) -> None:
         told = {int(news.step) for news in self.news}

@@ -40,6 +40,7 @@ from evener.worker.loop import build, learn
 from evener.worker.membership.fixed import Fixed
 from evener.worker.optim import adamw
 from evener.worker.record import Recorder
+from evener.worker.spans import Spans
 from evener.worker.step import Engine, Step
 from evener.worker.sync.choose import make_sync
 from evener.worker.trained import Trained
@@ -78,7 +79,8 @@ class Replay:
         self.optimizer = adamw(self.model, self.spec.train)
         self.trained.add_optimizer(self.optimizer)
         clock = CudaClock() if self.device.type == "cuda" else HostClock()
-        recorder = Recorder(RunWriter(scratch), 0, self.roster, clock, group.control)
+        rundir = RunWriter(scratch)
+        recorder = Recorder(rundir, 0, self.roster, clock, group.control, Spans(rundir, 0, clock))
         sync = make_sync(self.roster, group, clock, recorder.lap, self.model)
         self.trained.add_state("sync", sync)
         self.unlike: str | None = None  # a tensor of the checkpoint that is not what the ranks had hashed

@@ -47,6 +47,7 @@ from evener.worker.membership.worlds import newest_anywhere, wish
 from evener.worker.mistakes import tell_in_words
 from evener.worker.pulse import begin_pulse
 from evener.worker.record import STOP, Recorder
+from evener.worker.spans import Spans
 from evener.worker.step import Engine, Step
 from evener.worker.stopping import Stopping
 from evener.worker.sync.choose import change_sync, make_sync
@@ -284,7 +285,8 @@ class Run:
         remark = self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=one_size)
         sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
-        keeper = Keeper(self.dir, self.spec, self.group, trained, sync)
+        spans = Spans(self.dir, self.member.rank, self._clock)
+        keeper = Keeper(self.dir, self.spec, self.group, trained, sync, spans)
         if self.group.is_let_in:
             keeper.restore(self._resume)
         sync.wrap(trained.module, uses_all=self._resolved is not None)
@@ -292,7 +294,7 @@ class Run:
         self._journal.begin(self.spec, self._resolved, self.roster, trained.num_params, compiled=self._compiled,
                             first=first, resumes=self._resume is not None, remark=remark)  # fmt: skip
         # Not before the records that a resumed run makes again are gone from its file.
-        self._recorder = recorder = Recorder(self.dir, self.rank, self.roster, self._clock, self.group.control)
+        self._recorder = recorder = Recorder(self.dir, self.rank, self.roster, self._clock, self.group.control, spans)
         if self.group.local_rank == 0:
             begin_vitals(self.dir.vitals_path(this_machine().host), has_gpu=self.device.type == "cuda")
         return Engine(self.spec, self.group, data, trained, sync, recorder, self._membership, self._resolved is None,

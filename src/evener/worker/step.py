@@ -10,6 +10,7 @@ over micro_batches() has ended.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster
+from evener.core.spans import FORWARD
 from evener.core.spec import RunSpec
+from evener.core.step import BLOCKED
 from evener.worker.buffers import MovingBuffers
 from evener.worker.datasets import Dataset, fingerprint
 from evener.worker.group import Group
 from evener.worker.membership import Membership
-from evener.worker.record import BLOCKED, OnHost, Recorder
+from evener.worker.record import OnHost, Recorder
 from evener.worker.rehearsal import Rehearsal
 from evener.worker.sync import Sync
 from evener.worker.trained import Trained, batch_norms
@@ -135,7 +138,8 @@ class Step:
             if who.roster.epoch != self._roster.epoch:  # the world has changed since the step began
                 self._divide(who.roster.at(self.index))
             try:
-                yield from self._run(self._parts)
+                with self._engine.recorder.watching(self.index, self._engine.trained.module):
+                    yield from self._run(self._parts)
                 of_all = who.agree(self._loss_sum - before)
                 break
             except RuntimeError as error:
@@ -178,6 +182,7 @@ class Step:
         if self._is_last:
             self._held = Held(scaled, trained.parameters)
         else:
+            self._engine.recorder.lap(FORWARD)
             scaled.backward()
             self._engine.recorder.lap("compute_s")
 
@@ -207,6 +212,10 @@ class Step:
         engine.recorder.lap("optimizer_s")
         engine.recorder.pause()
 
+    def during(self, what: str) -> AbstractContextManager[None]:
+        """What is done in this context, after the update, is no training; the timeline shows it by this name."""
+        return self._engine.recorder.spans.during(what)
+
     def end(self, *, wish: float, weight: float) -> None:
         """The training program's step is over: record it."""
         if not self.is_updated:
@@ -219,7 +228,7 @@ class Step:
             self._finish()
             if self._engine.sync.replica == "drifting":
                 self._engine.recorder.pause()
-        num_bytes, sync_s = self._engine.sync.take_cost()
+        traffic = self._engine.sync.take_cost()
         samples = self._engine.sync.take_samples()
         if self._engine.trained.scaler.is_enabled() and self._learns:
             self._engine.trained.scaler.update()
@@ -230,8 +239,9 @@ class Step:
             epoch=self._roster.epoch,
             tokens=self._tokens,
             global_tokens=self._global_tokens,
-            sync_s=sync_s,
-            bytes=num_bytes,
+            sync_s=traffic.in_flight_s,
+            bytes=traffic.bytes,
+            exchanges=traffic.exchanges,
             lr=self._lr,
             loss_sum=OnHost(self._loss_sum),
             of_all=self._of_all,
@@ -273,7 +283,7 @@ class Step:
     def _exchange(self) -> None:
         engine, held = self._engine, self._held
         self._held, self._is_last = None, False
-        engine.recorder.lap("compute_s")
+        engine.recorder.lap(FORWARD)
         samples = self._num_passes == 1 and self.index % SAMPLED_EVERY == 0 and not engine.trained.scaler.is_enabled()
         engine.sync.backward(held, samples=samples)
         engine.recorder.lap("compute_s" if engine.group.world_size == 1 else BLOCKED)
@@ -282,6 +292,7 @@ class Step:
         """Run the backward that was held: it was not the last."""
         held, self._held = self._held, None
         if held is not None:
+            self._engine.recorder.lap(FORWARD)
             held.backward()
             self._engine.recorder.lap("compute_s")
 

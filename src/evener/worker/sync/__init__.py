@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -44,6 +44,25 @@ class Samples:
     mine_sq: Tensor | None = None  # squared norm of this rank's part of the gradient
     whole_sq: Tensor | None = None  # of the sum over ranks
     fidelity: Tensor | None = None  # (error, cosine) of a lossy strategy
+
+
+class Exchanged(NamedTuple):
+    """One bucket, or fragment: the Clock's marks around its exchange, and what that was."""
+
+    bucket: int
+    begin: Any
+    end: Any
+    size_bytes: int  # of the numbers that were summed
+    sent_bytes: int  # by this rank
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What was exchanged in a step."""
+
+    bytes: int = 0  # that this rank sent, by the strategy's formula
+    in_flight_s: Callable[[], float | None] = lambda: None  # hidden or not; on a GPU known when the step is over
+    exchanges: Sequence[Exchanged] = ()
 
 
 class Sync(Protocol):
@@ -88,11 +107,8 @@ class Sync(Protocol):
     def abandon(self) -> None:
         """What is under way has failed, for ranks are gone: return when nothing is any more."""
 
-    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
-        """(bytes that this rank sent since the last call, by the strategy's formula; seconds in flight, hidden or not).
-
-        The seconds are asked for later: on a GPU they are known when the step is over.
-        """
+    def take_cost(self) -> Traffic:
+        """What was exchanged since the last call."""
 
     def take_samples(self) -> Samples:
         """What was measured since the last call."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from evener.worker.sync import LEFT_OF_GRADIENTS, Backward, Replica, Samples
+from evener.worker.sync import LEFT_OF_GRADIENTS, Backward, Replica, Samples, Traffic
 
 
 class Alone:
@@ -50,8 +50,8 @@ class Alone:
     def abandon(self) -> None:
         pass
 
-    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
-        return 0, lambda: None
+    def take_cost(self) -> Traffic:
+        return Traffic()
 
     def take_samples(self) -> Samples:
         return Samples()

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.worker.clock import Clock
 from evener.worker.group import Group
-from evener.worker.sync import LEFT_OF_GRADIENTS, Backward, Replica, Samples, Traits
+from evener.worker.sync import LEFT_OF_GRADIENTS, Backward, Exchanged, Replica, Samples, Traffic, Traits
 
 Future = torch.futures.Future
 UNUSED = "unused"  # of LEFT_OF_GRADIENTS: what waits for a step that uses its parameter
@@ -54,8 +54,8 @@ class Reduction(Protocol):
     def take_fidelity(self) -> Tensor | None:
         """(error, cosine) of what was compared since the last call."""
 
-    def take_spans(self) -> list[tuple[Any, Any]]:
-        """Clock marks around each bucket's exchange since the last call."""
+    def take_exchanged(self) -> list[Exchanged]:
+        """Each bucket's exchange since the last call."""
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
         """What this rank has not sent yet of its parameters' gradients."""
@@ -163,17 +163,17 @@ class Buckets:
     def conclude(self) -> None:
         pass
 
-    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
-        spans = self._reduction.take_spans()
+    def take_cost(self) -> Traffic:
+        exchanged = self._reduction.take_exchanged()
 
         def in_flight_s() -> float:
-            if not spans:
+            if not exchanged:
                 return 0.0
-            first = spans[0][0]
-            return union_s([(self._clock.seconds(first, begin), self._clock.seconds(first, end))
-                            for begin, end in spans])  # fmt: skip
+            first = exchanged[0].begin
+            return union_s([(self._clock.seconds(first, one.begin), self._clock.seconds(first, one.end))
+                            for one in exchanged])  # fmt: skip
 
-        return self._reduction.take_bytes(), in_flight_s
+        return Traffic(self._reduction.take_bytes(), in_flight_s, exchanged)
 
     def take_samples(self) -> Samples:
         mine, whole, self._mine_sq, self._whole_sq = self._mine_sq, self._whole_sq, [], None

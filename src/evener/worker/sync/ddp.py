@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
-from evener.worker.sync import Traits
+from evener.worker.sync import Exchanged, Traits
 
 
 class AllReduce:
@@ -24,16 +24,17 @@ class AllReduce:
     def __init__(self, group: Group, clock: Clock) -> None:
         self._group, self._clock = group, clock
         self._bytes = 0
-        self._spans: list[tuple[Any, Any]] = []
+        self._exchanged: list[Exchanged] = []
 
     traits = Traits()
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
-        buffer, spans, begin = bucket.buffer(), self._spans, self._clock.mark()
-        self._bytes += ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)
+        index, buffer, exchanged, begin = bucket.index(), bucket.buffer(), self._exchanged, self._clock.mark()
+        sent = ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)
+        self._bytes += sent
 
         def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            spans.append((begin, self._clock.mark()))
+            exchanged.append(Exchanged(index, begin, self._clock.mark(), buffer.nbytes, sent))
             return future.value()[0]
 
         work = dist.all_reduce(buffer, group=self._group.gradients, async_op=True)
@@ -52,8 +53,8 @@ class AllReduce:
     def take_fidelity(self) -> Tensor | None:
         return None
 
-    def take_spans(self) -> list[tuple[Any, Any]]:
-        taken, self._spans = self._spans, []
+    def take_exchanged(self) -> list[Exchanged]:
+        taken, self._exchanged = self._exchanged, []
         return taken
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -35,12 +35,12 @@ from torch.distributed.utils import _sync_module_states
 from evener.core.decoding import from_json
 from evener.core.errors import UsageError
 from evener.core.roster import SyncSpec
+from evener.core.step import BLOCKED
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.plan.sync import fragment_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
-from evener.worker.record import BLOCKED
-from evener.worker.sync import Backward, Replica, Samples
+from evener.worker.sync import Backward, Exchanged, Replica, Samples, Traffic
 from evener.worker.sync.codes import Scaled
 from evener.worker.sync.lane import COMPARED_EVERY, Slots, run_and_compare
 from evener.worker.sync.narrow import Narrow
@@ -93,7 +93,7 @@ class Flight:
     going: list[Future[None]] = field(default_factory=list)
     has_arrived: bool = False
     came_of_it: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._sum`
-    spans: list[tuple[Any, Any]] = field(default_factory=list)
+    exchanged: list[Exchanged] = field(default_factory=list)
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class DiLoCo:
         self._begun = -1  # the newest step after which flights left
         self._loaded: dict[str, Any] = {}  # until `wrap`
         self._bytes = 0
-        self._spans: list[tuple[Any, Any]] = []
+        self._exchanged: list[Exchanged] = []
         self._fidelity: Tensor | None = None
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
@@ -215,14 +215,14 @@ class DiLoCo:
             if parameter in views:
                 views[parameter].add_(more)
         flight.came_of_it = self._sum(i, fragment, flight.delta)
-        flight.spans.append((begin, self._clock.mark()))
+        flight.exchanged.append(Exchanged(i, begin, self._clock.mark(), flight.delta.nbytes, flight.came_of_it[0]))
         flight.has_arrived = True
 
     def _arrive(self, i: int, step: Callable[[Fragment, Tensor], object]) -> Flight:
         """What came of it is agreed upon."""
         flight = self._flights.pop(i)
         self._count(*flight.came_of_it)
-        self._spans += flight.spans
+        self._exchanged += flight.exchanged
         step(self._fragments[i], flight.delta)
         return flight
 
@@ -281,10 +281,10 @@ class DiLoCo:
         agreed = fragment.agreed
         fragment.put(agreed if flight.sent is None else fragment.held().sub_(flight.sent).add_(agreed))
 
-    def take_cost(self) -> tuple[int, Callable[[], float | None]]:
-        num_bytes, spans, clock = self._bytes, self._spans, self._clock
-        self._bytes, self._spans = 0, []
-        return num_bytes, lambda: sum(clock.seconds(begin, end) for begin, end in spans)
+    def take_cost(self) -> Traffic:
+        num_bytes, exchanged, clock = self._bytes, self._exchanged, self._clock
+        self._bytes, self._exchanged = 0, []
+        return Traffic(num_bytes, lambda: sum(clock.seconds(one.begin, one.end) for one in exchanged), exchanged)
 
     def take_samples(self) -> Samples:
         fidelity, self._fidelity = self._fidelity, None

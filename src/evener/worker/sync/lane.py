@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from evener.plan.collectives import ring_all_reduce_bytes
 from evener.worker.clock import Clock
 from evener.worker.group import Group
-from evener.worker.sync import Traits
+from evener.worker.sync import Exchanged, Traits
 from evener.worker.sync.buckets import nothing_to_wait_for
 from evener.worker.sync.jobs import Jobs
 from evener.worker.sync.sparse import Rows
@@ -100,15 +100,15 @@ class Lane:
         self._fidelity: Tensor | None = None
         self._num_buckets = 1
         self._samples, self._num_sampled = False, 0  # is the present step sampled, and how many were?
-        self._spans: list[tuple[Any, Any]] = []
+        self._exchanged: list[Exchanged] = []
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
         parameters: Sequence[Any] = bucket.parameters()
         views = [gradient.view(-1) for gradient in bucket.gradients()]
-        index, self._samples = bucket.index(), samples
+        index, size, self._samples = bucket.index(), bucket.buffer().nbytes, samples
 
         def job() -> None:
-            begin = self._clock.mark()
+            begin, before = self._clock.mark(), self._bytes
             dense = []
             for parameter, view in zip(parameters, views, strict=True):
                 if parameter in self._tables:
@@ -121,7 +121,7 @@ class Lane:
             if dense:
                 slots = Slots(index, tuple(one for one, _ in dense), [view for _, view in dense], is_rehearsal)
                 self._run(slots, samples)
-            self._spans.append((begin, self._clock.mark()))
+            self._exchanged.append(Exchanged(index, begin, self._clock.mark(), size, self._bytes - before))
 
         self._going.append(self._jobs.submit(job))
         return nothing_to_wait_for(bucket)
@@ -153,8 +153,8 @@ class Lane:
         taken, self._fidelity = self._fidelity, None
         return taken
 
-    def take_spans(self) -> list[tuple[Any, Any]]:
-        taken, self._spans = self._spans, []
+    def take_exchanged(self) -> list[Exchanged]:
+        taken, self._exchanged = self._exchanged, []
         return taken
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.worker.record import BLOCKED
+from evener.core.step import BLOCKED
 from evener.worker.sync.diloco import DiLoCo, Flight
 from evener.worker.sync.jobs import Jobs
 

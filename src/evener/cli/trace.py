@@ -1,0 +1,73 @@
+"""evener trace: when did what run?"""
+
+from __future__ import annotations
+
+import typer
+
+EXAMPLES = """
+evener trace runs/mine
+evener trace runs/mine --steps 100:110
+"""
+MOST = 60  # steps where none are asked for: all of the last ones, and the hundredths before
+
+
+def trace(
+    run: str = typer.Argument(..., help="run directory"),
+    steps: str | None = typer.Option(
+        None, "--steps", metavar="A:B", help="steps from A to before B, counted from 0 [the newest 60 recorded]"
+    ),
+    out: str | None = typer.Option(None, "--out", metavar="FILE", help="where to write it [RUN/trace.json]"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+) -> int:
+    """Write a timeline of a run's steps that trace viewers open: what ran when, on every rank.
+
+    Ranks record it of every 100th step and of the last 20 before a checkpoint or the end. Each rank is a process, with
+    its steps and their parts, groups of layers, and each bucket's exchange with its bytes and bandwidth; arrows lead
+    from the rank that came last to those that waited. The predicted step runs beside. Open it at
+    https://ui.perfetto.dev, which reads it in the browser and sends it nowhere.
+    """
+    import json
+    from pathlib import Path
+
+    from evener.cli.terminal import console, say
+    from evener.core.rundir import RunDir
+    from evener.report.timeline import gaps, read_timeline, told_ranges
+    from evener.report.trace import told_error, write_trace
+
+    rundir = RunDir(run)
+    wanted = None if steps is None else _steps(steps)
+    timeline = read_timeline(rundir, wanted, None if wanted else MOST)
+    path = Path(out) if out is not None else rundir.path / "trace.json"
+    num_events = write_trace(rundir, timeline, path)
+    missing = gaps(timeline.recorded, timeline.num_steps)
+    if as_json:
+        print(json.dumps({
+            "trace": str(path), "events": num_events, "shown": timeline.shown, "recorded": timeline.recorded,
+            "not_recorded": missing, "clock_error_s": {str(rank): one for rank, one in timeline.error_s.items()},
+        }))  # fmt: skip
+        return 0
+    screen = console(stderr=True)
+    say(screen, f"steps {told_ranges(timeline.shown)}")
+    if timeline.shown != timeline.recorded:
+        say(screen, f"recorded are {told_ranges(timeline.recorded)}")
+    say(screen, f"not recorded: {told_ranges(missing) or 'none'}")
+    names = rundir.manifest().roster
+    for rank, error_s in timeline.error_s.items():
+        if error_s != 0:
+            say(screen, f"clock of {names.name_of(rank)}: {told_error(error_s)} off")
+    say(screen, "open https://ui.perfetto.dev and drop the file there; it stays in your browser")
+    print(path)
+    return 0
+
+
+def _steps(text: str) -> range:
+    """`100:110`, or one step; UsageError else."""
+    from evener.core.errors import UsageError
+
+    first, colon, last = text.partition(":")
+    if not (first.isdecimal() and (last.isdecimal() or not colon)):
+        raise UsageError(f"--steps {text}: expected A:B", hint="--steps 100:110, of steps counted from 0")
+    found = range(int(first), int(last) if colon else int(first) + 1)
+    if not found:
+        raise UsageError(f"--steps {text}: there is no step from {first} to before {last}")
+    return found

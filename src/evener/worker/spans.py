@@ -1,0 +1,219 @@
+"""When did what happen within a step, on this rank? Kept of the last steps, and of every hundredth written down.
+
+What is kept are marks that are made anyway: the laps of the step, and both ends of each bucket's exchange. They become
+numbers when a step is written: when it is one of the hundredths and LAST steps old, at a checkpoint and at the end.
+Of the hundredths alone it is marked, too, when each group of layers begins and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from evener.core.runwriter import RunWriter
+from evener.core.spans import EVERY, LAST, Aside, Exchange, Lap, Pass, StepSpans
+from evener.worker.clock import Clock, Laps
+from evener.worker.sync import Exchanged
+
+MOST_GROUPS = 8  # of the layers of one list
+DIGITS = 7  # of seconds: a tenth of a microsecond
+
+
+@dataclass
+class Kept:
+    """A step, as long as nobody has read its marks."""
+
+    step: int
+    epoch: int
+    laps: Laps
+    exchanges: Sequence[Exchanged]
+    passes: Sequence[tuple[str, bool, Any, Any]]
+    asides: list[tuple[str, float, float]] = field(default_factory=list)
+    news: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Spans:
+    """Writes `spans/rank-R.jsonl`."""
+
+    def __init__(self, rundir: RunWriter, rank: int, clock: Clock) -> None:
+        self._path, self._clock = rundir.spans_path(rank), clock
+        self._kept: deque[Kept] = deque()
+        self._asides: list[tuple[str, float, float]] = []  # since the newest step began
+        self._origin = time.time() - time.perf_counter()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._asides = []
+
+    def add(self, step: Kept) -> None:
+        """It has ended."""
+        step.asides = self._asides
+        self._kept.append(step)
+        if len(self._kept) > LAST:
+            oldest = self._kept.popleft()
+            if oldest.step % EVERY == 0:
+                self._write([oldest])
+
+    def heard(self, step: int, begin: float, end: float) -> None:
+        """The news of a step went out, and those of all ranks came."""
+        for kept in reversed(self._kept):
+            if kept.step == step:
+                kept.news.append((begin, end))
+                return
+
+    @contextlib.contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """What is done after the updates of the newest step and before the next one's begin."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._asides.append((what, begin, time.perf_counter()))
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        kept, self._kept = [*self._kept], deque()
+        if kept and self._asides is not kept[-1].asides:  # of a step that was not taken
+            kept[-1].asides, self._asides = kept[-1].asides + self._asides, []
+        self._write(kept)
+
+    def _write(self, steps: Sequence[Kept]) -> None:
+        if not steps:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:
+            file.write(b"".join(msgspec.json.encode(self._read(step)) + b"\n" for step in steps))
+
+    def _read(self, kept: Kept) -> StepSpans:
+        """With numbers for its marks."""
+        marks = kept.laps.marks
+        first, seconds = marks[0][1], self._clock.seconds
+        begun_s = self._clock.at(first)
+
+        def span(begin: Any, end: Any) -> tuple[float, float]:
+            return round(seconds(first, begin), DIGITS), round(seconds(first, end), DIGITS)
+
+        def host(begin: float, end: float) -> tuple[float, float]:
+            return round(begin - begun_s, DIGITS), round(end - begun_s, DIGITS)
+
+        return StepSpans(
+            step=kept.step,
+            epoch=kept.epoch,
+            clock=self._origin,
+            begun_s=round(begun_s, DIGITS),
+            laps=[Lap(part, *span(begin, end)) for (_, begin), (part, end) in pairwise(marks)],
+            exchanges=[Exchange(one.bucket, *span(one.begin, one.end), one.size_bytes, one.sent_bytes)
+                       for one in kept.exchanges],
+            passes=[Pass(group, is_backward, *span(begin, end)) for group, is_backward, begin, end in kept.passes],
+            asides=[Aside(what, *host(begin, end)) for what, begin, end in kept.asides],
+            news=[host(begin, end) for begin, end in kept.news],
+        )  # fmt: skip
+
+
+class Passes:
+    """Marks when forward and backward go through each group of layers, while it is entered.
+
+    Forward's are those of the modules; that of a backward lasts until the next group's begins, or the lap ends. What is
+    compiled, or computed again in backward, is not marked.
+    """
+
+    def __init__(self, module: nn.Module, clock: Clock) -> None:
+        self._module, self._clock = module, clock
+        self._hooks: list[Any] = []
+        self._open: list[tuple[str, Any]] = []  # groups whose forward has begun
+        self._backward: tuple[str, Any] | None = None
+        self.found: list[tuple[str, bool, Any, Any]] = []
+
+    def __enter__(self) -> Passes:
+        for name, first, last in layer_groups(self._module):
+            self._hooks.append(first.register_forward_pre_hook(self._begins(name)))
+            self._hooks.append(last.register_forward_hook(self._ends(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def end_lap(self, mark: Any) -> None:
+        """No backward goes on beyond the end of a lap."""
+        if self._backward is not None:
+            name, begin = self._backward
+            self.found.append((name, True, begin, mark))
+            self._backward = None
+        self._open.clear()
+
+    def _begins(self, name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if self._backward is None:
+                self._open.append((name, self._clock.mark()))
+
+        return hook
+
+    def _ends(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            mark = self._clock.mark()
+            if self._backward is None and any(name == one for one, _ in self._open):
+                while True:  # what began within it and did not end is forgotten: spans nest
+                    one, begin = self._open.pop()
+                    if one == name:
+                        break
+                self.found.append((name, False, begin, mark))
+            tensor = _differentiable(output)
+            if tensor is not None:
+                tensor.register_hook(lambda _: self._backward_begins(name))
+
+        return hook
+
+    def _backward_begins(self, name: str) -> None:
+        mark = self._clock.mark()
+        if self._backward is not None:
+            was, begin = self._backward
+            self.found.append((was, True, begin, mark))
+        self._backward = name, mark
+
+
+def layer_groups(module: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
+    """(name, first, last) of a module's parts, of long lists by as many as make MOST_GROUPS; none of what is compiled.
+
+    >>> [name for name, *_ in layer_groups(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Sequential(nn.ReLU())}))]
+    ['a', 'b.0']
+    """
+    if any(_is_compiled(part) for part in module.modules()):
+        return []
+    return list(_groups(module, "")) or [(type(module).__name__, module, module)]
+
+
+def _groups(module: nn.Module, within: str) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    children = [(within + name, child) for name, child in module.named_children()]
+    size = -(-len(children) // MOST_GROUPS) if isinstance(module, nn.ModuleList | nn.Sequential) else 1
+    for begin in range(0, len(children), size or 1):
+        (first, child), (last, other) = children[begin], children[min(begin + size, len(children)) - 1]
+        if first != last:
+            yield f"{first}-{last.rpartition('.')[2]}", child, other
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            yield from _groups(child, f"{first}.")
+        else:
+            yield first, child, child
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, torch.jit.ScriptModule)
+        or type(module).__name__ == "OptimizedModule"  # torch._dynamo's, which nobody loads in vain
+    )
+
+
+def _differentiable(output: Any) -> Tensor | None:
+    """The first tensor of what a module returns whose gradient says that its backward begins; not a parameter."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else [output]
+    return next((one for one in values if isinstance(one, Tensor) and one.grad_fn is not None), None)
