@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from evener.core.errors import UsageError
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
 from evener.core.spans import Aside, Exchange, Lap, Pass, StepSpans
+from evener.core.units import seconds
+from evener.report.moment import moment
+from evener.report.page import run_page
 from evener.report.summary import summarize
 from evener.report.timeline import read_timeline
 from evener.report.trace import write_trace
@@ -233,3 +237,37 @@ def test_the_checker_finds_what_is_wrong(run, tmp_path):
         (tmp_path / "spoilt.json").write_text(json.dumps(found))
         with pytest.raises(AssertionError):
             print(name, traces.read(tmp_path / "spoilt.json"))
+
+
+def test_the_page_shows_one_step(run):
+    """The pieces lie where the spans say: in per cent of the axis, which ends where the last rank does."""
+    timeline = read_timeline(run, most=20)
+    found = moment(timeline, {0: "a", 1: "b"})
+    page = run_page(run, now=0.0)
+    assert f"Step {found.step}, one of the last" in page
+    assert "<h2>One step</h2>" in page
+    (figure,) = re.findall(r'<div class="lanes">.*?</figure>', page, re.DOTALL)
+    rows = re.findall(r'<div class="row( thin)?"><span class="label">(.*?)</span><div class="lane">(.*?)</div>', figure)
+    assert [(label, bool(thin)) for thin, label, _ in rows] == [
+        ("a", False), ("bucket 0", True), ("bucket 1", True), ("b", False), ("bucket 0", True), ("bucket 1", True)
+    ]  # fmt: skip
+    costs = [run.records(rank)[found.step].cost for rank in range(2)]
+    spans = [one for rank in range(2) for one in run.spans(rank) if one.step == found.step]
+    per_cent_s = found.took_s / 100
+    for (_, _, drawn), cost in zip(rows[::3], costs, strict=True):
+        widths = [float(width) for width in re.findall(r"<span style=\"left:[\d.]+%;width:([\d.]+)%", drawn)]
+        assert len(widths) == 6  # input, forward, backward, waiting, exposed communication, update
+        assert sum(widths) * per_cent_s == pytest.approx(cost.total_s, rel=1e-3)
+        assert widths[2] * per_cent_s == pytest.approx(cost.compute_s * 2 / 3, rel=1e-3)
+        assert widths[3] * per_cent_s == pytest.approx(cost.wait_s, rel=1e-3, abs=1e-5)
+    for (_, _, drawn), one in zip(rows[1::3], spans, strict=True):
+        (width,) = [float(width) for width in re.findall(r"width:([\d.]+)%", drawn)]
+        sent = one.exchanges[0]
+        assert width * per_cent_s == pytest.approx(sent.end_s - sent.begin_s, rel=1e-3)
+    assert [row[-1] for row in found.rows] == [seconds(cost.total_s) for cost in costs]
+    assert "<span>evener</span> <span>trace</span>" in page
+
+
+def test_a_page_without_spans_has_no_picture_of_a_step(tmp_path):
+    shutil.copytree(RECORD, tmp_path / "run")
+    assert "One step" not in run_page(RunDir(tmp_path / "run"), now=0.0)

@@ -24,6 +24,7 @@ from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
 from evener.worker.membership.back import Regroup, going_back
 from evener.worker.record import OnHost, Recorder
+from evener.worker.spans import Spans
 from tests.conftest import TIMEOUT_S
 from tests.worker.test_worlds import Training, alone, pytestmark  # noqa: F401
 
@@ -191,7 +192,8 @@ def test_whichever_host_knows_of_it_all_come_to_the_same(
 def test_before_a_checkpoint_all_steps_are_known_also_where_records_lag(tmp_path: Path) -> None:
     """As of a GPU, whose steps are read while the next one runs."""
     roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cuda:0")], None)
-    recorder = Recorder(RunWriter(tmp_path / "run"), 0, roster, HostClock(), None)
+    rundir, clock = RunWriter(tmp_path / "run"), HostClock()
+    recorder = Recorder(rundir, 0, roster, clock, None, Spans(rundir, 0, clock))
     for step, loss in enumerate((1.0, math.nan)):
         recorder.begin()
         assert recorder.hear() is False

@@ -427,13 +427,15 @@ from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.worker.clock import HostClock
 from evener.worker.record import STOP, OnHost, Recorder
+from evener.worker.spans import Spans
 
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 seats = [Seat(host=host, device="cpu") for host in "ab"]
 roster = first_roster(parse_args(["--batch", "4", "--sync", "diloco:10"]), seats, None)
-recorder = Recorder(RunDir(sys.argv[1]), rank, roster, HostClock(), dist.group.WORLD)
+rundir, clock = RunDir(sys.argv[1]), HostClock()
+recorder = Recorder(rundir, rank, roster, clock, dist.group.WORLD, Spans(rundir, rank, clock))
 for step in range(4):
     recorder.begin()
     assert not recorder.hear()

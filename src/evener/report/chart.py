@@ -72,13 +72,35 @@ class Layers:
     charts: dict[str, Chart]
 
 
-Figure = Chart | Bars | Dots | Layers
+@dataclass(frozen=True)
+class Piece:
+    """From when to when, in the unit of the Lanes' axis."""
+
+    name: str
+    colour: str
+    begin: float
+    end: float
+    title: str  # what is told under the pointer
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Rows of pieces over one axis of time; thin ones belong to the row above."""
+
+    rows: list[tuple[str, bool, list[Piece]]]  # label, is it thin?, pieces
+    x_title: str
+    legend: dict[str, str]  # colour by name, in this order
+
+
+Figure = Chart | Bars | Dots | Layers | Lanes
 
 
 def draw(figure: Figure) -> Markup:
     """The picture with its legend."""
     if isinstance(figure, Layers):
         return _draw_layers(figure)
+    if isinstance(figure, Lanes):
+        return _draw_lanes(figure)
     if isinstance(figure, Bars):
         return _draw_bars(figure)
     return _draw_dots(figure) if isinstance(figure, Dots) else _draw_chart(figure)
@@ -287,3 +309,29 @@ def _draw_dots(dots: Dots) -> Markup:
     longest = max((len(name) for name, *_ in points), default=0)
     column = Markup('<div class="names" style="--wide:{}ch">{}</div>').format(longest, Markup().join(names))
     return _framed(field_, scale, dots.x_title, dots.y_title, None, column)
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def _draw_lanes(lanes: Lanes) -> Markup:
+    pieces = [piece for _, _, of_row in lanes.rows for piece in of_row]
+    bounds = (min((piece.begin for piece in pieces), default=0.0), max((piece.end for piece in pieces), default=1.0))
+
+    def at(value: float) -> float:
+        return 100 * _part(value, bounds)
+
+    shown = ticks(*bounds)
+    rules = Markup().join(Markup('<i style="left:{}%"></i>').format(f"{at(x):.2f}") for x in shown)
+    drawn = []
+    for label, is_thin, of_row in lanes.rows:
+        spans = [Markup('<span style="left:{}%;width:{}%;background:{}" title="{}"></span>').format(
+                     f"{at(piece.begin):.3f}", f"{at(piece.end) - at(piece.begin):.3f}", piece.colour, piece.title)
+                 for piece in of_row]  # fmt: skip
+        row = Markup('<div class="row{}"><span class="label">{}</span><div class="lane">{}{}</div></div>')
+        drawn.append(row.format(" thin" if is_thin else "", label, rules, Markup().join(spans)))
+    xs = Markup().join(Markup('<span style="left:{}%">{}</span>').format(f"{at(x):.1f}", tick_text(x)) for x in shown)
+    return Markup('<figure class="chart">{}<div class="lanes">{}<div class="row"><span></span><div class="xs">{}</div>'
+                  '</div></div><p class="x-title">{}</p></figure>').format(
+        _legend([(name, colour, False) for name, colour in lanes.legend.items()]), Markup().join(drawn), xs,
+        lanes.x_title)  # fmt: skip

