@@ -85,6 +85,8 @@ def test_a_file_that_was_replaced_comes_anew(make: Callable[..., HostMirror], th
         ("steps/rank-2.jsonl", 1, True),
         ("spans/rank-1.jsonl", 0, True),
         ("spans/rank-2.jsonl", 0, False),
+        ("profile/rank-1.json", 0, True),
+        ("profile/rank-2.json", 0, False),
         ("logs/b.log", 1, True),
         ("logs/b.3.log", 1, True),
         ("logs/a.log", 0, False),

@@ -53,6 +53,7 @@ def test_to_flags_and_back(spec):
 @pytest.mark.parametrize(
     ("args", "message", "hint"),
     [
+        (["--profile-ranks", "1,x"], "--profile-ranks 1,x: expected ranks such as 0,2; or all", ""),
         (["--stesp", "3"], "--stesp: no such flag", 'did you mean "--steps"?'),
         (["--batch", "0"], "--batch '0': expected a whole number >= 1", ""),
         (["--lr", "-1"], "--lr '-1': expected a number >= 0.0", ""),

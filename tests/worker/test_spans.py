@@ -12,6 +12,7 @@ from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.spans import EVERY, LAST
 from evener.report.clocks import Clocks
+from evener.report.profile import read_profile, read_profiles
 from evener.report.timeline import read_timeline
 from evener.report.trace import write_trace
 from evener.worker.clock import HostClock
@@ -118,6 +119,36 @@ def test_a_rank_that_fails_has_told_its_last_steps(tmp_path, run_script):
         assert [one.step for one in run.spans(rank)][:4] == [0, 1, 2, 3]
     write_trace(run, read_timeline(run), tmp_path / "trace.json")
     traces.read(tmp_path / "trace.json")
+
+
+def test_what_torchs_profiler_records_lies_where_our_marks_say(tmp_path, train):
+    """Its clock is its own: that an optimizer's step lies within our update shows that the two were joined rightly."""
+    run = train(tmp_path / "run", "--steps", "30", "--profile", "2", "--profile-ranks", "1", ranks=2)
+    assert read_profile(run, 0) is None
+    profiles = read_profiles(run)
+    assert profiles[1].joint.steps == [3, 4]
+    timeline = read_timeline(run, most=5, also=[3, 4])
+    assert timeline.shown == [(3, 4), (25, 29)]
+    write_trace(run, timeline, tmp_path / "trace.json", profiles)
+    trace = traces.read(tmp_path / "trace.json")
+    check_sums(run, trace, 2)
+    found = [one for (process, track), slices in trace.slices.items() if track.startswith("torch: ")
+             for one in slices if process == "rank 1"]  # fmt: skip
+    assert not [track for process, track in trace.slices if process == "rank 0" and track.startswith("torch")]
+    steps = [one for one in trace.of("rank 1", "step") if one.name in ("step 3", "step 4")]
+    for step in steps:
+        inside = [one for one in trace.of("rank 1", "step") if step.begin <= one.begin and one.end <= step.end]
+        (update,) = [one for one in inside if one.name == "update"]
+        (forward,) = [one for one in inside if one.name == "forward"]
+        (optimizer,) = [one for one in found if one.name.startswith("Optimizer.step") and step.begin <= one.begin
+                        and one.end <= step.end]  # fmt: skip
+        assert update.begin <= optimizer.begin < optimizer.end <= update.end
+        embeddings = [
+            one for one in found if one.name == "aten::embedding" and forward.begin <= one.begin < forward.end
+        ]
+        assert embeddings
+        assert all(one.end <= forward.end for one in embeddings)
+        assert [one for one in found if one.name == "gloo:all_reduce" and step.begin <= one.begin < step.end]
 
 
 def test_two_ranks_on_one_machine_have_one_clock_by_what_their_collectives_say(tmp_path, train):

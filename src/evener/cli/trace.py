@@ -23,22 +23,26 @@ def trace(
 
     Ranks record it of every 100th step and of the last 20 before a checkpoint or the end. Each rank is a process, with
     its steps and their parts, groups of layers, and each bucket's exchange with its bytes and bandwidth; arrows lead
-    from the rank that came last to those that waited. The predicted step runs beside. Open it at
-    https://ui.perfetto.dev, which reads it in the browser and sends it nowhere.
+    from the rank that came last to those that waited. The predicted step runs beside, and what torch's profiler
+    recorded where the run had --profile. Open it at https://ui.perfetto.dev, which reads it in the browser and sends
+    it nowhere.
     """
     import json
     from pathlib import Path
 
     from evener.cli.terminal import console, say
     from evener.core.rundir import RunDir
+    from evener.report.profile import read_profiles
     from evener.report.timeline import gaps, read_timeline, told_ranges
     from evener.report.trace import told_error, write_trace
 
     rundir = RunDir(run)
     wanted = None if steps is None else _steps(steps)
-    timeline = read_timeline(rundir, wanted, None if wanted else MOST)
+    profiles = read_profiles(rundir)
+    profiled = {step for profile in profiles.values() for step in profile.joint.steps}
+    timeline = read_timeline(rundir, wanted, None if wanted else MOST, profiled)
     path = Path(out) if out is not None else rundir.path / "trace.json"
-    num_events = write_trace(rundir, timeline, path)
+    num_events = write_trace(rundir, timeline, path, profiles)
     missing = gaps(timeline.recorded, timeline.num_steps)
     if as_json:
         print(json.dumps({

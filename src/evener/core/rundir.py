@@ -6,6 +6,7 @@ Whoever can read the directory can watch, report, verify, compare and resume the
     RUN/steps/rank-R.jsonl     one StepRecord a line
     RUN/vitals/HOST.jsonl      Vitals of a host every few seconds
     RUN/spans/rank-R.jsonl     one StepSpans a line: what ran when in the last steps and every hundredth
+    RUN/profile/rank-R.json    what torch's profiler recorded, where --profile asked for it
     RUN/events.jsonl           evaluations, checkpoints, findings, failures: in the order in which they happened
     RUN/plan.json              who does what, where, with which command; see `core/plan.py`
     RUN/logs/HOST.R.log        what rank R printed, each line with its time; HOST.log: what started the ranks there
@@ -165,6 +166,9 @@ class RunDir:
 
     def spans_path(self, rank: int) -> Path:
         return self.path / "spans" / f"rank-{rank}.jsonl"
+
+    def profile_path(self, rank: int) -> Path:
+        return self.path / "profile" / f"rank-{rank}.json"
 
     def log_path(self, host: str, rank: int | None) -> Path:
         """What a rank printed, or, of None, what started the ranks there."""

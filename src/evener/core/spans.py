@@ -17,6 +17,7 @@ Seconds = Annotated[float, Meta(ge=-1e10, le=1e10)]
 
 EVERY = 100  # steps from one that is kept, with its passes, to the next
 LAST = 20  # steps that are kept beside those
+MARK = "evener: clock"
 FORWARD = "forward"  # a lap of compute_s that ends where a backward begins; the others end where one ends
 
 
@@ -53,6 +54,16 @@ class Aside(msgspec.Struct, frozen=True, array_like=True):
     what: str  # evaluation, checkpoint, comparison
     begin_s: Seconds
     end_s: Seconds
+
+
+class Joint(msgspec.Struct, frozen=True, kw_only=True):
+    """In a file of torch's profiler: which of its events is the mark, and when that was."""
+
+    mark: str  # its name, which begins with MARK
+    clock: Seconds  # as in StepSpans
+    at_s: Seconds  # by that clock
+    error_s: float
+    steps: list[int]  # that were profiled
 
 
 class StepSpans(msgspec.Struct, frozen=True, kw_only=True):

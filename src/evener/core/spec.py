@@ -126,6 +126,14 @@ class MachineSpec(Section, frozen=True, kw_only=True):
         bool, Meta(description="start only where a firewall keeps all but the run's hosts from its ports")
     ] = False
     contention: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
+    profile: Annotated[
+        int, Meta(ge=0, le=1000, description="steps that torch's profiler records, for evener trace; they are slower")
+    ] = 0
+    profile_ranks: Annotated[str, Meta(description="ranks that it records: such as 0,2; or all")] = "0"
+
+    def is_profiled(self, rank: int) -> bool:
+        """Does torch's profiler record steps of this rank?"""
+        return self.profile > 0 and (self.profile_ranks == "all" or str(rank) in self.profile_ranks.split(","))
 
     @property
     def are_shares_told(self) -> bool:
@@ -162,6 +170,8 @@ class RunSpec(Section, frozen=True, kw_only=True):
             raise UsageError(f"--min-lr {train.min_lr:g}: greater than --lr {train.lr:g}")
         if train.warmup is not None and train.warmup > train.steps:
             raise UsageError(f"--warmup {train.warmup}: longer than --steps {train.steps}")
+        if machine.profile_ranks != "all" and not re.fullmatch(r"\d+(,\d+)*", machine.profile_ranks):
+            raise UsageError(f"--profile-ranks {machine.profile_ranks}: expected ranks such as 0,2; or all")
         if machine.backend == "nccl" and machine.device == "cpu":
             raise UsageError("--backend nccl: NCCL moves GPU memory only, and --device is cpu", hint="--backend gloo")
 

@@ -252,7 +252,7 @@ class HostMirror:
         if path in OF_RANK_0 and self.plan.agent is not None:  # whoever comes first may be another tomorrow
             return self._folder / path
         ranked = re.fullmatch(
-            rf"(?:steps/rank-|spans/rank-|logs/{host}\.|replicas/rank-)(\d+)\.(?:jsonl|log|safetensors)", path
+            rf"(?:(?:steps|spans|profile|replicas)/rank-|logs/{host}\.)(\d+)\.(?:jsonl?|log|safetensors)", path
         )
         is_ours = (
             first <= int(ranked[1]) < first + self.plan.num_ranks  # else of an earlier start, when that rank was here

@@ -6,7 +6,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -129,8 +129,11 @@ def is_kept(rundir: RunDir) -> bool:
     return any(rundir.spans(rank) for rank in rundir.recorded_ranks())
 
 
-def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None = None) -> Timeline:
-    """Of the steps that are wanted [all], the newest `most`. UsageError where none of them was kept."""
+def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None = None,
+                  also: Collection[int] = ()) -> Timeline:  # fmt: skip
+    """Of the steps that are wanted [all], the newest `most`, and some others also. UsageError where none of them was
+    kept.
+    """
     manifest, ranks = rundir.manifest(), rundir.recorded_ranks()
     spans = {rank: _newest(rundir.spans(rank)) for rank in ranks}
     records = {rank: {(one.step, one.epoch): one for one in rundir.records(rank)} for rank in ranks}
@@ -145,7 +148,8 @@ def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None 
     if wanted is not None and not shown:
         raise UsageError(f"{rundir}: steps {wanted.start}:{wanted.stop} are not recorded",
                          hint=f"recorded are {told_ranges(recorded)}")  # fmt: skip
-    shown = shown[-most:] if most else shown
+    newest = shown[-most:] if most else shown
+    shown = [step for step in shown if step >= newest[0] or step in also]
     clocks = Clocks(spans, {member.rank: member.host for member in manifest.roster.members})
     by_step: dict[int, dict[int, StepSpans]] = {}
     for rank, of_rank in spans.items():

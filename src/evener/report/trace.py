@@ -5,6 +5,7 @@
               layers      of every hundredth step, each group of layers' forward and backward
               bucket N    its exchange, with bytes, algbw and busbw as in nccl-tests
               beside      evaluation, checkpoint, comparison
+              torch       what its profiler recorded, of the steps of which it did
     arrows    from the rank that came last to a collective to those that waited for it
 
 Times are in microseconds. [Trace Event Format, Google 2016]
@@ -26,24 +27,34 @@ from evener.core.step import BLOCKED, StepCost
 from evener.core.units import plural, seconds
 from evener.core.version import __version__
 from evener.report.figures import PART_NAMES
+from evener.report.profile import Profile
 from evener.report.summary import summarize
 from evener.report.timeline import Collective, RankStep, Stretch, Timeline, gaps, told_ranges
 
 PREDICTED = 1_000_000  # the process of what was predicted; ranks are counted from 1
 FIRST_TRACK = 2_000_000  # tracks are counted through all processes, and none has the number of one
-STEP, LAYERS, BUCKET, BESIDE = (0, 0), (1, 0), 2, (3, 0)  # in which order they stand; buckets by their number
+STEP, LAYERS, BUCKET, BESIDE, TORCH = (
+    (0, 0),
+    (1, 0),
+    2,
+    (3, 0),
+    (4, 0),
+)  # in which order they stand; buckets by their number
 NAMES = PART_NAMES | {BLOCKED: "waiting or exposed communication"}
 
 Event = dict[str, Any]
+FEW: Mapping[int, Profile] = {}
 Place = tuple[int, int]
 
 
-def write_trace(rundir: RunDir, timeline: Timeline, path: Path) -> int:
-    """Write it; returns the number of events."""
+def write_trace(rundir: RunDir, timeline: Timeline, path: Path, profiles: Mapping[int, Profile] = FEW) -> int:
+    """Write it, with what torch's profiler recorded of ranks; returns the number of events."""
     summary = summarize(rundir)
     names = {rank: summary.manifest.roster.name_of(rank) for rank in timeline.error_s}
     tracks = _Tracks()
     events = [*_measured(timeline, names, tracks), *_predicted(timeline, summary.predicted, tracks)]
+    for rank, profile in profiles.items():
+        events += _profiled(timeline, rank, profile, tracks)
     events += tracks.names()
     missing = gaps(timeline.recorded, timeline.num_steps)
     content = {
@@ -99,6 +110,7 @@ class _Tracks:
     def __init__(self) -> None:
         self._found: dict[tuple[int, Place, str], int] = {}
         self._taken: dict[int, int] = {}
+        self._open: dict[int, list[int]] = {}  # ends of the slices that the next may lie within
 
     def at(self, pid: int, place: Place, name: str) -> tuple[int, int]:
         """(process, track) of this name."""
@@ -113,12 +125,28 @@ class _Tracks:
         self._taken[at[1]] = end_ns
         return at
 
+    def nest_at(self, pid: int, place: Place, name: str, begin_ns: int, end_ns: int) -> tuple[int, int]:
+        """The same for a slice that may lie within others that have been placed, of which none began later."""
+        at, turn = self.at(pid, place, name), 1
+        while not _nests(self._open.setdefault(at[1], []), begin_ns, end_ns):
+            turn += 1
+            at = self.at(pid, place, f"{name} ({turn})")
+        self._open[at[1]].append(end_ns)
+        return at
+
     def names(self) -> Iterator[Event]:
         """What tells a viewer how they are called, and in which order they are to stand."""
         for order, ((pid, _, name), tid) in enumerate(sorted(self._found.items())):
             of_track = {"ph": "M", "pid": pid, "tid": tid}
             yield of_track | {"name": "thread_name", "args": {"name": name}}
             yield of_track | {"name": "thread_sort_index", "args": {"sort_index": order}}
+
+
+def _nests(ends: list[int], begin_ns: int, end_ns: int) -> bool:
+    """Forget what has ended before, and say whether the rest is all around."""
+    while ends and ends[-1] <= begin_ns:
+        ends.pop()
+    return not ends or end_ns <= ends[-1]
 
 
 def _step(one: RankStep, tracks: _Tracks) -> Iterator[Event]:
@@ -177,6 +205,20 @@ def _not_recorded(before: Stretch, after: Stretch, tracks: _Tracks) -> Iterator[
         begin_ns, end_ns = before.steps[first][rank].end_ns, after.steps[last][rank].begin_ns
         if begin_ns < end_ns:
             yield _slice(name, "not recorded", tracks.at(_pid(rank), STEP, "step"), begin_ns, end_ns)
+
+
+def _profiled(timeline: Timeline, rank: int, profile: Profile, tracks: _Tracks) -> Iterator[Event]:
+    """Of the steps that are shown."""
+    steps = [of_step[rank] for stretch in timeline.stretches for step, of_step in stretch.steps.items()
+             if step in profile.joint.steps and rank in of_step
+             and of_step[rank].spans.clock == profile.joint.clock]  # fmt: skip
+    for one in profile.events if steps else []:
+        begin_ns, end_ns = (
+            steps[0].begin_ns + round(1e9 * (at_s - steps[0].spans.begun_s)) for at_s in (one.begin_s, one.end_s)
+        )
+        if any(step.begin_ns <= begin_ns < step.end_ns for step in steps):
+            at = tracks.nest_at(_pid(rank), TORCH, one.track, begin_ns, end_ns)
+            yield _slice(one.name, one.kind, at, begin_ns, end_ns)
 
 
 # --- what was predicted -----------------------------------------------------------------------------------------------

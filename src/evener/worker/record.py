@@ -259,7 +259,7 @@ class Recorder:
         while self._drafts:
             self._write_line(self._drafts.popleft(), loss=None, exposed_and_wait=(None, None))
         self._file.close()
-        self.spans.flush()
+        self.spans.close()
 
     def _hear(self, left: int) -> bool:
         """Until only so many are on their way."""

@@ -45,6 +45,7 @@ from evener.worker.membership.limits import note_end
 from evener.worker.membership.live import Live
 from evener.worker.membership.worlds import newest_anywhere, wish
 from evener.worker.mistakes import tell_in_words
+from evener.worker.profiler import profiler
 from evener.worker.pulse import begin_pulse
 from evener.worker.record import STOP, Recorder
 from evener.worker.spans import Spans
@@ -285,7 +286,7 @@ class Run:
         remark = self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=one_size)
         sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), trained.module)
         trained.add_state("sync", sync)
-        spans = Spans(self.dir, self.member.rank, self._clock)
+        spans = Spans(self.dir, self.member.rank, self._clock, profiler(self.spec, self.dir, self.member.rank, first))
         keeper = Keeper(self.dir, self.spec, self.group, trained, sync, spans)
         if self.group.is_let_in:
             keeper.restore(self._resume)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from evener.core.runwriter import RunWriter
 from evener.core.spans import EVERY, LAST, Aside, Exchange, Lap, Pass, StepSpans
 from evener.worker.clock import Clock, Laps
+from evener.worker.profiler import Profiler
 from evener.worker.sync import Exchanged
 
 MOST_GROUPS = 8  # of the layers of one list
@@ -39,13 +40,14 @@ class Kept:
     passes: Sequence[tuple[str, bool, Any, Any]]
     asides: list[tuple[str, float, float]] = field(default_factory=list)
     news: list[tuple[float, float]] = field(default_factory=list)
+    is_profiled: bool = False
 
 
 class Spans:
     """Writes `spans/rank-R.jsonl`."""
 
-    def __init__(self, rundir: RunWriter, rank: int, clock: Clock) -> None:
-        self._path, self._clock = rundir.spans_path(rank), clock
+    def __init__(self, rundir: RunWriter, rank: int, clock: Clock, profiler: Profiler | None = None) -> None:
+        self._path, self._clock, self._profiler = rundir.spans_path(rank), clock, profiler
         self._kept: deque[Kept] = deque()
         self._asides: list[tuple[str, float, float]] = []  # since the newest step began
         self._origin = time.time() - time.perf_counter()
@@ -53,14 +55,18 @@ class Spans:
     def begin(self) -> None:
         """A step begins."""
         self._asides = []
+        if self._profiler is not None:
+            self._profiler.begin()
 
     def add(self, step: Kept) -> None:
         """It has ended."""
         step.asides = self._asides
+        if self._profiler is not None:
+            step.is_profiled = self._profiler.end(step.step, self._origin)
         self._kept.append(step)
         if len(self._kept) > LAST:
             oldest = self._kept.popleft()
-            if oldest.step % EVERY == 0:
+            if oldest.step % EVERY == 0 or oldest.is_profiled:
                 self._write([oldest])
 
     def heard(self, step: int, begin: float, end: float) -> None:
@@ -85,6 +91,12 @@ class Spans:
         if kept and self._asides is not kept[-1].asides:  # of a step that was not taken
             kept[-1].asides, self._asides = kept[-1].asides + self._asides, []
         self._write(kept)
+
+    def close(self) -> None:
+        """Nothing follows."""
+        if self._profiler is not None:
+            self._profiler.close(self._origin)
+        self.flush()
 
     def _write(self, steps: Sequence[Kept]) -> None:
         if not steps:

@@ -365,7 +365,7 @@ def _digest_of(path, size=None):
 
 def _files(run):
     found = [path for path in (*WHOLE, "events.jsonl") if os.path.exists(_place(run, path))]
-    for folder in ("steps", "spans", "vitals", "logs", "replicas"):
+    for folder in ("steps", "spans", "vitals", "profile", "logs", "replicas"):
         root = _place(run, folder)
         if os.path.isdir(root):
             found += [folder + "/" + name for name in sorted(os.listdir(root)) if not name.startswith(".")]
