@@ -27,7 +27,7 @@ from evener.core.runwriter import RunWriter
 from evener.core.spans import EVERY
 from evener.core.step import BLOCKED, PARTS, Fidelity, Noise, StepCost, StepRecord, noise_of, split_blocked
 from evener.worker.clock import Clock, Laps
-from evener.worker.spans import Kept, Passes, Spans
+from evener.worker.spans import Group, Kept, Passes, Spans, layer_groups
 from evener.worker.sync import Exchanged
 
 # Wishes, of which the highest counts: another world after the next checkpoint, or after this step; the end.
@@ -139,7 +139,8 @@ class Recorder:
 
     def __init__(self, rundir: RunWriter, rank: int, roster: Roster, clock: Clock, group: Any, spans: Spans) -> None:
         self.clock, self.spans = clock, spans
-        self._watched: Passes | None = None  # layers, in a step in which they are marked
+        self._groups: list[Group] | None = None  # of layers, once they have been looked for
+        self._watched: Passes | None = None  # in a step in which they are marked
         self._passes: list[tuple[str, bool, Any, Any]] = []
         self._enter(roster, rank, group)
         self._skips = roster.members[rank].dtype == "fp16"  # its scaler, steps whose gradients overflow
@@ -202,7 +203,9 @@ class Recorder:
     @contextlib.contextmanager
     def _watching(self, module: nn.Module) -> Iterator[None]:
         self.clock.anchor()
-        with Passes(module, self.clock) as self._watched:
+        if self._groups is None:
+            self._groups = layer_groups(module)
+        with Passes(self._groups, self.clock) as self._watched:
             try:
                 yield
             finally:

@@ -27,6 +27,7 @@ from evener.worker.sync import Exchanged
 
 MOST_GROUPS = 8  # of the layers of one list
 DIGITS = 7  # of seconds: a tenth of a microsecond
+Group = tuple[str, nn.Module, nn.Module]  # of layers: its name, the first and the last of them
 
 
 @dataclass
@@ -138,15 +139,15 @@ class Passes:
     compiled, or computed again in backward, is not marked.
     """
 
-    def __init__(self, module: nn.Module, clock: Clock) -> None:
-        self._module, self._clock = module, clock
+    def __init__(self, groups: Sequence[Group], clock: Clock) -> None:
+        self._groups, self._clock = groups, clock
         self._hooks: list[Any] = []
         self._open: list[tuple[str, Any]] = []  # groups whose forward has begun
         self._backward: tuple[str, Any] | None = None
         self.found: list[tuple[str, bool, Any, Any]] = []
 
     def __enter__(self) -> Passes:
-        for name, first, last in layer_groups(self._module):
+        for name, first, last in self._groups:
             self._hooks.append(first.register_forward_pre_hook(self._begins(name)))
             self._hooks.append(last.register_forward_hook(self._ends(name)))
         return self
@@ -193,8 +194,8 @@ class Passes:
         self._backward = name, mark
 
 
-def layer_groups(module: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
-    """(name, first, last) of a module's parts, of long lists by as many as make MOST_GROUPS; none of what is compiled.
+def layer_groups(module: nn.Module) -> list[Group]:
+    """Those of a module's parts, of long lists by as many as make MOST_GROUPS; none of what is compiled.
 
     >>> [name for name, *_ in layer_groups(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Sequential(nn.ReLU())}))]
     ['a', 'b.0']
@@ -204,7 +205,7 @@ def layer_groups(module: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
     return list(_groups(module, "")) or [(type(module).__name__, module, module)]
 
 
-def _groups(module: nn.Module, within: str) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+def _groups(module: nn.Module, within: str) -> Iterator[Group]:
     children = [(within + name, child) for name, child in module.named_children()]
     size = -(-len(children) // MOST_GROUPS) if isinstance(module, nn.ModuleList | nn.Sequential) else 1
     for begin in range(0, len(children), size or 1):
