@@ -31,7 +31,7 @@ from evener.core.files import digest_of, write_atomic
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan, find_plan, write_plan
 from evener.core.rundir import Checkpoint, RunDir
-from evener.core.spans import Aside, Exchange, Lap, Pass, StepSpans
+from evener.core.spans import Aside, Exchange, Joint, Lap, Pass, StepSpans
 from evener.corpus.verbs import make_verbs
 from evener.corpus.write import prepare
 from evener.hosts.remote import runs as remote_runs
@@ -84,7 +84,7 @@ FLEET_VERBS = [["plan", "--model", "tiny"], ["train", "--data", "data/verbs", "-
 TARGETS: list[tuple[str, list[list[str]]]] = [
     *((f"runs/here/{name}", RUN_VERBS) for name in (
         "manifest.json", "plan.json", "events.jsonl", "steps/rank-0.jsonl", "steps/rank-1.jsonl", "spans/rank-1.jsonl",
-        "tokenizer.json",
+        "profile/rank-1.json", "tokenizer.json",
         "host/state.json", "host/spec.json", "host/lock", "logs/here.0.log", "checkpoints/step-000003/state.json",
         "checkpoints/step-000003/weights.safetensors")),
     *((f"runs/away/{name}", RUN_VERBS) for name in (
@@ -164,6 +164,11 @@ def make_world(folder: Path) -> None:
                            asides=[Aside("checkpoint", 0.2, 0.3)], news=[(0.3, 0.4)])
                  for step in (3, 4, 9)]  # fmt: skip
         write_atomic(alone.spans_path(rank), b"".join(msgspec.json.encode(one) + b"\n" for one in spans))
+    joint = Joint(mark="evener: clock 1", clock=1.8e9, at_s=7.0, error_s=1e-6, steps=[3, 4])
+    profiled = [{"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "thread"}},
+                *({"ph": "X", "name": name, "cat": "cpu_op", "ts": ts, "dur": 9.5, "pid": 1, "tid": 2}
+                  for name, ts in (("evener: clock 1", 5e6), ("aten::mm", 6.01e6), ("aten::mul", 6.02e6)))]  # fmt: skip
+    write_atomic(alone.profile_path(1), msgspec.json.encode({"evener": joint, "traceEvents": profiled}))
     for event, facts in EVENTS.items():
         alone.add_event(event, step=3, **facts)
     shutil.copy(folder / "data" / "verbs" / "tokenizer.json", alone.path)

@@ -108,7 +108,7 @@ def test_clocks_are_joined_and_the_error_is_told(run):
     assert timeline.error_s[1] < 0.05
     told = trace.other["clock error"]
     assert told["a"] == "the same clock"
-    assert told["b"].startswith("at most ")
+    assert told["b"].startswith("off by at most ")
     assert told["b"] in process_of(trace, "b")
 
 
@@ -182,7 +182,7 @@ def test_the_verb(run, monkeypatch):
     assert done.stdout == "run/trace.json\n"
     assert "steps 0, 40-59" in done.stderr
     assert "not recorded: 1-39" in done.stderr
-    assert "clock of b: at most" in done.stderr
+    assert "clock of b: off by at most" in done.stderr
     assert "ui.perfetto.dev" in done.stderr
     done = CliRunner().invoke(app, ["trace", "run", "--steps", "50:52", "--out", "other.json", "--json"])
     told = json.loads(done.stdout)

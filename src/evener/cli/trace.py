@@ -58,7 +58,7 @@ def trace(
     names = rundir.manifest().roster
     for rank, error_s in timeline.error_s.items():
         if error_s != 0:
-            say(screen, f"clock of {names.name_of(rank)}: {told_error(error_s)} off")
+            say(screen, f"clock of {names.name_of(rank)}: {told_error(error_s)}")
     say(screen, "open https://ui.perfetto.dev and drop the file there; it stays in your browser")
     print(path)
     return 0

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir
@@ -20,12 +21,15 @@ from evener.core.stored import read_stored
 NOT_SHOWN = ("Trace", "overhead")  # categories: the whole of it, and what the profiler says of itself
 
 
+Microseconds = Annotated[float, Meta(ge=-1e17, le=1e17)]
+
+
 class _Event(msgspec.Struct, frozen=True):
     ph: str
     name: str = ""
     cat: str = ""
-    ts: float = 0.0  # µs since a moment of its own
-    dur: float = 0.0
+    ts: Microseconds = 0.0  # since a moment of its own
+    dur: Microseconds = 0.0
     pid: int | str = 0
     tid: int | str = 0
     args: dict[str, Any] = {}

@@ -43,17 +43,16 @@ STEP, LAYERS, BUCKET, BESIDE, TORCH = (
 NAMES = PART_NAMES | {BLOCKED: "waiting or exposed communication"}
 
 Event = dict[str, Any]
-FEW: Mapping[int, Profile] = {}
 Place = tuple[int, int]
 
 
-def write_trace(rundir: RunDir, timeline: Timeline, path: Path, profiles: Mapping[int, Profile] = FEW) -> int:
+def write_trace(rundir: RunDir, timeline: Timeline, path: Path, profiles: Mapping[int, Profile] | None = None) -> int:
     """Write it, with what torch's profiler recorded of ranks; returns the number of events."""
     summary = summarize(rundir)
     names = {rank: summary.manifest.roster.name_of(rank) for rank in timeline.error_s}
     tracks = _Tracks()
     events = [*_measured(timeline, names, tracks), *_predicted(timeline, summary.predicted, tracks)]
-    for rank, profile in profiles.items():
+    for rank, profile in (profiles or {}).items():
         events += _profiled(timeline, rank, profile, tracks)
     events += tracks.names()
     missing = gaps(timeline.recorded, timeline.num_steps)
@@ -78,11 +77,11 @@ def told_error(error_s: float | None) -> str:
     """How far a rank's clock may be off, for a person.
 
     >>> told_error(0.0), told_error(0.00025)
-    ('the same clock', 'at most 250 µs')
+    ('the same clock', 'off by at most 250 µs')
     """
     if error_s is None:
-        return "not known: by its host's time of day"
-    return f"at most {seconds(error_s)}" if error_s else "the same clock"
+        return "its host's time of day, nobody knows how far off"
+    return f"off by at most {seconds(error_s)}" if error_s else "the same clock"
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
