@@ -21,14 +21,16 @@ LAYERS = {  # layer: the layers that it may import
     "worker": {"core", "corpus", "plan"},
     "launch": {"core", "hosts", "plan"},
     "report": {"core", "plan"},
+    "watch": {"core", "plan", "report"},
     "lab": {"core", "hosts"},
     "bench": {"core", "plan", "hosts", "launch", "report"},
-    "cli": {"core", "corpus", "plan", "hosts", "launch", "report", "lab", "bench"},  # everything but worker
+    "cli": {"core", "corpus", "plan", "hosts", "launch", "report", "watch", "lab", "bench"},  # all but worker
 }
 PACKAGES = {  # layer: all packages of others that it may import; others name none
     "core": {"msgspec", "tomlkit"},
     "plan": {"msgspec"},
     "hosts": {"msgspec", "yaml"},
+    "watch": {"markupsafe", "msgspec", "numpy", "starlette", "uvicorn"},
 }
 TORCH = {"torch", "safetensors", "accelerate", "transformers"}  # what loads torch
 
@@ -127,7 +129,7 @@ VERBS = sorted(path for path in (SOURCE / "cli").glob("*.py") if path.name not i
 
 @pytest.mark.parametrize("path", VERBS, ids=lambda path: path.name)
 def test_verbs_import_their_layer_when_called(path):
-    heavy = {"numpy", "matplotlib", "rich", "psutil", "tokenizers"}
+    heavy = {"numpy", "matplotlib", "rich", "psutil", "starlette", "tokenizers", "uvicorn"}
     assert not {name.split(".")[0] for name in imports(path, lazy=False)} & heavy
 
 

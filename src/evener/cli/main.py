@@ -28,6 +28,7 @@ from evener.cli import (
     trace,
     train,
     verify,
+    watch,
 )
 from evener.cli.help import App
 from evener.core.errors import EvenerError
@@ -76,6 +77,7 @@ app.command("setup", epilog=setup.EXAMPLES)(setup.setup)
 app.command("launch", epilog=launch.EXAMPLES)(launch.launch)
 app.command("runs", epilog=runs.EXAMPLES)(runs.runs)
 app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
+app.command("watch", epilog=watch.EXAMPLES)(watch.watch)
 app.command("fetch", epilog=fetch.EXAMPLES)(fetch.fetch)
 app.command("stop", epilog=stop.EXAMPLES)(stop.stop)
 app.command("leave", epilog=members.LEAVE_EXAMPLES)(members.leave)

@@ -45,6 +45,7 @@ def runs(
     import msgspec
 
     from evener.cli.terminal import console, say
+    from evener.cli.watching import runs_in
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
     from evener.report import listing
@@ -53,10 +54,8 @@ def runs(
         raise UsageError("--yes, --fewer-than and --older-than are of --prune", hint="evener runs --prune")
     folder, words = _where(words or [])
     listing.in_order([], sort)
-    paths = {path.parent for depth in ("*", "*/*") for name in ("manifest.json", "plan.json")
-             for path in folder.glob(f"{depth}/{name}")}  # fmt: skip
     with ThreadPoolExecutor(max_workers=16) as pool:
-        rows = list(pool.map(_row, [RunDir(path) for path in sorted(paths)]))
+        rows = list(pool.map(_row, [RunDir(path) for path in runs_in(folder)]))
     rows = listing.in_order(listing.found(rows, words), sort)
     if prune:
         return _prune(rows, fewer_than, older_than, yes, as_json)

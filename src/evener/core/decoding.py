@@ -43,6 +43,13 @@ def lines_from_json(lines: Iterable[bytes | str], kind: type[T]) -> list[T]:
         raise msgspec.DecodeError("JSON is nested too deeply") from None
 
 
+def from_msgpack(packed: bytes, kind: type[T]) -> T:
+    """The same of MessagePack."""
+    with _LOCK:
+        decoder = msgspec.msgpack.Decoder(kind)
+    return decoder.decode(packed)
+
+
 def from_toml(text: str) -> dict[str, Any]:
     """The tables of a text; tomllib.TOMLDecodeError says what is wrong with it."""
     try:

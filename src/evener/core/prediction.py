@@ -168,3 +168,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def option(self, name: str) -> Option:
         """The option of that name."""
         return next(option for option in self.options if option.name == name)
+
+    def of(self, roster: Roster) -> Option | None:
+        """What was predicted of a run with this Roster; None where it has other ranks than those it was chosen for."""
+        chosen = next((option for option in self.options if option.name == self.chosen), None)
+        ran = [member.rank for member in roster.members]
+        return chosen if chosen and [member.rank for member in chosen.roster.members] == ran else None

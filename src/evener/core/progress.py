@@ -75,8 +75,7 @@ class Progress:
     @property
     def left_s(self) -> float:
         """Until its last step, or the end of its seconds."""
-        left_s = self._step_s * (self._num_steps - self.done)
-        return left_s if self._max_s is None else min(left_s, max(0.0, self._max_s - self._spent_s))
+        return seconds_left(self._step_s, self._num_steps - self.done, self._max_s, self._spent_s)
 
     @property
     def _busy_s(self) -> float:
@@ -150,3 +149,13 @@ def _pace(host: str, records: Collection[StepRecord]) -> Pace:
         return median([sum(getattr(record.cost, part) or 0.0 for part in parts) for record in records]) or 0.0
 
     return Pace(host, middle("data_s", "compute_s", "optimizer_s"), middle("exposed_sync_s"), middle("wait_s"))
+
+
+def seconds_left(step_s: float, num_steps: int, max_s: float | None, spent_s: float) -> float:
+    """Until so many steps are taken, or the time of a run is over that has spent so much of it.
+
+    >>> seconds_left(2.0, 10, None, 5.0), seconds_left(2.0, 10, 12.0, 5.0)
+    (20.0, 7.0)
+    """
+    left_s = step_s * num_steps
+    return left_s if max_s is None else min(left_s, max(0.0, max_s - spent_s))

@@ -29,6 +29,17 @@ class Line:
     dashed: bool = False
     dots: bool = False
     joined: bool = True
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Band:
+    """From the least to the greatest of what each point of a line stands for."""
+
+    colour: str
+    x: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class Chart:
     x_ticks: list[float] | None = None
     marks: dict[str, float] = field(default_factory=dict)  # levels with a name
     stacked: bool = False
+    bands: list[Band] = field(default_factory=list)  # behind the lines
 
 
 @dataclass(frozen=True)
@@ -173,7 +185,8 @@ def _draw_chart(chart: Chart) -> Markup:
     if chart.stacked:
         drawn = [_draw_area(top, scale) for top in reversed(_stacked(chart.lines))]
     else:
-        drawn = [_draw_line(line, scale) for line in chart.lines]
+        drawn = [_draw_band(band, scale) for band in chart.bands]
+        drawn += [_draw_line(line, scale) for line in chart.lines]
         drawn += [_draw_dots_of(line, scale) for line in chart.lines if line.dots]
     levels = [_draw_mark(name, value, scale) for name, value in chart.marks.items() if value <= scale.y[1]]
     field_ = _field(scale, chart.x_title, drawn, levels, ticks(*scale.y), stacked=chart.stacked)
@@ -195,7 +208,7 @@ def _stacked(lines: Sequence[Line]) -> list[Line]:
 
 
 def _draw_line(line: Line, scale: _Scale) -> Markup:
-    kind = ("line dashed" if line.dashed else "line") if line.joined else "dots"
+    kind = ("line" + " dashed" * line.dashed + " faint" * line.faint) if line.joined else "dots"
     path = scale.path(line)
     return Markup('<path class="{}" stroke="{}" d="{}" data-name="{}"/>').format(kind, line.colour, path, line.name)
 
@@ -206,6 +219,13 @@ def _draw_area(top: Line, scale: _Scale) -> Markup:
         return Markup()
     path = f"{scale.path(top)}V{UNITS}H{scale.at(top.x[0], 0.0)[0]}z"
     return Markup('<path class="area" fill="{}" d="{}" data-name="{}"/>').format(top.colour, path, top.name)
+
+
+def _draw_band(band: Band, scale: _Scale) -> Markup:
+    there = [scale.at(x, y) for x, y in zip(band.x, band.high, strict=True)]
+    back = [scale.at(x, y) for x, y in zip(band.x, band.low, strict=True)]
+    path = "M" + "L".join(f"{x} {y}" for x, y in there + back[::-1]) + "z" if there else ""
+    return Markup('<path class="area band" fill="{}" d="{}"/>').format(band.colour, path)
 
 
 def _draw_dots_of(line: Line, scale: _Scale) -> Markup:

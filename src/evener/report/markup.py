@@ -10,7 +10,7 @@ import importlib.resources
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from evener.core.units import seconds
 from evener.report.chart import Figure, draw
@@ -28,23 +28,25 @@ class Fact:
 def document(template: str, *, title: str, figures: Mapping[str, Figure], **facts: object) -> str:
     """The whole file, with each of `figures` drawn where the template has its name."""
     drawn = {name: draw(figure) for name, figure in figures.items()}
-    given = {"title": title, "figures": drawn, "style": _file("page.css"), "script": _file("page.js")}
-    return _environment().get_template(template).render(**given, **facts)
+    given = {"title": title, "figures": drawn, "style": page_file("page.css"), "script": page_file("page.js")}
+    return environment("evener.report").get_template(template).render(**given, **facts)
 
 
 @functools.cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("evener.report"),
+def environment(*packages: str) -> Environment:
+    """What renders the templates of these packages, of which the first has whatever it has a template for."""
+    made = Environment(
+        loader=ChoiceLoader([PackageLoader(package) for package in packages]),
         autoescape=True,
         undefined=StrictUndefined,  # a name that nobody gave is a bug, and no empty place
         finalize=lambda value: "not measured" if value is None else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": seconds}
-    return environment
+    made.filters |= {"seconds": seconds}
+    return made
 
 
-def _file(name: str) -> str:
+def page_file(name: str) -> str:
+    """The style or the script of all pages."""
     return (importlib.resources.files("evener.report") / "templates" / name).read_text(encoding="utf-8")

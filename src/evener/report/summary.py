@@ -45,11 +45,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def predicted(self) -> Option | None:
         """What was predicted of this run; None where nothing was, or of other ranks than those with which it ended."""
-        if self.prediction is None:
-            return None
-        chosen = next((each for each in self.prediction.options if each.name == self.prediction.chosen), None)
-        ran = [member.rank for member in self.manifest.roster.members]
-        return chosen if chosen and [member.rank for member in chosen.roster.members] == ran else None
+        return None if self.prediction is None else self.prediction.of(self.manifest.roster)
 
     @property
     def cores(self) -> int:

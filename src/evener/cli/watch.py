@@ -1,0 +1,45 @@
+"""evener watch: one page that shows runs as they go on."""
+
+from __future__ import annotations
+
+import typer
+
+EXAMPLES = """
+evener watch runs/mine
+evener watch runs/a runs/b
+"""
+
+
+def watch(
+    run: list[str] | None = typer.Argument(None, help="run directories, or runs' ids [all in runs/]"),
+    host: str = typer.Option("127.0.0.1", metavar="ADDRESS", help="listen on this address: others can then connect"),
+    port: int | None = typer.Option(None, min=1, max=65535, help="listen on this port [7447, or a free one]"),
+) -> int:
+    """Show runs in a browser while they go on: curves, where each step's time goes, what happens, and whether it is
+    well. Ctrl-C ends the page and leaves the runs alone.
+
+    The address that is printed holds a token, without which nothing is answered. With --host others who have it see the
+    runs and can stop them; it travels unencrypted, so keep to a network that you trust.
+    """
+    from evener.cli import watching
+    from evener.cli.fleets import say
+    from evener.watch.guard import user_token
+    from evener.watch.hub import Hub
+    from evener.watch.serve import address, listen, serve
+    from evener.watch.server import Actions
+
+    find = watching.finder(run or [])
+    token, one = user_token(), listen(host, port)
+    shared = host not in ("127.0.0.1", "localhost", "::1")
+    if shared:
+        watching.tell_shared()
+
+    def begin() -> None:
+        print(address(one, host, token), flush=True)
+        say("Ctrl-C ends the page; the runs go on")
+
+    with watching.followers() as follow:
+        hub = Hub(find, on_new=follow)
+        actions = Actions(stop=watching.stop, can=watching.can_act)
+        serve(one, hub, actions, token, watching.names_of(host), begin)
+    return 0

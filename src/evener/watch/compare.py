@@ -1,0 +1,159 @@
+"""What is shown of several runs? All of them in a table, each with its state; some beside each other, their curves over
+one another and what was asked of one otherwise than of another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from evener.core.units import count, seconds
+from evener.report.chart import Chart, Line
+from evener.report.figures import PART_NAMES, SERIES_COLOURS
+from evener.watch import view
+from evener.watch.health import health
+from evener.watch.pages import SIGNS, Pieces, plot, render
+from evener.watch.reader import Reader
+from evener.watch.series import Points, smoothed
+from evener.watch.view import Axis, Plot
+
+MAX_COMPARED = 2 * len(SERIES_COLOURS)  # the second half is dashed
+
+
+def overview_pieces(readers: Mapping[str, Reader], now: float) -> Pieces:
+    """One row a run, the newest first."""
+    rows = [_row(key, reader, now) for key, reader in readers.items()]
+    rows.sort(key=lambda row: -row["began"])
+    return {"runs": render("runs.html", rows=rows)}
+
+
+def _row(key: str, reader: Reader, now: float) -> dict[str, Any]:
+    manifest, found, rate = reader.manifest, health(reader, now), view.tokens_per_s(reader)
+    last, vals = reader.curves.last, view.validation(reader)
+    began = manifest.started if manifest else next((float(event["time"]) for event in reader.events), now)
+    return {
+        "key": key,
+        "health": found,
+        "sign": SIGNS[found.mark],
+        "began": began,
+        "begun": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
+        "steps": f"{reader.curves.done:,}" + (f" of {manifest.spec.train.steps:,}" if manifest else ""),
+        "loss": "–" if last is None or last.loss is None else f"{last.loss:.4f}",
+        "val_loss": f"{min(vals.means):.4f}" if len(vals) else "–",
+        "rate": "–" if rate is None else count(rate),
+        "left": seconds(view.left_s(reader)) if not found.is_over and last is not None else "–",
+        "hosts": ", ".join(manifest.roster.hosts) if manifest else "",
+    }
+
+
+def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Pieces:
+    """Curves, figures, and what was asked differently."""
+    shown = dict(list(readers.items())[:MAX_COMPARED])
+    return {
+        "loss": plot("loss", _over(shown, axis, "loss, smoothed", lambda reader: _smooth(reader, "loss"))),
+        "validation": plot("validation", _over(shown, axis, "validation loss", view.validation)),
+        "speed": plot("speed", _over(shown, axis, "tokens/s, smoothed", _speed, from_zero=True)),
+        "figures": render("table.html", head=FIGURES, rows=[_figures(*one, now) for one in shown.items()]),
+        "parts": render("table.html", head=["", *PART_NAMES.values(), "sum"],
+                        rows=[_parts(*one) for one in shown.items()]),
+        "differences": _differences(shown),
+    }  # fmt: skip
+
+
+def _smooth(reader: Reader, name: str) -> Points:
+    points = reader.curves.shared[name].points()
+    means = smoothed(points.means, max(2.0, view.SMOOTH * len(points)))
+    return Points(points.steps, means, points.lows, points.highs)
+
+
+def _speed(reader: Reader) -> Points:
+    points, tokens = _smooth(reader, "wall_s"), view.tokens_per_step(reader)
+    rates = [tokens / wall_s for wall_s in points.means] if tokens else []
+    return Points(points.steps if rates else [], rates, rates, rates)
+
+
+def _over(readers: Mapping[str, Reader], axis: str, title: str, curve: Callable[[Reader], Points], *,
+          from_zero: bool = False) -> Plot | None:  # fmt: skip
+    """A line a run."""
+    lines, rows, title_x = [], [], "step"
+    for i, (key, reader) in enumerate(readers.items()):
+        points, over = curve(reader), Axis(reader, axis)
+        if not len(points):
+            continue
+        title_x = over.title
+        lines.append(Line(key, SERIES_COLOURS[i % len(SERIES_COLOURS)], over.of(points.steps), points.means,
+                          dashed=i >= len(SERIES_COLOURS)))  # fmt: skip
+        told = count if from_zero else "{:.4f}".format
+        rows.append([key, f"{points.steps[-1] + 1:,}", told(points.means[-1]), told(min(points.means)),
+                     told(max(points.means))])  # fmt: skip
+    if not lines:
+        return None
+    high = 1.15 * max(max(line.y) for line in lines)
+    chart = Chart(lines, title_x, title, y_range=(0.0, high) if from_zero else None)
+    return Plot(chart, ["run", "after step", "newest", "least", "greatest"], rows)
+
+
+FIGURES = ["run", "state", "steps", "loss", "best validation loss", "tokens/s", "step", "communication", "processes",
+           "hosts", "agree by", "took"]  # fmt: skip
+
+
+def _figures(key: str, reader: Reader, now: float) -> list[str]:
+    manifest, vals, last = reader.manifest, view.validation(reader), reader.curves.last
+    share, rate, walls_s = view.communication(reader), view.tokens_per_s(reader), reader.curves.shared["wall_s"].sums
+    return [
+        key,
+        health(reader, now).word,
+        f"{reader.curves.done:,}",
+        "–" if last is None or last.loss is None else f"{last.loss:.4f}",
+        f"{min(vals.means):.4f}" if len(vals) else "–",
+        "–" if rate is None else count(rate),
+        seconds(view.recent_step_s(reader)),
+        "–" if share is None else f"{share:.0%}",
+        str(manifest.world_size) if manifest else "–",
+        ", ".join(manifest.roster.hosts) if manifest else "–",
+        str(manifest.roster.sync) if manifest else "–",
+        seconds(sum(walls_s)) if walls_s else "–",
+    ]
+
+
+def _parts(key: str, reader: Reader) -> list[str]:
+    """The rank that computes longest, for which the others wait: its newest steps."""
+    costs = [reader.curves.now(rank, view.RECENT) for rank in reader.curves.newest]
+    if not costs:
+        return [key, *("–" for _ in PART_NAMES), "–"]
+    cost = max(costs, key=lambda one: one.compute_s or 0.0)
+    return [key, *(seconds(getattr(cost, part)) for part in PART_NAMES), seconds(cost.total_s)]
+
+
+def _differences(readers: Mapping[str, Reader]) -> str:
+    """What was asked of them, where it is not the same."""
+    asked = {key: _leaves(msgspec.to_builtins(reader.manifest.spec)) | _hosts(reader)
+             for key, reader in readers.items() if reader.manifest is not None}  # fmt: skip
+    names = dict.fromkeys(name for leaves in asked.values() for name in leaves)
+    rows = []
+    for name in names:
+        values = [leaves.get(name, "–") for leaves in asked.values()]
+        if name != "--out" and len(set(values)) > 1:
+            rows.append([name, *values])
+    if len(asked) < 2:
+        return ""
+    return render("table.html", head=["", *asked], rows=rows or [["all was asked alike", *("" for _ in asked)]])
+
+
+def _hosts(reader: Reader) -> dict[str, str]:
+    roster = reader.manifest.roster if reader.manifest else None
+    return {"hosts": ", ".join(roster.hosts), "arithmetic": roster.dtypes} if roster else {}
+
+
+def _leaves(tree: Mapping[str, Any]) -> dict[str, str]:
+    """The flags of a spec, as they are typed."""
+    found: dict[str, str] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= _leaves(value)
+        else:
+            found["--" + name.replace("_", "-")] = "default" if value is None else str(value)
+    return found

@@ -1,0 +1,410 @@
+"""What is shown of one run while it goes on: figures and words, made anew from what its Reader knows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evener.core.machine import Machine
+from evener.core.progress import seconds_left
+from evener.core.rundir import Manifest
+from evener.core.step import StepCost
+from evener.core.units import count, median, percentile, plural, seconds, size
+from evener.report.chart import Band, Chart, Line
+from evener.report.events import Told, tell
+from evener.report.figures import PART_COLOURS, PART_NAMES, SERIES_COLOURS
+from evener.report.markup import Fact
+from evener.report.predicted import percent
+from evener.watch.health import Health, predicted
+from evener.watch.reader import Reader
+from evener.watch.series import Points, smoothed
+
+RECENT = 20  # steps over which rates are taken
+MAX_EVENTS = 100
+MAX_STRIPS = 16
+SMOOTH = 0.02  # of a curve: span of the smoothed line
+TABLE_ROWS = 10
+AXES = {"step": "step", "tokens": "tokens", "time": "time in steps"}
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A rank's newest steps, part by part."""
+
+    name: str
+    now: StepCost  # their mean
+    steps: list[tuple[int, StepCost]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A chart, and the figures that it is drawn from."""
+
+    chart: Chart
+    head: list[str]
+    rows: list[list[str]]
+    remark: str = ""
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def tokens_per_step(reader: Reader) -> float | None:
+    """Of the global batch."""
+    manifest = reader.manifest
+    if manifest is not None and manifest.shape is not None:
+        return float(manifest.spec.train.batch * manifest.shape.block_size)
+    last = reader.curves.last
+    if last is None:
+        return None
+    newest = [records[-1] for records in reader.curves.newest.values() if records]
+    return sum(record.tokens for record in newest if record.step >= last.step - 1) or None
+
+
+def recent_step_s(reader: Reader) -> float | None:
+    """A step of the newest ones: their median; where one of them costs what the others do not, their mean."""
+    manifest = reader.manifest
+    every = manifest.roster.sync.every if manifest else 1
+    walls_s = [record.wall_s for record in reader.curves.leader][-max(RECENT, every) :]
+    return sum(walls_s) / len(walls_s) if every > 1 and walls_s else median(walls_s)
+
+
+def tokens_per_s(reader: Reader) -> float | None:
+    """Of the newest steps."""
+    tokens, step_s = tokens_per_step(reader), recent_step_s(reader)
+    return tokens / step_s if tokens and step_s else None
+
+
+def communication(reader: Reader) -> float | None:
+    """Share of the newest steps, on average over ranks, in which they exchanged or waited."""
+    costs = [record.cost for records in reader.curves.newest.values() for record in list(records)[-RECENT:]]
+    total_s = sum(cost.total_s for cost in costs)
+    if len(reader.curves.newest) < 2 or not total_s:
+        return None
+    return sum((cost.exposed_sync_s or 0.0) + (cost.wait_s or 0.0) for cost in costs) / total_s
+
+
+def left_s(reader: Reader) -> float | None:
+    """Until the run is over."""
+    manifest, last, step_s = reader.manifest, reader.curves.last, recent_step_s(reader)
+    if manifest is None or last is None or step_s is None:
+        return None
+    began = [float(event["time"]) for event in reader.events if event.get("event") == "start"]
+    spent_s = last.ended - (began[-1] if began else manifest.started)
+    train = manifest.spec.train
+    return seconds_left(step_s, train.steps - reader.curves.done, train.max_s, spent_s)
+
+
+def validation(reader: Reader) -> Points:
+    """Losses of the validation split, each step's newest, as far as these steps still count."""
+    found: dict[int, float] = {}
+    for event in reader.events:
+        step, loss = event.get("step"), event.get("val_loss")
+        if event.get("event") == "start" and isinstance(step, int):
+            found = {known: value for known, value in found.items() if known <= step}
+        if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(loss, float):
+            found[step] = loss
+    steps = sorted(found)
+    every = -(-len(steps) // 512) or 1
+    steps = [step for i, step in enumerate(steps) if i % every == 0 or i == len(steps) - 1]
+    losses = [found[step] for step in steps]
+    return Points([step - 1 for step in steps], losses, losses, losses)
+
+
+def progress(reader: Reader) -> float:
+    """Share of the run that is over."""
+    manifest, last = reader.manifest, reader.curves.last
+    if manifest is None or last is None:
+        return 0.0
+    remaining_s = left_s(reader)
+    spent_s = sum(reader.curves.shared["wall_s"].sums)
+    by_steps = reader.curves.done / manifest.spec.train.steps
+    if manifest.spec.train.max_s is None or remaining_s is None:
+        return min(1.0, by_steps)
+    return min(1.0, max(by_steps, spent_s / (spent_s + remaining_s) if spent_s else 0.0))
+
+
+def facts(reader: Reader, health: Health) -> list[Fact]:
+    """The large figures."""
+    manifest, option = reader.manifest, predicted(reader)
+    if manifest is None:
+        return []
+    losses, vals = reader.curves.shared["loss"].points().means, validation(reader)
+    loss = reader.curves.last.loss if reader.curves.last else None
+    if loss is None and losses:
+        loss = losses[-1]
+    rate, step_s, share, remaining_s = (
+        tokens_per_s(reader),
+        recent_step_s(reader),
+        communication(reader),
+        left_s(reader),
+    )
+    at = f"after step {vals.steps[-1] + 1:,}; best {min(vals.means):.4f}" if len(vals) else ""
+    shown = [
+        Fact("loss", None if loss is None else f"{loss:.4f}", f"after {plural(reader.curves.done, 'step')}"),
+        Fact("validation loss", f"{vals.means[-1]:.4f}" if len(vals) else None, at),
+        Fact("tokens/s", None if rate is None else count(rate), _beside(rate, option.tokens_per_s, count) if option
+             else "not predicted"),
+        Fact("step", None if step_s is None else seconds(step_s), _beside(step_s, option.step_s, seconds) if option
+             else ""),
+        Fact("communication", None if share is None else f"{share:.0%}", "of the newest steps, waiting included"),
+    ]  # fmt: skip
+    if health.is_over:
+        took = None if manifest.ended is None else seconds(manifest.ended - manifest.started)
+        shown.append(Fact("took", took, _bytes_sent(reader)))
+    else:
+        shown.append(Fact("left", None if remaining_s is None else seconds(remaining_s), _bytes_sent(reader)))
+    return shown if manifest.world_size > 1 else [fact for fact in shown if fact.name != "communication"]
+
+
+def _beside(measured: float | None, expected: float, told: Callable[[float], str]) -> str:
+    return f"predicted {told(expected)}" + ("" if measured is None else f", {percent(measured / expected - 1)}")
+
+
+def _bytes_sent(reader: Reader) -> str:
+    last = reader.curves.last
+    return f"a rank sends {size(last.bytes)} a step" if last is not None and last.bytes else ""
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+class Axis:
+    """What a curve is drawn over."""
+
+    def __init__(self, reader: Reader, kind: str) -> None:
+        tokens = tokens_per_step(reader)
+        self.title, self._factor, self._times = "step", 1.0, None
+        if kind == "tokens" and tokens:
+            self.title, self._factor = "tokens", tokens
+        if kind == "time":
+            series = reader.curves.shared["wall_s"]
+            steps, spent_s = series.points().steps, np.cumsum(series.sums)
+            if len(steps):
+                unit, factor = ("hours", 3600.0) if spent_s[-1] > 7200 else ("minutes", 60.0)
+                if spent_s[-1] < 120:
+                    unit, factor = "seconds", 1.0
+                self.title = f"{unit} in steps"
+                self._times = np.array([-1, *steps]), np.array([0.0, *(spent_s / factor)])
+
+    def of(self, steps: Sequence[int]) -> list[float]:
+        """Where steps, from 0, are on it: behind them."""
+        if self._times is not None:
+            return [float(at) for at in np.interp(steps, *self._times)]
+        return [self._factor * (step + 1) for step in steps]
+
+
+def loss(reader: Reader, kind: str = "step") -> Plot | None:
+    """As it was in each step, smoothed, and of the validation split."""
+    points, vals, axis = reader.curves.shared["loss"].points(), validation(reader), Axis(reader, kind)
+    if not len(points) and not len(vals):
+        return None
+    smooth, lines, bands = smoothed(points.means, _span(points)), list[Line](), list[Band]()
+    if len(points):
+        bands, lines = _raw(points, axis, SERIES_COLOURS[0], "each step", reader.curves.shared["loss"].width)
+        lines.append(Line("training, smoothed", SERIES_COLOURS[0], axis.of(points.steps), smooth))
+    if len(vals):
+        lines.append(Line("validation", SERIES_COLOURS[1], axis.of(vals.steps), vals.means, dots=len(vals) < 40))
+    rows = [[f"{step + 1:,}", f"{points.means[i]:.4f}", f"{points.lows[i]:.4f}", f"{points.highs[i]:.4f}"]
+            for i, step in _some(points.steps)]  # fmt: skip
+    rows_of_vals = [[f"{step + 1:,}", f"{vals.means[i]:.4f}", "", ""] for i, step in _some(vals.steps)]
+    remark = _each(reader.curves.shared["loss"].width)
+    return Plot(Chart(lines, axis.title, "loss", bands=bands), ["after step", "loss", "least", "greatest"],
+                rows + [[f"validation, {cells[0]}", *cells[1:]] for cells in rows_of_vals], remark)  # fmt: skip
+
+
+def speed(reader: Reader, kind: str = "step") -> Plot | None:
+    """Tokens/s of every step, and what was predicted."""
+    points, tokens, axis = reader.curves.shared["wall_s"].points(), tokens_per_step(reader), Axis(reader, kind)
+    if not len(points) or not tokens:
+        return None
+    rates = [tokens / wall_s for wall_s in points.means]
+    lows, highs = ([tokens / wall_s for wall_s in walls_s] for walls_s in (points.highs, points.lows))
+    colour, width = SERIES_COLOURS[2], reader.curves.shared["wall_s"].width
+    raw = Points(points.steps, rates, lows, highs)
+    bands, lines = _raw(raw, axis, colour, "each step", width)
+    smooth = [tokens / wall_s for wall_s in smoothed(points.means, _span(points))]
+    lines.append(Line("smoothed", colour, axis.of(points.steps), smooth))
+    option = predicted(reader)
+    high = 1.25 * max(percentile(rates, 0.98), option.tokens_per_s if option else 0.0)
+    marks = {f"predicted {count(option.tokens_per_s)}": option.tokens_per_s} if option else {}
+    rows = [[f"{step + 1:,}", count(rates[i]), count(lows[i]), count(highs[i])] for i, step in _some(points.steps)]
+    chart = Chart(lines, axis.title, "tokens/s", y_range=(0.0, high), marks=marks, bands=bands)
+    return Plot(chart, ["after step", "tokens/s", "least", "greatest"], rows)
+
+
+def curve(reader: Reader, name: str, title: str, colour: str, kind: str, told: str = "{:.4g}") -> Plot | None:
+    """One of what all ranks know alike."""
+    series, axis = reader.curves.shared[name], Axis(reader, kind)
+    points = series.points()
+    if not len(points):
+        return None
+    bands = _raw(points, axis, colour, title, series.width)[0]
+    lines = [Line(title, colour, axis.of(points.steps), points.means)]
+    rows = [[f"{step + 1:,}", told.format(points.means[i])] for i, step in _some(points.steps)]
+    return Plot(Chart(lines, axis.title, title, bands=bands), ["after step", title], rows)
+
+
+def noise(reader: Reader, kind: str = "step") -> Plot | None:
+    """The gradient noise scale beside the batch."""
+    points, axis, tokens = reader.curves.noise(), Axis(reader, kind), tokens_per_step(reader)
+    if points is None or not tokens:
+        return None
+    lines = [Line("noise scale", SERIES_COLOURS[4], axis.of(points.steps), points.means)]
+    high = 1.15 * max(tokens, percentile(points.means, 0.95))
+    chart = Chart(
+        lines, axis.title, "gradient noise scale, tokens", (0.0, high), marks={f"batch {count(tokens)}": tokens}
+    )
+    rows = [[f"{step + 1:,}", count(points.means[i])] for i, step in _some(points.steps)]
+    return Plot(chart, ["after step", "tokens"], rows,
+                "Larger batches make steps better nearly in proportion up to about so many tokens.")  # fmt: skip
+
+
+def parts(reader: Reader, kind: str = "step") -> Plot | None:
+    """Where the time of the steps went: the mean of all ranks, over the whole run."""
+    axis, lines, found = Axis(reader, kind), list[Line](), dict[str, dict[int, float]]()
+    width = max((one.width for of_rank in reader.curves.parts.values() for one in of_rank.values()), default=1)
+    for part in PART_NAMES:
+        of_bucket: dict[int, tuple[int, list[float]]] = {}  # ranks that came later have narrower ones
+        for of_rank in reader.curves.parts.values():
+            points = of_rank[part].points()
+            for step, mean in zip(points.steps, points.means, strict=True):
+                last, values = of_bucket.get(step // width, (0, []))
+                of_bucket[step // width] = max(last, step), [*values, mean]
+        found[part] = {step: sum(values) / len(values) for step, values in of_bucket.values()}
+    steps = sorted(set(itertools.chain(*found.values())))
+    if not steps:
+        return None
+    totals = [sum(of_part.get(step, 0.0) for of_part in found.values()) for step in steps]
+    unit, factor = ("s", 1.0) if percentile(totals, 0.98) >= 2 else ("ms", 1e3)
+    for part, of_part in found.items():
+        if any(of_part.values()):
+            values = [factor * value for value in of_part.values()]
+            lines.append(Line(PART_NAMES[part], PART_COLOURS[part], axis.of(list(of_part)), values))
+    high = factor * min(1.05 * max(totals), 1.25 * percentile(totals, 0.98))
+    rows = [[f"{step + 1:,}", *(seconds(found[part].get(step)) for part in PART_NAMES)] for _, step in _some(steps)]
+    return Plot(Chart(lines, axis.title, f"{unit} of a step, mean of all ranks", (0.0, high or 1.0), stacked=True),
+                ["after step", *PART_NAMES.values()], rows)  # fmt: skip
+
+
+def _raw(points: Points, axis: Axis, colour: str, name: str, width: int) -> tuple[list[Band], list[Line]]:
+    """What a smoothed line hides: each step, or from the least to the greatest of many."""
+    xs = axis.of(points.steps)
+    if width > 1:
+        return [Band(colour, xs, points.lows, points.highs)], []
+    return [], [Line(name, colour, xs, points.means, faint=True)]
+
+
+def _span(points: Points) -> float:
+    return max(2.0, SMOOTH * len(points))
+
+
+def _each(width: int) -> str:
+    return f"Each point stands for {width} steps; the band reaches from the least to the greatest." if width > 1 else ""
+
+
+def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """(index, step) of a few that are spread over all, the first and the last among them.
+
+    >>> _some([5, 6, 7])
+    [(0, 5), (1, 6), (2, 7)]
+    """
+    num = min(TABLE_ROWS, len(steps))
+    chosen = sorted({round(i * (len(steps) - 1) / max(1, num - 1)) for i in range(num)})
+    return [(i, steps[i]) for i in chosen]
+
+
+# --- who does what ----------------------------------------------------------------------------------------------------
+
+
+def strips(reader: Reader) -> list[Strip]:
+    """Of each rank, of many the first ones: its newest steps."""
+    manifest = reader.manifest
+    return [
+        Strip(manifest.roster.name_of(rank) if manifest else f"rank {rank}", reader.curves.now(rank, RECENT),
+              [(record.step, record.cost) for record in records])
+        for rank, records in sorted(reader.curves.newest.items())[:MAX_STRIPS]
+        if records
+    ]  # fmt: skip
+
+
+HOST_HEAD = ["host", "ranks", "share", "arithmetic", "computes", "machine", ""]
+
+
+def hosts(reader: Reader) -> list[list[str]]:
+    """Who takes part, with what share of each batch."""
+    manifest = reader.manifest
+    if manifest is None:
+        return []
+    shares, there = _shares(reader, manifest), _there(reader, manifest)
+    machines = {machine.host: machine for machine in manifest.hosts}
+    rows = []
+    for host in dict.fromkeys([*manifest.roster.hosts, *there]):
+        members = [(i, member) for i, member in enumerate(manifest.roster.members) if member.host == host]
+        share = sum(shares[i] for i, _ in members if i < len(shares))
+        computes = [cost.compute_s for _, member in members if member.rank in reader.curves.newest
+                    and (cost := reader.curves.now(member.rank, RECENT)).compute_s is not None]  # fmt: skip
+        machine = machines.get(host)
+        rows.append([
+            host,
+            ", ".join(str(member.rank) for _, member in members),
+            f"{share:g} of {manifest.roster.batch}" if members else "",
+            ", ".join(dict.fromkeys(member.dtype for _, member in members)),
+            seconds(max(computes)) if computes else "not measured",
+            f"{machine.cpu}, {plural(machine.cores, 'core')}, {_memory(machine)}" if machine else "",
+            "takes part" if host in there else "is away",
+        ])  # fmt: skip
+    return rows
+
+
+def _memory(machine: Machine) -> str:
+    return "memory not measured" if machine.memory_bytes is None else size(machine.memory_bytes)
+
+
+def _shares(reader: Reader, manifest: Manifest) -> list[float]:
+    """Sequences of a step by place in the Roster: those of the newest division since the ranks are these."""
+    for event in reversed(reader.events):
+        told = event.get("shares")
+        if event.get("event") == "rebalanced" and isinstance(told, list) and len(told) == manifest.world_size:
+            return [float(share) for share in told if isinstance(share, int | float)]
+        if event.get("event") in ("start", "world", "rechosen"):
+            break
+    return manifest.roster.mean_shares
+
+
+def _there(reader: Reader, manifest: Manifest) -> list[str]:
+    """Hosts of the newest world; of a run that lives on one Roster alone, all."""
+    for event in reversed(reader.events):
+        if event.get("event") == "world" and isinstance(event.get("hosts"), list):
+            return [str(host) for host in event["hosts"]]
+        if event.get("event") == "start":
+            break
+    return manifest.roster.hosts
+
+
+def events(reader: Reader) -> list[Told]:
+    """The newest, newest first."""
+    manifest = reader.manifest
+    if manifest is None:
+        return [Told(None, str(event["event"]), str(event.get("error") or event.get("what") or ""),
+                     str(event.get("hint") or ""), is_bad=event["event"] == "failure")
+                for event in reversed(reader.events[-MAX_EVENTS:])]  # fmt: skip
+    return [tell(event, manifest) for event in reversed(reader.events[-MAX_EVENTS:])]
+
+
+def what(reader: Reader) -> list[str]:
+    """What is trained, on what, how."""
+    manifest = reader.manifest
+    if manifest is None:
+        return []
+    roster = manifest.roster
+    return [
+        f"{manifest.spec.model.model if manifest.shape else 'own model'} ({count(manifest.num_params)} parameters)",
+        manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
+        f"{plural(manifest.world_size, 'process')} on {', '.join(roster.hosts)}",
+        *([f"--sync {roster.sync}"] if manifest.world_size > 1 else []),
+        roster.dtypes,
+    ]

@@ -1,0 +1,223 @@
+"""A curve of any length stays as small as it was, and forgets nothing that a person would look for in it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.core.rundir import RunDir
+from evener.core.step import Noise, StepCost, StepRecord
+from evener.watch import view
+from evener.watch.curves import Curves
+from evener.watch.reader import KEPT, Reader
+from evener.watch.series import POINTS, Series, smoothed
+
+COST = {"data_s": 0.001, "compute_s": 0.1, "exposed_sync_s": 0.02, "wait_s": 0.003, "optimizer_s": 0.004}
+
+
+def record(step: int, **other) -> StepRecord:
+    cost = StepCost(**COST)
+    given = {"step": step, "epoch": 0, "tokens": 512, "loss": 3.0 / (step + 1), "wall_s": cost.total_s, "cost": cost,
+             "sync_s": 0.03, "cpu_s": 0.1, "bytes": 1000, "members": 2, "lr": 1e-3, "grad_norm": 1.0,
+             "ended": 1e9 + 0.128 * step} | other  # fmt: skip
+    return StepRecord(**given)
+
+
+def test_a_peak_of_one_step_is_seen_after_a_million():
+    series, rng = Series(), np.random.default_rng(1)
+    values = rng.normal(2.0, 0.1, 1_000_000)
+    values[123_456], values[777_777] = 40.0, -40.0
+    for first in range(0, len(values), 100_000):
+        series.add(np.arange(first, first + 100_000), values[first : first + 100_000])
+    points = series.points()
+    assert len(points) <= POINTS
+    assert max(points.highs) == 40.0
+    assert min(points.lows) == -40.0
+    at = points.highs.index(40.0)
+    assert points.steps[at - 1] < 123_456 <= points.steps[at]
+    assert series.mean == pytest.approx(values.mean(), rel=1e-12)  # numpy's
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=90), st.integers(1, 30))
+def test_a_series_is_what_numpy_says_of_its_buckets(values, piece):
+    """However they come, and with what was not measured left out."""
+    series = Series(size=8)
+    for first in range(0, len(values), piece):
+        part = np.array(values[first : first + piece])
+        series.add(np.arange(first, first + len(part)), part)
+    points, width = series.points(), series.width
+    expected = [np.array([value for value in values[at : at + width] if value == value])
+                for at in range(0, len(values), width)]  # fmt: skip
+    expected = [bucket for bucket in expected if len(bucket)]
+    assert points.means == pytest.approx([bucket.mean() for bucket in expected], rel=1e-9, abs=1e-6)
+    assert points.lows == [bucket.min() for bucket in expected]
+    assert points.highs == [bucket.max() for bucket in expected]
+    assert all(step % width == width - 1 for step in points.steps[:-1])
+
+
+def test_steps_that_are_taken_again_count_once():
+    series = Series(size=8)
+    series.add(np.arange(8), np.full(8, 9.0))
+    series.forget_from(3)
+    series.add(np.arange(3, 6), np.full(3, 1.0))
+    assert series.points().means == [9.0, 9.0, 9.0, 1.0, 1.0, 1.0]
+    assert series.points().steps == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_was_smoothed_is_the_weighted_mean_by_definition():
+    """Σ w_i x_i / Σ w_i with w_i = exp(-(n - i) / span), written out."""
+    rng = random.Random(3)
+    values, span = [rng.random() for _ in range(20)], 4.0
+    for n, found in enumerate(smoothed(values, span)):
+        weights = np.exp(-np.arange(n, -1, -1) / span)
+        assert found == pytest.approx(float(np.average(values[: n + 1], weights=weights)))
+
+
+def test_ranks_tell_what_all_know_alike_once():
+    """Rank 1 goes on where rank 0 is gone, and each step counts once."""
+    curves = Curves()
+    curves.add(0, [record(step, loss=1.0) for step in range(10)])
+    curves.add(1, [record(step, loss=2.0) for step in range(15)])
+    assert curves.done == 15
+    assert curves.shared["loss"].points().means == [1.0] * 10 + [2.0] * 5
+    assert [len(curves.newest[rank]) for rank in (0, 1)] == [10, 15]
+
+
+def test_all_go_back_to_a_checkpoint():
+    curves = Curves()
+    again = [record(step, loss=1.0) for step in range(10)] + [record(step, loss=5.0) for step in range(4, 8)]
+    curves.add(0, again)
+    assert curves.done == 8
+    assert curves.shared["loss"].points().means == [1.0] * 4 + [5.0] * 4
+    assert [one.step for one in curves.newest[0]] == list(range(8))
+
+
+def test_the_noise_scale_is_the_one_that_was_put_in():
+    """Of |G|² = 0.5 and trΣ = 500 the scale is 1000 tokens, whatever the noise of each."""
+    rng, curves = random.Random(5), Curves()
+    curves.add(0, [record(step, noise=Noise(norm_sq=rng.gauss(0.5, 0.2), trace=rng.gauss(500.0, 200.0)))
+                   for step in range(400)])  # fmt: skip
+    points = curves.noise()
+    assert points.means[-1] == pytest.approx(1000.0, rel=0.15)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def lines(first: int, last: int, **other) -> bytes:
+    return b"".join(msgspec.json.encode(record(step, **other)) + b"\n" for step in range(first, last))
+
+
+def append(path: Path, text: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(text)
+
+
+def read_all(reader: Reader) -> Reader:
+    while reader.look(0.1):
+        pass
+    return reader
+
+
+def test_a_run_is_read_as_it_grows(tmp_path, write_run):
+    run = write_run(tmp_path / "run", [{}, {}], verdict="running", evaluations={10: 2.0})
+    reader = read_all(Reader(RunDir(run.path)))
+    assert reader.curves.done == 20
+    version = reader.version
+    assert not reader.look(0.1)
+    assert reader.version == version, "nothing is new"
+    half = lines(20, 22)
+    append(run.steps_path(0), half[:-30])
+    read_all(reader)
+    assert reader.curves.done == 21, "a half line waits"
+    append(run.steps_path(0), half[-30:])
+    run.add_event("evaluation", step=20, val_loss=1.5)
+    read_all(reader)
+    assert reader.curves.done == 22
+    assert view.validation(reader).means == [2.0, 1.5]
+    assert reader.version > version
+
+
+def test_a_start_that_goes_on_replaces_what_it_takes_again(tmp_path, write_run):
+    run = write_run(tmp_path / "run", [{}], verdict="running", losses=lambda step: 1.0)
+    reader = read_all(Reader(RunDir(run.path)))
+    run.keep_records_before(0, 12)
+    append(run.steps_path(0), lines(12, 15, loss=7.0))
+    read_all(reader)
+    assert reader.curves.shared["loss"].points().means == [1.0] * 12 + [7.0] * 3
+
+
+def test_damaged_lines_are_passed_over(tmp_path, write_run):
+    run = write_run(tmp_path / "run", [{}])
+    append(run.steps_path(0), b'{"step": 20, "epo\n\xff\xfe\n' + b"[" * 3_000_000 + b"\n" + lines(20, 21))
+    append(run.events_path, b"{damaged\n")
+    assert read_all(Reader(RunDir(run.path))).curves.done == 21
+
+
+@pytest.fixture
+def kept(tmp_path, write_run, monkeypatch):
+    """A run whose summary lies beside it."""
+    monkeypatch.setattr("evener.watch.reader.WORTH_KEEPING", 1)
+    run = write_run(tmp_path / "run", [{}, {}], steps=700, verdict="running")
+    first = read_all(Reader(RunDir(run.path)))
+    first.keep()
+    assert (run.path / KEPT).exists()
+    return run, first
+
+
+def same(a: Reader, b: Reader) -> bool:
+    return msgspec.msgpack.encode(a.curves.keep()) == msgspec.msgpack.encode(b.curves.keep())
+
+
+def test_what_was_read_is_not_read_again(kept, monkeypatch):
+    run, first = kept
+    read = []
+    add = Curves.add
+    monkeypatch.setattr(Curves, "add", lambda self, rank, records: (read.extend(records), add(self, rank, records)))
+    append(run.steps_path(1), lines(700, 703))
+    again = read_all(Reader(RunDir(run.path)))
+    assert [one.step for one in read] == [700, 701, 702]
+    assert again.curves.done == 703
+    read_all(first)
+    assert same(first, again)
+
+
+@pytest.mark.parametrize("damage", ["bytes", "version", "replaced", "cut", "other"])
+def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
+    run, first = kept
+    path = run.path / KEPT
+    packed = path.read_bytes()
+    if damage == "bytes":
+        path.write_bytes(packed[: len(packed) // 2])
+    if damage == "version":
+        path.write_bytes(msgspec.msgpack.encode(msgspec.msgpack.decode(packed) | {"format": 99}))
+    if damage == "other":
+        tree = msgspec.msgpack.decode(packed)
+        tree["curves"]["shared"]["loss"]["counts"] = [1, 2, 3]
+        path.write_bytes(msgspec.msgpack.encode(tree))
+    if damage == "replaced":
+        run.keep_records_before(0, 700)
+    if damage == "cut":
+        text = run.steps_path(0).read_bytes()
+        with run.steps_path(0).open("r+b") as file:
+            file.truncate(len(text) - 40)
+            file.seek(0, 2)
+            file.write(text[-40:])
+        path.write_bytes(packed[:10])
+    assert same(read_all(Reader(RunDir(run.path))), first)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_no_summary_ends_the_page(tmp_path_factory, data):
+    """Whatever stands there."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / KEPT).write_bytes(data.draw(st.binary(max_size=200)))
+    assert Reader(RunDir(folder)).curves.done == 0
