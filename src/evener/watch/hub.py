@@ -121,6 +121,10 @@ class Hub:
         except TimeoutError:
             return
 
+    def is_drawn(self, view: View) -> bool:
+        """Was anything of it made for a tab that looks at it now?"""
+        return view in self._views and view in self._drawn
+
     def _tell(self) -> None:
         event, self._news = self._news, asyncio.Event()
         event.set()

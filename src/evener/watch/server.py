@@ -75,7 +75,7 @@ class Server:
 
     def app(self) -> Starlette:
         """Without what keeps others out: see guard.py."""
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/", self.home),
                 Route("/runs/{key}", self.one),
@@ -88,6 +88,8 @@ class Server:
             ],
             lifespan=self._lifespan,
         )
+        app.router.redirect_slashes = False
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
