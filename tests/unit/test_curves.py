@@ -72,12 +72,12 @@ def test_steps_that_are_taken_again_count_once():
 
 
 def test_what_was_smoothed_is_the_weighted_mean_by_definition():
-    """Σ w_i x_i / Σ w_i with w_i = exp(-(n - i) / span), written out."""
+    """Σ w_i x_i / Σ w_i with w_i = exp(-|n - i| / span), written out."""
     rng = random.Random(3)
     values, span = [rng.random() for _ in range(20)], 4.0
     for n, found in enumerate(smoothed(values, span)):
-        weights = np.exp(-np.arange(n, -1, -1) / span)
-        assert found == pytest.approx(float(np.average(values[: n + 1], weights=weights)))
+        weights = np.exp(-np.abs(np.arange(len(values)) - n) / span)
+        assert found == pytest.approx(float(np.average(values, weights=weights)))
 
 
 def test_ranks_tell_what_all_know_alike_once():

@@ -30,7 +30,7 @@ PACKAGES = {  # layer: all packages of others that it may import; others name no
     "core": {"msgspec", "tomlkit"},
     "plan": {"msgspec"},
     "hosts": {"msgspec", "yaml"},
-    "watch": {"markupsafe", "msgspec", "numpy", "starlette", "uvicorn"},
+    "watch": {"markupsafe", "msgspec", "numpy", "rich", "starlette", "uvicorn"},
 }
 TORCH = {"torch", "safetensors", "accelerate", "transformers"}  # what loads torch
 

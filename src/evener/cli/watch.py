@@ -7,12 +7,14 @@ import typer
 EXAMPLES = """
 evener watch runs/mine
 evener watch runs/a runs/b
+evener watch --terminal runs/mine
 """
 
 
 def watch(
     run: list[str] | None = typer.Argument(None, help="run directories, or runs' ids [all in runs/]"),
     host: str = typer.Option("127.0.0.1", metavar="ADDRESS", help="listen on this address: others can then connect"),
+    terminal: bool = typer.Option(False, "--terminal", help="show them here, and not in a browser"),
     port: int | None = typer.Option(None, min=1, max=65535, help="listen on this port [7447, or a free one]"),
 ) -> int:
     """Show runs in a browser while they go on: curves, where each step's time goes, what happens, and whether it is
@@ -29,6 +31,8 @@ def watch(
     from evener.watch.server import Actions
 
     find = watching.finder(run or [])
+    if terminal:
+        return watching.on_screen(find)
     token, one = user_token(), listen(host, port)
     shared = host not in ("127.0.0.1", "localhost", "::1")
     if shared:

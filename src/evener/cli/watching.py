@@ -63,6 +63,46 @@ def tell_shared() -> None:
         "THIS-MACHINE, and open the address there")  # fmt: skip
 
 
+# --- in the terminal --------------------------------------------------------------------------------------------------
+
+SCREEN_EVERY_S, LINES_EVERY_S = 0.5, 5.0
+
+
+def on_screen(find: Callable[[], Sequence[Path]]) -> int:
+    """Show runs here until Ctrl-C; in a pipe a line of each now and then, until all are over."""
+    import time
+
+    from rich.live import Live
+
+    from evener.cli.terminal import console
+    from evener.watch import screen
+    from evener.watch.health import health
+    from evener.watch.hub import Hub, View
+
+    where, shown = console(), View("overview")
+    with followers() as follow, contextlib.suppress(KeyboardInterrupt):
+        hub = Hub(find, on_new=follow)
+        if not where.is_interactive:
+            told: dict[str, str] = {}
+            while True:
+                while hub.look(shown):
+                    pass
+                now = time.time()
+                for key, reader in hub.readers.items():
+                    if told.get(key) != (text := screen.line(key, reader, now)):
+                        told[key] = text
+                        print(text, flush=True)
+                if all(health(reader, now).is_over for reader in hub.readers.values()):
+                    return 0
+                time.sleep(LINES_EVERY_S)
+        with Live(console=where, screen=True, auto_refresh=False) as live:
+            while True:
+                is_more = hub.look(shown)
+                live.update(screen.frame(hub.readers, where.width, where.height, time.time()), refresh=True)
+                time.sleep(0.0 if is_more else SCREEN_EVERY_S)
+    return 0
+
+
 # --- what can be done -------------------------------------------------------------------------------------------------
 
 

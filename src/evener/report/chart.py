@@ -191,7 +191,7 @@ def _draw_chart(chart: Chart) -> Markup:
     levels = [_draw_mark(name, value, scale) for name, value in chart.marks.items() if value <= scale.y[1]]
     field_ = _field(scale, chart.x_title, drawn, levels, ticks(*scale.y), stacked=chart.stacked)
     return Markup("{}{}").format(
-        _legend([(line.name, line.colour, line.dashed) for line in chart.lines]),
+        _legend([(line.name, line.colour, "dashed" * line.dashed or "faint" * line.faint) for line in chart.lines]),
         _framed(field_, scale, chart.x_title, chart.y_title, chart.x_ticks, Markup()),
     )
 
@@ -264,12 +264,12 @@ def _framed(field_: Markup, scale: _Scale, x_title: str, y_title: str, x_ticks: 
     ).format(y_title, widest, Markup().join(ys), field_, beside, Markup().join(xs), x_title)
 
 
-def _legend(entries: Sequence[tuple[str, str, bool]]) -> Markup:
-    """What the colours mean, where there are several."""
+def _legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
+    """What the colours mean, where there are several: (name, colour, "dashed", "faint" or "")."""
     if len(entries) < 2:
         return Markup()
     rows = [Markup('<li><span class="swatch{}" style="color:{}"></span>{}</li>').format(
-                " dashed" if dashed else "", colour, name) for name, colour, dashed in entries]  # fmt: skip
+                " " + kind if kind else "", colour, name) for name, colour, kind in entries]  # fmt: skip
     return Markup('<ul class="legend">{}</ul>').format(Markup().join(rows))
 
 
@@ -306,9 +306,9 @@ def _draw_bars(bars: Bars) -> Markup:
         rows.append(Markup('<div class="row"><span class="label">{}</span><div class="track">{}</div>'
                            '<span class="value">{}</span></div>').format(
                     label, Markup().join(pieces), bars.told(sums[i])))  # fmt: skip
-    entries = [(name, bars.colours[name], False) for name in bars.parts]
+    entries = [(name, bars.colours[name], "") for name in bars.parts]
     if bars.predicted is not None:
-        entries.append(("predicted", "var(--ink)", False))
+        entries.append(("predicted", "var(--ink)", ""))
     return Markup('{}<div class="bars">{}</div>').format(_legend(entries), Markup().join(rows))
 
 

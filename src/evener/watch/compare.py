@@ -25,12 +25,13 @@ MAX_COMPARED = 2 * len(SERIES_COLOURS)  # the second half is dashed
 
 def overview_pieces(readers: Mapping[str, Reader], now: float) -> Pieces:
     """One row a run, the newest first."""
-    rows = [_row(key, reader, now) for key, reader in readers.items()]
+    rows = [row_of(key, reader, now) for key, reader in readers.items()]
     rows.sort(key=lambda row: -row["began"])
     return {"runs": render("runs.html", rows=rows)}
 
 
-def _row(key: str, reader: Reader, now: float) -> dict[str, Any]:
+def row_of(key: str, reader: Reader, now: float) -> dict[str, Any]:
+    """A run in a table of several."""
     manifest, found, rate = reader.manifest, health(reader, now), view.tokens_per_s(reader)
     last, vals = reader.curves.last, view.validation(reader)
     began = manifest.started if manifest else next((float(event["time"]) for event in reader.events), now)

@@ -7,6 +7,7 @@ run goes on, and a curve that is drawn in so much time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,15 +134,18 @@ class Series:
 
 
 def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """Each the mean of all before it and itself, of which those further back count less: 1/e of it after `span` points.
-
-    The weights are those of whatever is there, so that the first value is not pulled towards 0.
+    """Each the mean of all, of which those further away count less: 1/e of it after `span` points, on either side.
 
     >>> smoothed([2.0, 2.0, 2.0], 5.0), [round(value, 3) for value in smoothed([0.0, 1.0], 1 / 0.6931471805599453)]
-    ([2.0, 2.0, 2.0], [0.0, 0.667])
+    ([2.0, 2.0, 2.0], [0.333, 0.667])
     """
-    keep, total, weight, found = float(np.exp(-1 / span)), 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        found.append(total / weight)
-    return found
+    keep = float(np.exp(-1 / span))
+    sums, ones = (_decaying(of, keep) for of in (values, [1.0] * len(values)))
+    back, ones_back = (_decaying(of, keep)[::-1] for of in (values[::-1], [1.0] * len(values)))
+    both = zip(values, sums, back, ones, ones_back, strict=True)
+    return [(before + after - value) / (weight + more - 1) for value, before, after, weight, more in both]
+
+
+def _decaying(values: Sequence[float], keep: float) -> list[float]:
+    """Sums of all up to each, of which every step back keeps so much."""
+    return list(itertools.accumulate(values, lambda total, value: keep * total + value))

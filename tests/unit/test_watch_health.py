@@ -1,0 +1,174 @@
+"""One look tells whether a run is well: each of its states is planted alone, and must be the one that is told."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from evener.core.fleet import Host
+from evener.core.plan import HostPlan, Plan, write_plan
+from evener.core.prediction import Cluster, HostRates, Option, Prediction, RankCost
+from evener.core.roster import Seat
+from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
+from evener.core.step import StepCost
+from evener.watch import view
+from evener.watch.health import health
+from evener.watch.pages import quick_pieces, status
+from evener.watch.reader import Reader
+from tests.unit.planner import job_of
+
+from .conftest import MEASURED, STARTED
+
+STEP_S = sum(value for value in MEASURED.values() if value)
+
+
+def read(run: RunWriter) -> Reader:
+    reader = Reader(RunDir(run.path))
+    while reader.look(1.0):
+        pass
+    return reader
+
+
+def add_steps(run: RunWriter, num: int, **cost: float) -> None:
+    """More of them, on all ranks, whose parts are these."""
+    for rank in run.recorded_ranks():
+        last = run.records(rank)[-1]
+        lines = b""
+        for i in range(1, num + 1):
+            parts = StepCost(**(MEASURED | cost if rank == 1 else MEASURED | {"wait_s": sum(cost.values()) - 0.1}))
+            ended = last.ended + i * parts.total_s
+            record = msgspec.structs.replace(last, step=last.step + i, cost=parts, wall_s=parts.total_s, ended=ended)
+            lines += msgspec.json.encode(record) + b"\n"
+        with run.steps_path(rank).open("ab") as file:
+            file.write(lines)
+
+
+def predict(run: RunWriter, step_s: float) -> None:
+    """The planner had said so."""
+    roster = run.manifest().roster
+    seats = [Seat(host=member.host, device=member.device) for member in roster.members]
+    parts = StepCost(**(MEASURED | {"compute_s": step_s - STEP_S + 0.1}))
+    cost = RankCost(cost=parts, sync_s=0.0, bytes=0, memory_bytes=None)
+    option = Option(name="ddp", roster=roster, ranks=[cost for _ in seats], step_s=step_s, tokens_per_s=1024 / step_s,
+                    speedup_vs_best_host=None, bytes_per_rank=0, loss_penalty=0.0)  # fmt: skip
+    cluster = Cluster(seats=seats, hosts={"h": HostRates(tokens_per_s={"fp32": 1e4})})
+    prediction = Prediction(job=job_of(model="tiny"), cluster=cluster, verdict="", recommended="ddp", chosen="ddp",
+                            options=[option])  # fmt: skip
+    host = HostPlan(name="h", host=Host(address="local"), node_rank=0, first_rank=0, num_ranks=2, address="127.0.0.1",
+                    interface="lo", run=None, code=None, cwd="/", argv=["python"], env={})  # fmt: skip
+    write_plan(RunDir(run.path), Plan(kind="train", spec=run.manifest().spec, roster=roster, hosts=[host],
+                                      prediction=prediction))  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, write_run) -> RunWriter:
+    return write_run(tmp_path / "run", [{}, {}], steps=60, verdict="running")
+
+
+SOON = STARTED + 60 * STEP_S + 1
+
+
+def test_one_that_is_well(run):
+    found = health(read(run), SOON)
+    assert (found.word, found.told, found.hint) == ("healthy", "step 60 of 60.", "")
+
+
+def test_one_that_became_slow_says_on_whom_and_in_what(run):
+    add_steps(run, 12, compute_s=0.3)
+    found = health(read(run), SOON + 4)
+    assert found.word == "slow"
+    assert "forward, backward on rank 1 300 ms instead of 133 ms" in found.told
+    assert "2.2 times as long as all of this run took on average (138 ms)" in found.told
+
+
+def test_one_that_is_slower_than_predicted(run):
+    predict(run, step_s=0.05)
+    found = health(read(run), SOON)
+    assert found.word == "slow"
+    assert "2.1 times as long as predicted (50 ms): forward, backward on rank" in found.told
+    assert "100 ms instead of 45 ms" in found.told
+
+
+def test_one_that_is_as_predicted(run):
+    predict(run, step_s=0.09)
+    reader = read(run)
+    assert health(reader, SOON).word == "healthy"
+    facts = {fact.name: fact for fact in view.facts(reader, health(reader, SOON))}
+    assert facts["step"].remark == "predicted 90 ms, +17%"
+    assert facts["tokens/s"].remark == "predicted 11.4k, −14%"
+
+
+def test_one_that_hangs_names_the_rank_until_it_goes_on(run):
+    hang = {"host": "laptop", "rank": 1, "error": "rank 1 on laptop is stopped, by a signal or a debugger",
+            "hint": "on laptop: kill -CONT 17"}  # fmt: skip
+    run.add_event("run.hang", **hang)
+    found = health(read(run), SOON)
+    assert (found.word, found.told, found.hint) == ("stuck", hang["error"] + ".", hang["hint"])
+    run.add_event("run.goes-on", after_s=12.0)
+    assert health(read(run), SOON).word != "stuck"
+
+
+def test_a_step_taken_since_says_that_it_goes_on(tmp_path, write_run):
+    """Whoever told that it hung may have gone away."""
+    run = write_run(tmp_path / "run", [{}], verdict="running")
+    line = msgspec.json.encode({"event": "run.cut-off", "time": STARTED + 0.5, "error": "x", "hint": "y"})
+    run.events_path.write_bytes(line + b"\n")
+    assert health(read(run), STARTED + 5).word == "healthy"
+
+
+def test_one_that_says_nothing_any_more(run):
+    found = health(read(run), SOON + 3600)
+    assert found.word == "no word"
+    assert "for 1 h 00 min, after 60 steps" in found.told
+    assert found.command == f"evener train --resume {run.path}"
+
+
+@pytest.mark.parametrize(("verdict", "mark"), [("finished", "done"), ("stopped", "idle"), ("failed", "bad")])
+def test_one_that_is_over(tmp_path, write_run, verdict, mark):
+    run = write_run(tmp_path / "run", [{}], verdict=verdict)
+    reader = read(run)
+    found = health(reader, SOON)
+    assert (found.word, found.mark, found.is_over) == (verdict, mark, True)
+    assert status(reader, "run", SOON).title.split() == [view_sign(mark), verdict, "·", "run", "·", "evener"]
+
+
+def view_sign(mark: str) -> str:
+    return {"done": "✓", "idle": "■", "bad": "✗"}[mark]
+
+
+def test_one_that_has_not_begun(tmp_path):
+    reader = Reader(RunDir(tmp_path))
+    assert health(reader, SOON).word == "starting"
+    assert "it has not told of itself yet" in quick_pieces(reader, SOON)["state"]
+
+
+def test_what_is_left(run, tmp_path, write_run):
+    """40 of 100 steps of 0.105 s."""
+    other = write_run(tmp_path / "other", [{}, {}], steps=60, verdict="running")
+    manifest = other.manifest()
+    train = msgspec.structs.replace(manifest.spec.train, steps=100)
+    spec = msgspec.structs.replace(manifest.spec, train=train)
+    other.write_manifest(msgspec.structs.replace(manifest, spec=spec))
+    assert view.left_s(read(other)) == pytest.approx(40 * 0.105)
+    assert view.progress(read(other)) == pytest.approx(0.6)
+    assert view.left_s(read(run)) == 0.0
+
+
+def test_curves_over_tokens_and_time(run):
+    """Each of 60 steps takes 1024 tokens and 0.105 s."""
+    reader = read(run)
+    assert view.loss(reader, "tokens").chart.lines[-1].x[-1] == 60 * 1024
+    by_time = view.loss(reader, "time")
+    assert by_time.chart.x_title == "seconds in steps"
+    assert by_time.chart.lines[-1].x[-1] == pytest.approx(60 * 0.105)
+    assert view.speed(reader).chart.lines[-1].y[-1] == pytest.approx(1024 / 0.105)
+
+
+def test_who_takes_part(run):
+    run.add_event("start", step=0, ranks=2, sync="ddp")
+    assert view.hosts(read(run))[0][:3] == ["h", "0, 1", "16 of 16"]
+    run.add_event("rebalanced", step=30, shares=[11, 5], why="laptop is slow")
+    run.add_event("world", step=40, number=1, hosts=["other"], why="h was lost")
+    rows = view.hosts(read(run))
+    assert [(row[0], row[-1]) for row in rows] == [("h", "is away"), ("other", "takes part")]
