@@ -58,7 +58,7 @@ def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Piec
         "validation": plot("validation", _over(shown, axis, "validation loss", view.validation)),
         "speed": plot("speed", _over(shown, axis, "tokens/s, smoothed", _speed, from_zero=True)),
         "figures": render("table.html", head=FIGURES, rows=[_figures(*one, now) for one in shown.items()]),
-        "parts": render("table.html", head=["", *PART_NAMES.values(), "sum"],
+        "parts": render("table.html", head=["run", *PART_NAMES.values(), "sum"],
                         rows=[_parts(*one) for one in shown.items()]),
         "differences": _differences(shown),
     }  # fmt: skip
@@ -141,7 +141,7 @@ def _differences(readers: Mapping[str, Reader]) -> str:
             rows.append([name, *values])
     if len(asked) < 2:
         return ""
-    return render("table.html", head=["", *asked], rows=rows or [["all was asked alike", *("" for _ in asked)]])
+    return render("table.html", head=["flag", *asked], rows=rows or [["all was asked alike", *("" for _ in asked)]])
 
 
 def _hosts(reader: Reader) -> dict[str, str]:

@@ -99,7 +99,7 @@ def strips(found: Sequence[Strip]) -> str:
              for strip in found]  # fmt: skip
     return render("strips.html", rows=rows, legend=[(PART_NAMES[part], PART_COLOURS[part]) for part in parts],
                    high=seconds(high), first=found[0].steps[0][0] + 1, last=found[0].steps[-1][0] + 1,
-                   head=["", *PART_NAMES.values(), "sum"], rows_in_figures=table)  # fmt: skip
+                   head=["rank", *PART_NAMES.values(), "sum"], rows_in_figures=table)  # fmt: skip
 
 
 def _bars(strip: Strip, parts: Sequence[str], high: float) -> Markup:

@@ -331,7 +331,7 @@ def strips(reader: Reader) -> list[Strip]:
     ]  # fmt: skip
 
 
-HOST_HEAD = ["host", "ranks", "share", "arithmetic", "computes", "machine", ""]
+HOST_HEAD = ["host", "ranks", "share", "arithmetic", "computes", "machine", "now"]
 
 
 def hosts(reader: Reader) -> list[list[str]]:
