@@ -157,7 +157,7 @@ def test_nobody_is_left_out(context, page, run, watch, tmp_path, write_run):
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path} is wider than {width}"
 
 
-def test_the_stop_button_stops_a_run_that_saves(page, corpus, tmp_path, watch):
+def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
     """A real one, of a worker that trains; nobody but the page follows it."""
     from evener.cli.main import app
 
@@ -169,6 +169,8 @@ def test_the_stop_button_stops_a_run_that_saves(page, corpus, tmp_path, watch):
         one.dir = RunWriter(out)
         wait_until(lambda: one.dir.steps_path(0).exists() and len(one.dir.records(0)) > 3)
         page.goto(watch(str(out)).url)
+        page.get_by_role("button", name="save now").click()
+        wait_until(lambda: one.dir.saved_step() is not None)
         page.get_by_role("button", name="stop").click()
         page.get_by_role("button", name="let it run").click()
         page.get_by_role("button", name="stop").click()

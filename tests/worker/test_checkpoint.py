@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from evener.core.errors import CheckpointError, RunError, UsageError
+from evener.core.files import write_atomic
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
+from evener.core.world import SAVE_FILE
 from evener.worker.checkpoint import load, load_weights, save, weights_of
 from evener.worker.verify import hash_tensors
 
-from ..conftest import ENV
+from ..conftest import ENV, wait_until
 
 
 def write(folder, weights, step=1, states=None):
@@ -235,3 +237,18 @@ def test_a_run_whose_disk_fills_says_so_and_can_go_on(tmp_path):
     (failure,) = [event for event in run.events() if event["event"] == "failure"]
     assert failure["kind"] == "RunError"
     assert "No space left on device" in failure["error"]
+
+
+def test_a_checkpoint_that_is_asked_for_is_written_and_changes_nothing(start, train, tmp_path):
+    """On two ranks, in the middle of a run; what is learned is what an undisturbed run learns, to the bit."""
+    flags = ["--steps", "60", "--batch", "4", "--checkpoint-every", "0", "--verify-every", "0"]
+    asked = start(tmp_path / "asked", *flags, ranks=2)
+    asked.wait_for_step(3)
+    write_atomic(asked.dir.path / SAVE_FILE, b"")
+    wait_until(lambda: asked.dir.saved_step() is not None, asked.text)
+    assert 4 <= asked.dir.saved_step() < 60
+    assert not (asked.dir.path / SAVE_FILE).exists()
+    assert asked.wait() == 0, asked.text()
+    assert [event["step"] for event in asked.dir.events() if event["event"] == "checkpoint"][1:] == [60], "once"
+    alone = train(tmp_path / "alone", *flags, ranks=2)
+    assert [one.loss for one in asked.dir.records(0)] == [one.loss for one in alone.records(0)]

@@ -44,6 +44,6 @@ def watch(
 
     with watching.followers() as follow:
         hub = Hub(find, on_new=follow)
-        actions = Actions(stop=watching.stop, can=watching.can_act)
+        actions = Actions(watching.stop, watching.can_act, watching.save, watching.can_save)
         serve(one, hub, actions, token, watching.names_of(host), begin)
     return 0

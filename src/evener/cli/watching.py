@@ -128,6 +128,21 @@ def stop(reader: Reader) -> str:
     return "it has ended"
 
 
+def can_save(reader: Reader) -> bool:
+    """And do its ranks take up such a wish? Those that live from world to world do not."""
+    agents = [host.agent for host in reader.plan.hosts] if reader.plan else []
+    return can_act(reader) and not any(agent is not None and agent.lives for agent in agents)
+
+
+def save(reader: Reader) -> str:
+    """Ask for a checkpoint now."""
+    from evener.core.plan import read_plan
+    from evener.launch import fleet as launcher
+
+    launcher.save(reader.rundir, read_plan(reader.rundir))
+    return f"asked after {reader.curves.done:,} steps: the event says when it is saved"
+
+
 # --- records that come home -------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.p
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 KILLED_FILE = "host/killed.json"  # which ranks there were killed last, and when
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
+SAVE_FILE = "host/save"  # there where somebody has asked for a checkpoint now, until a rank has taken it up
 # Exit statuses of ranks, as their agent understands them.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
 REFUSED = 2  # it would be the same in any world

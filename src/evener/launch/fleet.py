@@ -34,7 +34,7 @@ from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
 from evener.core.units import size
-from evener.core.world import AGENT_FILE, KEPT_FILE, KEPT_OUT_FILE, KILLED_FILE, memory_file
+from evener.core.world import AGENT_FILE, KEPT_FILE, KEPT_OUT_FILE, KILLED_FILE, SAVE_FILE, memory_file
 from evener.hosts.doctor import Survey, survey
 from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
@@ -260,7 +260,7 @@ def start_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attac
         "attached": str(_hold_path(rundir)) if attached else None,
     }
     of_ranks = [memory_file(local_rank) for local_rank in range(host.num_ranks)]
-    of_before = (CLUSTER_FILE, KEPT_FILE, KEPT_OUT_FILE, KILLED_FILE, *of_ranks)
+    of_before = (CLUSTER_FILE, KEPT_FILE, KEPT_OUT_FILE, KILLED_FILE, SAVE_FILE, *of_ranks)
     files = dict.fromkeys(of_before, None) | files_of_members(plan, host)
     if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
@@ -331,6 +331,22 @@ def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, State | 
         return state_of(state)
 
     return _ask(plan, end)
+
+
+def save(rundir: RunDir, plan: Plan) -> None:
+    """Ask the ranks for a checkpoint after their next steps, on the first host that can be reached; the error of the
+    last where none can.
+    """
+    for host in plan.hosts:
+        try:
+            with contextlib.closing(open_session(host.name, host.host)) as session:
+                session.call("runs", "put", run=host.folder(rundir), files={SAVE_FILE: ""})
+            return
+        except RemoteError as error:
+            failed = host_failed(error, plan.fleet)
+        except HostError as error:
+            failed = error
+    raise failed
 
 
 def states(rundir: RunDir, plan: Plan) -> dict[str, State | HostError]:

@@ -49,11 +49,12 @@ TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 @dataclass(frozen=True)
 class Actions:
-    """What can be done to a run; None: not here."""
+    """What can be done to a run, each with what says whether it can; what is done says what came of it."""
 
-    stop: Callable[[Reader], str] | None = None  # what it says afterwards
-    save: Callable[[Reader], str] | None = None
-    can: Callable[[Reader], bool] = lambda reader: reader.plan is not None
+    stop: Callable[[Reader], str] = lambda reader: ""
+    can_stop: Callable[[Reader], bool] = lambda reader: False
+    save: Callable[[Reader], str] = lambda reader: ""
+    can_save: Callable[[Reader], bool] = lambda reader: False
 
 
 def assets() -> dict[str, str]:
@@ -120,11 +121,11 @@ class Server:
 
         def draw() -> str:
             self._hub.look(shown)
-            reader, can = self._hub.readers[key], self._actions.can
+            reader = self._hub.readers[key]
             return pages.run_page(
                 reader, key, axis=shown.axis, links={} if len(self._hub.readers) == 1 else {"all runs": "/"},
-                can_stop=self._actions.stop is not None and can(reader),
-                can_save=self._actions.save is not None and can(reader), assets=self._version,
+                can_stop=self._actions.can_stop(reader),
+                can_save=self._actions.can_save(reader), assets=self._version,
             )  # fmt: skip
 
         return HTMLResponse(await self._hub.do(draw))
@@ -196,10 +197,12 @@ class Server:
     async def act(self, request: Request) -> Response:
         """Stop it, or save it."""
         key, what = request.path_params["key"], request.path_params["what"]
-        do = {"stop": self._actions.stop, "save": self._actions.save}.get(what)
+        known = {"stop": (self._actions.can_stop, self._actions.stop),
+                 "save": (self._actions.can_save, self._actions.save)}  # fmt: skip
         reader = self._hub.readers.get(key)
-        if do is None or reader is None or not self._actions.can(reader):
+        if what not in known or reader is None or not known[what][0](reader):
             return _none()
+        do = known[what][1]
         task = self._acting.get((key, what))
         if task is None or task.done():
             task = self._acting[key, what] = asyncio.create_task(asyncio.to_thread(do, reader))

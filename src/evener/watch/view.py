@@ -95,7 +95,7 @@ def left_s(reader: Reader) -> float | None:
     began = [float(event["time"]) for event in reader.events if event.get("event") == "start"]
     spent_s = last.ended - (began[-1] if began else manifest.started)
     train = manifest.spec.train
-    return seconds_left(step_s, train.steps - reader.curves.done, train.max_s, spent_s)
+    return seconds_left(step_s, max(0, train.steps - reader.curves.done), train.max_s, spent_s)
 
 
 def validation(reader: Reader) -> Points:

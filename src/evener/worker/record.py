@@ -30,8 +30,8 @@ from evener.worker.clock import Clock, Laps
 from evener.worker.spans import Group, Kept, Passes, Spans, layer_groups
 from evener.worker.sync import Exchanged
 
-# Wishes, of which the highest counts: another world after the next checkpoint, or after this step; the end.
-REGROUP, LEAVE, STOP = 1.0, 2.0, 3.0
+# Wishes, of which the highest counts: a checkpoint now; another world after the next one, or after this step; the end.
+SAVE, REGROUP, LEAVE, STOP = 0.5, 1.0, 2.0, 3.0
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
     norm: float = 0.0  # of the gradient; 0 where it was not measured, or where what overflows is skipped
     part_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 of a step that is not sampled
-    wish: float = 0.0  # 0, REGROUP, LEAVE or STOP
+    wish: float = 0.0  # 0, SAVE, REGROUP, LEAVE or STOP
     weight: float = math.nan  # the part of the batch that it should have, relative to the others'; NaN: as it is
 
     def row(self) -> Tensor:
@@ -251,6 +251,11 @@ class Recorder:
     def regroups(self) -> bool:
         """Does any rank want another world, by the news that all have heard?"""
         return any(news.wish in (REGROUP, LEAVE) for news in self.news)
+
+    @property
+    def saves(self) -> bool:
+        """Was any rank asked for a checkpoint?"""
+        return any(news.wish == SAVE for news in self.news)
 
     @property
     def leaves(self) -> bool:

@@ -199,7 +199,7 @@ class Run:
                 self._open = engine, keeper, step
                 yield step
                 self._open = None
-                step.end(wish=STOP if self._stopping.is_due else wish(self.group), weight=self._weight)
+                step.end(wish=STOP if self._stopping.is_due else wish(self.group, self.dir.path), weight=self._weight)
                 self._weight = math.nan
                 done = index + 1
                 if every.verify_every and done % every.verify_every == 0 and done < train.steps:

@@ -35,6 +35,7 @@ class Fixed:
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
+        self._stops = False  # by what was heard before it was asked for
         self._weights = roster.mean_shares
         self._balancer: Balancer | None = None
         self._whole: int | None = None
@@ -50,7 +51,8 @@ class Fixed:
         return do(*args)
 
     def listen(self, recorder: Recorder) -> bool:
-        return recorder.hear()
+        heard = recorder.hear()
+        return heard or self._stops
 
     def agree(self, loss_sum: Tensor) -> float | None:
         return None
@@ -59,11 +61,18 @@ class Fixed:
         raise error
 
     def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
-        """Where a host is to leave, all save what they have learned, and go to another world."""
+        """Where a host is to leave, all save what they have learned, and go to another world. Where somebody asked for
+        a checkpoint, they save and go on: one more step, if meanwhile they heard that they stop.
+        """
         if recorder.leaves:
             recorder.flush()
             keeper.save(step, None)
             raise Regroup
+        if recorder.saves:
+            self._stops = recorder.flush()
+            keeper.save(step, None)
+            self.after_save(recorder)
+            recorder.begin()
 
     def after_save(self, recorder: Recorder) -> None:
         if recorder.regroups:
