@@ -1,0 +1,165 @@
+"""What does the live page cost, how soon is it there, and how soon does it show a step?
+
+python bench/watch.py RUN   whose records are repeated until there are 100,000 steps of 8 ranks
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
+from evener.core.units import percentile
+from evener.watch.reader import KEPT
+
+STEPS, RANKS = 100_000, 8
+UPDATES = 20
+SECONDS = 30.0
+STEPS_PER_S = 4.0
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = stretched(RunDir(sys.argv[1]), Path(folder))
+        files = [run.steps_path(rank) for rank in range(RANKS)]
+        print(f"{STEPS:,} steps of {RANKS} ranks, {sum(file.stat().st_size for file in files) / 1e6:.0f} MB")
+        for what in ("read for the first time", "begun from its summary"):
+            server = Server(run, Path(folder))
+            began, cpu_s = time.perf_counter(), server.cpu_s
+            size = len(server.get(server.page))
+            told_s = time.perf_counter() - began
+            stream = server.stream()
+            while '"read": ""' not in next_message(stream):
+                pass
+            print(f"{what}: page of {size / 1e3:.0f} kB after {told_s:.2f} s, all read after "
+                  f"{time.perf_counter() - began:.1f} s and {server.cpu_s - cpu_s:.1f} s of a processor, "
+                  f"{server.rss / 1e6:.0f} MB")  # fmt: skip
+            server.stop()
+        server = Server(run, Path(folder))
+        server.get(server.page)
+        shown_after(server, run)
+        costs(server, run)
+        server.stop()
+        assert (run.path / KEPT).exists()
+
+
+def stretched(one: RunDir, folder: Path) -> RunWriter:
+    """The run with its records again and again."""
+    run = RunWriter(folder / "long")
+    shutil.copytree(one.path, run.path, ignore=shutil.ignore_patterns("checkpoints", "steps", "host", KEPT))
+    manifest = one.manifest()
+    spec = msgspec.structs.replace(
+        manifest.spec, train=msgspec.structs.replace(manifest.spec.train, steps=2 * STEPS)
+    )  # fmt: skip
+    run.write_manifest(msgspec.structs.replace(manifest, spec=spec, verdict="running", ended=None))
+    (run.path / "steps").mkdir()
+    for rank in range(RANKS):
+        records = one.records(rank % manifest.world_size)
+        with run.steps_path(rank).open("wb") as file:
+            for step in range(STEPS):
+                again = msgspec.structs.replace(records[step % len(records)], step=step, members=RANKS)
+                file.write(msgspec.json.encode(again) + b"\n")
+    return run
+
+
+class Server:
+    """`evener watch`, and one who asks it."""
+
+    def __init__(self, run: RunDir, folder: Path) -> None:
+        env = os.environ | {"XDG_STATE_HOME": str(folder)}
+        argv = [sys.executable, "-m", "evener", "watch", str(run.path), "--port", "7449"]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+        assert self.process.stdout is not None
+        token = self.process.stdout.readline().strip().partition("token=")[2]
+        self._cookie = {"Cookie": f"evener_watch_7449={token}"}
+        self.page = f"/runs/{run.path.name}"
+
+    def _ask(self, path: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", 7449)
+        connection.request("GET", path, headers=self._cookie)
+        return connection.getresponse()
+
+    def get(self, path: str) -> bytes:
+        return self._ask(path).read()
+
+    def stream(self) -> http.client.HTTPResponse:
+        return self._ask(f"/stream?page={self.page}")
+
+    @property
+    def cpu_s(self) -> float:
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    @property
+    def rss(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        began = time.perf_counter()
+        self.process.wait()
+        print(f"  ended after {time.perf_counter() - began:.2f} s, with a stream that was open")
+
+
+def next_message(stream: http.client.HTTPResponse) -> str:
+    while not (line := stream.readline().decode()).startswith("data: "):
+        assert line, "the server has ended"
+    return line
+
+
+def take_step(run: RunWriter, step: int) -> None:
+    for rank in range(RANKS):
+        with run.steps_path(rank).open("rb") as file:
+            file.seek(-2000, os.SEEK_END)
+            last = file.read().splitlines()[-1]
+        record = json.loads(last) | {"step": step, "ended": time.time()}
+        with run.steps_path(rank).open("ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
+
+
+def shown_after(server: Server, run: RunWriter) -> None:
+    """From a step's record to the message that tells of it."""
+    stream, took_s = server.stream(), []
+    next_message(stream)
+    for i in range(UPDATES):
+        began = time.perf_counter()
+        take_step(run, STEPS + i)
+        while f"step {STEPS + i + 1:,} of" not in next_message(stream):
+            pass
+        took_s.append(time.perf_counter() - began)
+    print(f"a step is told after {percentile(took_s, 0.5):.2f} s, at most {max(took_s):.2f} s ({UPDATES} steps)")
+
+
+def costs(server: Server, run: RunWriter) -> None:
+    """Processor time while a run takes steps and a tab is open, and while none is."""
+    for what in ("a tab open", "no tab"):
+        stream = server.stream() if what == "a tab open" else None
+        if stream is not None:
+            next_message(stream)
+        step = RunDir(run.path).records(0)[-1].step
+        time.sleep(2.0)
+        began, cpu_s = time.perf_counter(), server.cpu_s
+        while (spent_s := time.perf_counter() - began) < SECONDS:
+            step += 1
+            take_step(run, step)
+            time.sleep(1 / STEPS_PER_S)
+        used, cores = server.cpu_s - cpu_s, psutil.cpu_count() or 1
+        print(f"{what}, {STEPS_PER_S:g} steps/s: {used / spent_s:.2%} of a processor, {used / spent_s / cores:.2%} of "
+              f"{cores}; {server.rss / 1e6:.0f} MB")  # fmt: skip
+        if stream is not None:
+            stream.close()
+
+
+if __name__ == "__main__":
+    main()
