@@ -353,5 +353,5 @@ def _draw_lanes(lanes: Lanes) -> Markup:
     xs = Markup().join(Markup('<span style="left:{}%">{}</span>').format(f"{at(x):.1f}", tick_text(x)) for x in shown)
     return Markup('<figure class="chart">{}<div class="lanes">{}<div class="row"><span></span><div class="xs">{}</div>'
                   '</div></div><p class="x-title">{}</p></figure>').format(
-        _legend([(name, colour, False) for name, colour in lanes.legend.items()]), Markup().join(drawn), xs,
+        _legend([(name, colour, "") for name, colour in lanes.legend.items()]), Markup().join(drawn), xs,
         lanes.x_title)  # fmt: skip
