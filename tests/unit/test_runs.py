@@ -115,8 +115,9 @@ def test_runs_with_weights_go_when_they_are_short_or_old_and_never_one_that_may_
         assert listing.why_pruned(row, 1e12, fewer_than=9, older_than_days=0.0) is None
 
 
-def test_a_run_at_which_somebody_is_stays(place):
-    lock = place / "runs/left/host/attached"
+@pytest.mark.parametrize("name", ["host/attached", "hosts/carry.lock", "loggers/wandb.lock"])
+def test_a_run_at_which_somebody_is_stays(place, name):
+    lock = place / "runs/left" / name
     write_atomic(lock, b"")
     with lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -61,3 +61,23 @@ def test_a_terminal_has_a_bar_and_the_sentences_that_a_pipe_has(tmp_path, corpus
     assert len(sentences) > 4
     assert set(sentences) <= set(lines)
     assert sum("validation loss" in line for line in lines) == sum("validation loss" in line for line in piped) == 3
+
+
+def test_a_run_on_a_fleet_is_told_of_by_whoever_follows_it(tmp_path, corpus):
+    """Its host has a folder of its own, from which the records come home: at once, and when somebody looks again."""
+    fleet = tmp_path / "machines.toml"
+    fleet.write_text(f'[hosts.box]\naddress = "local"\nworkdir = "{tmp_path}/box"\n')
+    flags = ("--fleet", str(fleet), "--data", str(corpus), *TINY, "--batch", "4", "--log", "tensorboard")
+    done = evener(tmp_path, "train", *flags, "--steps", "6", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert [step for step, _ in scalars(RunDir(tmp_path / "run"), "train/loss")] == list(range(1, 7))
+
+    left = evener(tmp_path, "train", *flags, "--steps", "9", "--out", "left", "--detach")
+    assert left.returncode == 0, left.stderr
+    assert "tensorboard: told by whoever follows the run, or at its end: " in left.stderr
+    run = RunDir(tmp_path / "left")
+    assert not (run.path / "tensorboard").exists()
+    followed = evener(tmp_path, "logs", "-f", "left")
+    assert followed.returncode == 0, followed.stderr
+    assert [step for step, _ in scalars(run, "train/loss")] == list(range(1, 10))
+    assert "told 0 steps of left, 9 in all" in evener(tmp_path, "report", "left", "--log", "tensorboard").stderr

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from evener.core.errors import UsageError
 from evener.core.rundir import RunDir
@@ -40,8 +39,8 @@ def remove(rundir: RunDir) -> None:
 def _locked(rundir: RunDir) -> Iterator[None]:
     """As long as this lasts, nobody starts, fetches or changes it from here; BlockingIOError where somebody does."""
     with contextlib.ExitStack() as held:
-        for name in LOCKS:
-            path: Path = rundir.path / name
+        paths = [rundir.path / name for name in LOCKS]
+        for path in [*paths, *(rundir.path / "loggers").glob("*.lock")]:  # and of those that tell a logger of it
             if path.exists():
                 fcntl.flock(held.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
