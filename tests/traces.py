@@ -27,8 +27,8 @@ PARTS = {"input": "data_s", "forward": "compute_s", "backward": "compute_s", "wa
 class Slice:
     name: str
     cat: str
-    begin: int  # ns
-    end: int
+    begin: float  # ns; while slices are checked also µs
+    end: float
     args: dict[str, Any]
 
 
@@ -59,15 +59,16 @@ def read(path: Path) -> Trace:
     assert used == threads.keys(), "a track without a name, or a name without a track"
     assert len({tid for _, tid in threads}) == len(threads), "two processes share a track's number"
     assert len(set(processes.values())) == len(processes), "two processes of one name"
-    slices: dict[tuple[str, str], list[Slice]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            begin = _ns(event["ts"])
-            one = Slice(event["name"], event["cat"], begin, begin + _ns(event["dur"]), event.get("args", {}))
-            slices[processes[event["pid"], None], threads[event["pid"], event["tid"]]].append(one)
-    for (_, track), found in slices.items():
-        found.sort(key=lambda one: (one.begin, -one.end))
-        _check_nesting(found, may_nest=not track.startswith("bucket"))
+    slices: dict[tuple[str, str], list[Slice]] = {}
+    for times in (_as_added, _as_truncated, _as_rounded):
+        slices = defaultdict(list)
+        for event in events:
+            if event["ph"] == "X":
+                one = Slice(event["name"], event["cat"], *times(event["ts"], event["dur"]), event.get("args", {}))
+                slices[processes[event["pid"], None], threads[event["pid"], event["tid"]]].append(one)
+        for (_, track), found in slices.items():
+            found.sort(key=lambda one: (one.begin, -one.end))
+            _check_nesting(found, may_nest=not track.startswith("bucket"))
     arrows = _arrows(events, slices, processes, threads)
     return Trace(dict(slices), arrows, content["otherData"])
 
@@ -98,6 +99,23 @@ def _ns(microseconds: float) -> int:
     """Times are whole nanoseconds."""
     assert abs(1e3 * microseconds - round(1e3 * microseconds)) < 0.01, microseconds
     return round(1e3 * microseconds)
+
+
+# Where a slice ends, viewers work out in ways of their own. By each, slices must nest.
+
+
+def _as_added(ts: float, dur: float) -> tuple[float, float]:
+    """speedscope's: in floating point."""
+    return ts, ts + dur
+
+
+def _as_truncated(ts: float, dur: float) -> tuple[int, int]:
+    """Perfetto's: nanoseconds, cut off."""
+    return int(ts * 1000), int(ts * 1000) + int(dur * 1000)
+
+
+def _as_rounded(ts: float, dur: float) -> tuple[int, int]:
+    return _ns(ts), _ns(ts) + _ns(dur)
 
 
 def _names(events: list[dict[str, Any]], kind: str) -> dict[tuple[int, int | None], str]:

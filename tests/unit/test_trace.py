@@ -93,7 +93,7 @@ def test_parts_sum_to_the_records(run):
         for step, parts in found.items():
             assert records[step]["step"] == step
             for part, took_s in parts.items():
-                assert took_s == pytest.approx(records[step]["cost"][part], rel=0.01, abs=2e-8)
+                assert took_s == pytest.approx(records[step]["cost"][part], rel=0.01, abs=2e-7)
 
 
 def test_clocks_are_joined_and_the_error_is_told(run):
@@ -104,7 +104,7 @@ def test_clocks_are_joined_and_the_error_is_told(run):
     off_s = max(abs(a - b) for a, b in zip(*ends, strict=True)) / 1e9
     timeline = read_timeline(run)
     assert timeline.error_s[0] == 0.0
-    assert 0 < off_s <= timeline.error_s[1] + 1e-8
+    assert 0 < off_s <= timeline.error_s[1] + 2e-7
     assert timeline.error_s[1] < 0.05
     told = trace.other["clock error"]
     assert told["a"] == "the same clock"
@@ -143,9 +143,9 @@ def test_the_predicted_step_runs_beside(run):
         found = trace.of(process, name)
         steps = [one for one in found if one.cat == "predicted"]
         assert [int(one.name.removeprefix("step ")) for one in steps] == KEPT
-        assert all(abs(one.end - one.begin - 1e9 * option.step_s) <= 1 for one in steps)
+        assert all(abs(one.end - one.begin - 1e9 * option.step_s) <= 125 for one in steps)
         inside = [one for one in found if one.name == "forward, backward"]
-        assert inside[-1].end - inside[-1].begin == pytest.approx(1e9 * rank.cost.compute_s, abs=2)
+        assert inside[-1].end - inside[-1].begin == pytest.approx(1e9 * rank.cost.compute_s, abs=250)
 
 
 def test_what_is_not_recorded_is_told(run):

@@ -29,7 +29,7 @@ from evener.core.version import __version__
 from evener.report.figures import PART_NAMES
 from evener.report.profile import Profile
 from evener.report.summary import summarize
-from evener.report.timeline import Collective, RankStep, Stretch, Timeline, gaps, told_ranges
+from evener.report.timeline import Collective, RankStep, Stretch, Timeline, gaps, in_ticks, told_ranges
 
 PREDICTED = 1_000_000  # the process of what was predicted; ranks are counted from 1
 FIRST_TRACK = 2_000_000  # tracks are counted through all processes, and none has the number of one
@@ -213,7 +213,7 @@ def _profiled(timeline: Timeline, rank: int, profile: Profile, tracks: _Tracks) 
              and of_step[rank].spans.clock == profile.joint.clock]  # fmt: skip
     for one in profile.events if steps else []:
         begin_ns, end_ns = (
-            steps[0].begin_ns + round(1e9 * (at_s - steps[0].spans.begun_s)) for at_s in (one.begin_s, one.end_s)
+            steps[0].begin_ns + in_ticks(at_s - steps[0].spans.begun_s) for at_s in (one.begin_s, one.end_s)
         )
         if any(step.begin_ns <= begin_ns < step.end_ns for step in steps):
             at = tracks.nest_at(_pid(rank), TORCH, one.track, begin_ns, end_ns)
@@ -232,7 +232,7 @@ def _predicted(timeline: Timeline, option: Option | None, tracks: _Tracks) -> It
               for stretch in timeline.stretches]  # fmt: skip
     for i, (stretch, begin_ns) in enumerate(zip(timeline.stretches, starts, strict=True)):
         until_ns = starts[i + 1] if i + 1 < len(starts) else None
-        edges_ns = [begin_ns + round(1e9 * turn * option.step_s) for turn in range(len(stretch.steps) + 1)]
+        edges_ns = [begin_ns + in_ticks(turn * option.step_s) for turn in range(len(stretch.steps) + 1)]
         for step, (at_ns, end_ns) in zip(stretch.steps, pairwise(edges_ns), strict=True):
             if until_ns is not None and end_ns > until_ns:
                 break
@@ -245,7 +245,7 @@ def _predicted_step(name: str, cost: StepCost, begin_ns: int, end_ns: int, at: t
     yield _slice(name, "predicted", at, begin_ns, end_ns)
     reached = begin_ns
     for part in ("data_s", "compute_s", "wait_s", "exposed_sync_s", "optimizer_s"):
-        took_ns = round(1e9 * (getattr(cost, part) or 0.0))
+        took_ns = in_ticks(getattr(cost, part) or 0.0)
         took_ns = min(took_ns, end_ns - reached)
         if took_ns > 0:
             yield _slice(NAMES[part], part, at, reached, reached + took_ns)
