@@ -95,9 +95,11 @@ class Spans:
 
     def close(self) -> None:
         """Nothing follows."""
-        if self._profiler is not None:
-            self._profiler.close(self._origin)
-        self.flush()
+        try:
+            if self._profiler is not None:
+                self._profiler.close(self._origin)
+        finally:
+            self.flush()
 
     def _write(self, steps: Sequence[Kept]) -> None:
         if not steps:
