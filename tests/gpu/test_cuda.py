@@ -7,6 +7,11 @@ import torch
 
 from evener.core.rundir import RunDir
 from evener.core.step import PARTS
+from evener.report.profile import read_profiles
+from evener.report.timeline import read_timeline
+from evener.report.trace import write_trace
+
+from .. import traces
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -54,3 +59,20 @@ def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, run_script, syn
     assert [member.device for member in manifest.roster.members] == ["cuda:0", "cpu"]
     assert manifest.roster.backend == "gloo"
     assert manifest.result.replicas_agree is True
+
+
+def test_a_timeline_of_a_gpu_is_whole_and_sums_to_the_records(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "30", "--micro-batch", "4", "--compile", "off", "--device", "cuda",
+                "--profile", "2")  # fmt: skip
+    timeline = read_timeline(run)
+    assert timeline.recorded == [(0, 0), (3, 4), (10, 29)]
+    write_trace(run, timeline, tmp_path / "trace.json", read_profiles(run))
+    trace = traces.read(tmp_path / "trace.json")
+    records = {record.step: record.cost for record in run.records(0)}
+    for step, parts in traces.step_parts_s(trace, "rank 0").items():
+        for part, took_s in parts.items():
+            assert took_s == pytest.approx(getattr(records[step], part), rel=0.01, abs=5e-6), (step, part)
+    layers = {one.name for one in trace.of("rank 0", "layers")}
+    assert layers >= {"blocks.0 forward", "blocks.0 backward"}
+    assert any(one.cat == "kernel" for (_, track), found in trace.slices.items() if track.startswith("torch")
+               for one in found)  # fmt: skip
