@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from evener.core.files import write_atomic
+from evener.core.plan import read_prediction
 from evener.core.prediction import Option
 from evener.core.rundir import RunDir
 from evener.core.step import BLOCKED, StepCost
@@ -28,7 +29,6 @@ from evener.core.units import plural, seconds
 from evener.core.version import __version__
 from evener.report.figures import PART_NAMES
 from evener.report.profile import Profile
-from evener.report.summary import summarize
 from evener.report.timeline import Collective, RankStep, Stretch, Timeline, gaps, in_ticks, told_ranges
 
 PREDICTED = 1_000_000  # the process of what was predicted; ranks are counted from 1
@@ -48,10 +48,12 @@ Place = tuple[int, int]
 
 def write_trace(rundir: RunDir, timeline: Timeline, path: Path, profiles: Mapping[int, Profile] | None = None) -> int:
     """Write it, with what torch's profiler recorded of ranks; returns the number of events."""
-    summary = summarize(rundir)
-    names = {rank: summary.manifest.roster.name_of(rank) for rank in timeline.error_s}
+    manifest = rundir.manifest()
+    names = {rank: manifest.roster.name_of(rank) for rank in timeline.error_s}
     tracks = _Tracks()
-    events = [*_measured(timeline, names, tracks), *_predicted(timeline, summary.predicted, tracks)]
+    prediction = read_prediction(rundir)
+    option = prediction.of(manifest.roster) if prediction is not None else None
+    events = [*_measured(timeline, names, tracks), *_predicted(timeline, option, tracks)]
     for rank, profile in (profiles or {}).items():
         events += _profiled(timeline, rank, profile, tracks)
     events += tracks.names()
