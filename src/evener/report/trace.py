@@ -33,13 +33,8 @@ from evener.report.timeline import Collective, RankStep, Stretch, Timeline, gaps
 
 PREDICTED = 1_000_000  # the process of what was predicted; ranks are counted from 1
 FIRST_TRACK = 2_000_000  # tracks are counted through all processes, and none has the number of one
-STEP, LAYERS, BUCKET, BESIDE, TORCH = (
-    (0, 0),
-    (1, 0),
-    2,
-    (3, 0),
-    (4, 0),
-)  # in which order they stand; buckets by their number
+STEP, LAYERS, BESIDE, TORCH = (0, 0), (1, 0), (3, 0), (4, 0)  # in which order tracks stand
+BUCKET = 2  # the same, before a bucket's number
 NAMES = PART_NAMES | {BLOCKED: "waiting or exposed communication"}
 
 Event = dict[str, Any]
