@@ -21,13 +21,14 @@ def test_two_exchanges_bound_it_from_both_sides():
     a = one_step(0, 5000.0, 200.0, [(0, 0.500, 0.501), (1, 0.600, 0.653)])
     b = one_step(0, 5100.0, 100.0, [(0, 0.400, 0.501), (1, 0.650, 0.653)])
     clocks = Clocks({0: [a], 1: [b]}, {0: "a", 1: "b"})
-    offset = clocks.offset(clocks.of(0, a), clocks.of(1, b), 200.6, 200.6)
+    offset = clocks.offset(clocks.of(0, a), clocks.of(1, b), 200.0, 200.0)
     # a entered bucket 0 at 200.500, b left it at 100.501: 99.999 at least; a left bucket 1 at 200.653, b had entered it
-    # at 100.650: 100.003 at most. Either lies up to 0.1 s away from the moment that was asked for.
-    assert offset.add_s == pytest.approx(100.001, abs=DRIFT * 0.1)
-    assert offset.error_s == pytest.approx(0.002, abs=DRIFT * 0.2)
-    back = clocks.offset(clocks.of(1, b), clocks.of(0, a), 100.6, 100.6)
-    assert back.add_s == pytest.approx(-offset.add_s, abs=DRIFT * 0.2)
+    # at 100.650: 100.003 at most. Until 0.5 and 0.6 s before, when it was asked for, clocks may have drifted.
+    assert DRIFT == 1e-4
+    assert offset.add_s == pytest.approx((99.999 - 0.5e-4 + 100.003 + 0.6e-4) / 2, abs=1e-9)
+    assert offset.error_s == pytest.approx((0.004 + 1.1e-4) / 2, abs=1e-9)
+    back = clocks.offset(clocks.of(1, b), clocks.of(0, a), 100.0, 100.0)
+    assert back.add_s == pytest.approx(-offset.add_s, abs=DRIFT)
 
 
 def collectives(truth, drift, late, seed, num_steps=40, every=1):

@@ -32,7 +32,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class Bound:
-    """What one exchange says."""
+    """What the exchanges of one step say."""
 
     at_s: float  # by the first clock
     least_s: float
@@ -91,10 +91,14 @@ class Clocks:
                 first, second = self.of(one, of_step[one]), self.of(other, of_step[other])
                 if first == second:
                     continue
-                bounds = self._bounds.setdefault((first, second), [])
+                at, found = of_step[one].begun_s, []
                 for name in mine.keys() & theirs.keys():
                     (begin, end), (their_begin, their_end) = mine[name], theirs[name]
-                    bounds.append(Bound(begin, begin - their_end, end - their_begin))
+                    drift = DRIFT * abs(begin - at)
+                    found.append((begin - their_end - drift, end - their_begin + drift))
+                if found:
+                    bound = Bound(at, max(least for least, _ in found), min(most for _, most in found))
+                    self._bounds.setdefault((first, second), []).append(bound)
 
 
 def _exchanges(spans: StepSpans) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
