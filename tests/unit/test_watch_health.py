@@ -12,6 +12,7 @@ from evener.core.roster import Seat
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.step import StepCost
+from evener.core.vitals import Vitals
 from evener.watch import view
 from evener.watch.health import health
 from evener.watch.pages import quick_pieces, status
@@ -172,3 +173,17 @@ def test_who_takes_part(run):
     run.add_event("world", step=40, number=1, hosts=["other"], why="h was lost")
     rows = view.hosts(read(run))
     assert [(row[0], row[-1]) for row in rows] == [("h", "is away"), ("other", "takes part")]
+
+
+def test_how_the_machines_are_just_now(run):
+    """A line that is being written is no news, nor is what a machine told a while ago."""
+    one = Vitals(time=SOON - 4, busy=0.25, memory_bytes=3 * 10**9, memory_total_bytes=8 * 10**9, sent_Bps=11.5e6)
+    lines = [msgspec.structs.replace(one, time=SOON - 9, busy=0.9), one]
+    run.vitals_path("h").parent.mkdir()
+    told = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    run.vitals_path("h").write_bytes(told + told[:40])
+    head, rows = view.machines(read(run), SOON)
+    assert head == ["host", "processors busy", "memory", "sent"]
+    assert rows == [["h", "25%", "3.0 GB of 8.0 GB", "11.5 MB/s"]]
+    assert "11.5 MB/s" in quick_pieces(read(run), SOON)["hosts"]
+    assert view.machines(read(run), SOON + 100)[1] == []

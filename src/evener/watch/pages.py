@@ -69,7 +69,7 @@ def quick_pieces(reader: Reader, now: float) -> Pieces:
         "state": render("state.html", health=found, sign=SIGNS[found.mark], share=view.progress(reader)),
         "facts": render("facts.html", shown=view.facts(reader, found)),
         "strips": strips(view.strips(reader)),
-        "hosts": _hosts(view.hosts(reader)),
+        "hosts": _hosts(view.HOST_HEAD, view.hosts(reader)) + _hosts(*view.machines(reader, now)),
         "events": render("events.html", events=view.events(reader), more=len(reader.events) > view.MAX_EVENTS),
         "read": _read(reader),
     }
@@ -171,8 +171,8 @@ def _marked(pieces: Pieces) -> dict[str, Markup]:
     return {name: Markup(text) for name, text in pieces.items()}  # noqa: S704
 
 
-def _hosts(rows: Sequence[Sequence[str]]) -> str:
-    return render("hosts.html", head=view.HOST_HEAD, rows=rows) if rows else ""
+def _hosts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return render("hosts.html", head=head, rows=rows) if rows else ""
 
 
 def render(template: str, **facts: object) -> str:

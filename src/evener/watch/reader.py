@@ -26,6 +26,7 @@ from evener.core.files import open_file, read_file, write_atomic
 from evener.core.plan import Plan, find_plan
 from evener.core.rundir import Manifest, RunDir, event_of
 from evener.core.step import StepRecord
+from evener.core.vitals import Vitals
 from evener.watch.curves import MAX_RANKS, Curves, KeptCurves
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ KEPT = "watch.summary"
 CHUNK_BYTES = 1 << 20
 WORTH_KEEPING = 16 << 20  # bytes of records that are read in about a tenth of a second
 KEEP_EVERY_S = 60.0
+LINE_BYTES = 1 << 16  # more than any line of vitals has
 
 Identity = tuple[int, int, int]  # inode, bytes, when it was written
 
@@ -62,6 +64,7 @@ class Reader:
         self.manifest: Manifest | None = None  # None: none yet, or none that can be read
         self.plan: Plan | None = None
         self.events: list[dict[str, Any]] = []  # by time
+        self.vitals: dict[str, Vitals] = {}  # how each host was last
         self.states: dict[str, dict[str, Any]] = {}  # what hosts' supervisors said last
         self.curves = Curves()
         self.version = 0  # grows whenever anything of this changes
@@ -183,6 +186,10 @@ class Reader:
             if self._is_new(path):
                 with contextlib.suppress(OSError, msgspec.MsgspecError):
                     self.states[host.name] = from_json(read_file(path), dict[str, Any])
+        for path in (self.rundir.path / "vitals").glob("*.jsonl"):
+            if self._is_new(path) and (newest := _last_line(path)):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self.vitals[path.stem] = from_json(newest, Vitals)
         paths = [self.rundir.events_path, *sorted((self.rundir.path / "hosts").glob("*/events.jsonl"))]
         are_new = [self._is_new(path) for path in paths]
         if any(are_new):
@@ -207,6 +214,16 @@ def _readable(read: Callable[[], T], before: T) -> T:
         return read()
     except EvenerError:
         return before
+
+
+def _last_line(path: Path) -> bytes:
+    """The last complete one of a file; nothing of one without."""
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LINE_BYTES))
+            return file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+    except OSError:
+        return b""
 
 
 def _events_of(paths: list[Path]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from evener.core.units import count, median, percentile, plural, seconds, size
 from evener.report.chart import Band, Chart, Line
 from evener.report.events import Told, tell
 from evener.report.figures import PART_COLOURS, PART_NAMES, SERIES_COLOURS
+from evener.report.hosts import host_table
 from evener.report.markup import Fact
 from evener.report.predicted import percent
 from evener.watch.health import Health, predicted
@@ -331,6 +332,7 @@ def strips(reader: Reader) -> list[Strip]:
     ]  # fmt: skip
 
 
+FRESH_S = 60.0  # clocks of hosts are not one
 HOST_HEAD = ["host", "ranks", "share", "arithmetic", "computes", "machine", "now"]
 
 
@@ -358,6 +360,21 @@ def hosts(reader: Reader) -> list[list[str]]:
             "takes part" if host in there else "is away",
         ])  # fmt: skip
     return rows
+
+
+def machines(reader: Reader, now: float) -> tuple[list[str], list[list[str]]]:
+    """(head, rows): what each told of itself just now; what it sends, of what its links carry where that is known."""
+    prediction = reader.plan.prediction if reader.plan else None
+    fresh = {host: [told] for host, told in reader.vitals.items() if now - told.time < FRESH_S}
+    head, rows = host_table(fresh)
+    if prediction is not None and "sent" in head:
+        known = {host: max(wire.bandwidth_Bps for wire in wires.values())
+                 for host, wires in prediction.cluster.wires.items() if wires}  # fmt: skip
+        at = head.index("sent")
+        for row in rows:
+            if row[0] in known and row[at] != "–":
+                row[at] += f" of {size(known[row[0]])}/s"
+    return ["host", *head[1:]], rows
 
 
 def _memory(machine: Machine) -> str:
