@@ -55,13 +55,14 @@ def main() -> None:
 
 
 def stretched(one: RunDir, folder: Path) -> RunWriter:
-    """The run with its records again and again."""
+    """The run with its records again and again; nobody follows it, for it was not started."""
     run = RunWriter(folder / "long")
-    shutil.copytree(one.path, run.path, ignore=shutil.ignore_patterns("checkpoints", "steps", "host", KEPT))
+    shutil.copytree(
+        one.path, run.path, ignore=shutil.ignore_patterns("checkpoints", "steps", "host", "plan.json", KEPT)
+    )
     manifest = one.manifest()
-    spec = msgspec.structs.replace(
-        manifest.spec, train=msgspec.structs.replace(manifest.spec.train, steps=2 * STEPS)
-    )  # fmt: skip
+    train = msgspec.structs.replace(manifest.spec.train, steps=2 * STEPS)
+    spec = msgspec.structs.replace(manifest.spec, train=train)
     run.write_manifest(msgspec.structs.replace(manifest, spec=spec, verdict="running", ended=None))
     (run.path / "steps").mkdir()
     for rank in range(RANKS):

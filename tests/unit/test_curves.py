@@ -221,3 +221,13 @@ def test_no_summary_ends_the_page(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
     (folder / KEPT).write_bytes(data.draw(st.binary(max_size=200)))
     assert Reader(RunDir(folder)).curves.done == 0
+
+
+def test_what_is_remembered_does_not_grow():
+    """Ten times as many steps, as many bytes."""
+    sizes, curves = [], Curves()
+    for first in range(0, 50_000, 5000):
+        for rank in range(2):
+            curves.add(rank, [record(step) for step in range(first, first + 5000)])
+        sizes.append(len(msgspec.msgpack.encode(curves.keep())))
+    assert max(sizes) < 1.1 * sizes[0]

@@ -15,7 +15,7 @@ from evener.core.step import StepCost
 from evener.core.vitals import Vitals
 from evener.watch import view
 from evener.watch.health import health
-from evener.watch.pages import quick_pieces, status
+from evener.watch.pages import rank_pieces, status, word_pieces
 from evener.watch.reader import Reader
 from tests.unit.planner import job_of
 
@@ -141,7 +141,7 @@ def view_sign(mark: str) -> str:
 def test_one_that_has_not_begun(tmp_path):
     reader = Reader(RunDir(tmp_path))
     assert health(reader, SOON).word == "starting"
-    assert "it has not told of itself yet" in quick_pieces(reader, SOON)["state"]
+    assert "it has not told of itself yet" in word_pieces(reader, SOON)["state"]
 
 
 def test_what_is_left(run, tmp_path, write_run):
@@ -185,5 +185,5 @@ def test_how_the_machines_are_just_now(run):
     head, rows = view.machines(read(run), SOON)
     assert head == ["host", "processors busy", "memory", "sent"]
     assert rows == [["h", "25%", "3.0 GB of 8.0 GB", "11.5 MB/s"]]
-    assert "11.5 MB/s" in quick_pieces(read(run), SOON)["hosts"]
+    assert "11.5 MB/s" in rank_pieces(read(run), SOON)["hosts"]
     assert view.machines(read(run), SOON + 100)[1] == []

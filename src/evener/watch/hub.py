@@ -23,10 +23,12 @@ from evener.watch.reader import Reader
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 1.0
 FIND_EVERY_S = 5.0
 SAYS_EVERY_S = 5.0  # what a clock changes, and no file: how long it is silent
-COST = 0.002  # of a processor, for what is drawn of one view
+COST = 0.0012  # of a processor, for each part of what is drawn of one view
+WORDS_EVERY_S = 0.9  # a step is told within two seconds
+MOST_S = 15.0
 MEANWHILE_S = 2.0  # between two drawings, while what is there is being read
 BUDGET_S = 0.15  # of reading at a time, while others wait for an answer
 
@@ -45,10 +47,7 @@ class _Drawn:
     """The pieces of a view as they were made last."""
 
     pieces: Pieces = field(default_factory=dict)
-    version: int = -1  # of what is quick
-    at: float = 0.0
-    plots_version: int = -1
-    plots_due: float = 0.0
+    made: dict[str, tuple[int, float]] = field(default_factory=dict)  # by group: of which version, when it is due
 
 
 class Hub:
@@ -167,27 +166,31 @@ class Hub:
         """All of a view, as far as it is due made anew."""
         drawn, shown, now = self._drawn.setdefault(view, _Drawn()), self.shown(view), time.monotonic()
         version = sum(reader.version + 1 for reader in shown.values())
-        is_due = version != drawn.plots_version and now >= drawn.plots_due
-        if version != drawn.version or now - drawn.at > SAYS_EVERY_S:
-            drawn.pieces = drawn.pieces | self._quick(view, shown)
-            drawn.version, drawn.at = version, now
-        if is_due:
-            began = time.thread_time()
-            drawn.pieces = drawn.pieces | self._plots(view, shown)
-            is_read = not any(reader.unread_bytes for reader in shown.values())
-            rest_s = (time.thread_time() - began) / COST if is_read else MEANWHILE_S
-            drawn.plots_version, drawn.plots_due = version, now + rest_s
+        for name, make in self._groups(view, shown).items():
+            known, due = drawn.made.get(name, (-1, 0.0))
+            of_group = version
+            if name == "events":  # a list is another one when there is another event
+                of_group = id(next(iter(shown.values())).events)
+            says = name == "words" and now > due + SAYS_EVERY_S
+            if says or (of_group != known and now >= due):
+                began = time.thread_time()
+                drawn.pieces = drawn.pieces | make()
+                drawn.made[name] = of_group, now + _rest_s(name, shown, time.thread_time() - began)
         return drawn.pieces
 
-    def _quick(self, view: View, shown: dict[str, Reader]) -> Pieces:
-        if view.kind == "run":
-            return pages.quick_pieces(shown[view.keys[0]], time.time())
-        return overview_pieces(shown, time.time()) if view.kind == "overview" else {}
-
-    def _plots(self, view: View, shown: dict[str, Reader]) -> Pieces:
-        if view.kind == "run":
-            return pages.plot_pieces(shown[view.keys[0]], view.axis)
-        return compare_pieces(shown, view.axis, time.time()) if view.kind == "compare" else {}
+    def _groups(self, view: View, shown: dict[str, Reader]) -> dict[str, Callable[[], Pieces]]:
+        """What is drawn of a view, each part as often as it costs little."""
+        if view.kind == "overview":
+            return {"words": lambda: overview_pieces(shown, time.time())}
+        if view.kind == "compare":
+            return {"plots": lambda: compare_pieces(shown, view.axis, time.time())}
+        reader = shown[view.keys[0]]
+        return {
+            "words": lambda: pages.word_pieces(reader, time.time()),
+            "events": lambda: pages.event_pieces(reader),
+            "ranks": lambda: pages.rank_pieces(reader, time.time()),
+            "plots": lambda: pages.plot_pieces(reader, view.axis),
+        }
 
     def _look_all(self, views: set[View]) -> bool:
         self.find()
@@ -203,3 +206,10 @@ def _read(readers: Iterable[Reader]) -> bool:
     until = time.monotonic() + BUDGET_S
     left = [reader.look(until - time.monotonic()) for reader in readers]
     return any(left)
+
+
+def _rest_s(group: str, shown: dict[str, Reader], cost_s: float) -> float:
+    """Until a part of a view that took so long to draw may be drawn again."""
+    if group == "words":
+        return WORDS_EVERY_S
+    return MEANWHILE_S if any(reader.unread_bytes for reader in shown.values()) else min(MOST_S, cost_s / COST)

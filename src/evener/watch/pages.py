@@ -62,17 +62,31 @@ PLOTS: dict[str, Callable[[Reader, str], Plot | None]] = {
 }
 
 
-def quick_pieces(reader: Reader, now: float) -> Pieces:
-    """Those that say how the run is: a millisecond or two."""
+def word_pieces(reader: Reader, now: float) -> Pieces:
+    """How the run is: a millisecond."""
     found = health(reader, now)
     return {
         "state": render("state.html", health=found, sign=SIGNS[found.mark], share=view.progress(reader)),
         "facts": render("facts.html", shown=view.facts(reader, found)),
-        "strips": strips(view.strips(reader)),
-        "hosts": _hosts(view.HOST_HEAD, view.hosts(reader)) + _hosts(*view.machines(reader, now)),
-        "events": render("events.html", events=view.events(reader), more=len(reader.events) > view.MAX_EVENTS),
         "read": _read(reader),
     }
+
+
+def event_pieces(reader: Reader) -> Pieces:
+    """What happened."""
+    more = len(reader.events) > view.MAX_EVENTS
+    return {"events": render("events.html", events=view.events(reader), more=more)}
+
+
+def rank_pieces(reader: Reader, now: float) -> Pieces:
+    """What each rank does, and how its machine is."""
+    hosts = _hosts(view.HOST_HEAD, view.hosts(reader)) + _hosts(*view.machines(reader, now))
+    return {"strips": strips(view.strips(reader)), "hosts": hosts}
+
+
+def all_pieces(reader: Reader, axis: str, now: float) -> Pieces:
+    """Of a page as it is opened."""
+    return word_pieces(reader, now) | event_pieces(reader) | rank_pieces(reader, now) | plot_pieces(reader, axis)
 
 
 def plot_pieces(reader: Reader, axis: str) -> Pieces:
@@ -136,7 +150,7 @@ def run_page(reader: Reader, name: str, *, axis: str, links: Mapping[str, str], 
     """All of it as it is now. `links`: other pages."""
     now = time.time()
     return render("watch.html", status=status(reader, name, now), name=name, run_dir=str(reader.rundir),
-                  what=view.what(reader), pieces=_marked(quick_pieces(reader, now) | plot_pieces(reader, axis)),
+                  what=view.what(reader), pieces=_marked(all_pieces(reader, axis, now)),
                   axis=axis, axes=view.AXES, links=links, can_stop=can_stop, can_save=can_save,
                   assets=assets)  # fmt: skip
 
