@@ -29,13 +29,14 @@ class Moment:
     lanes: Lanes
     step: int
     took_s: float
+    sends: bool  # were gradients, or what was learned, exchanged in it?
     told: str  # who was last
     head: list[str]
     rows: list[list[str]]  # the same in figures
 
 
 def moment(timeline: Timeline, names: Mapping[int, str]) -> Moment | None:
-    """Of the newest steps, one that sent as much as any and took as long as most; None where nothing was kept."""
+    """Of the newest steps, of those that sent anything, the median by its time; None where nothing was kept."""
     for stretch in reversed(timeline.stretches):
         ranks = max(len(of_step) for of_step in stretch.steps.values())
         whole = {step: of_step for step, of_step in stretch.steps.items() if len(of_step) == ranks}
@@ -45,11 +46,10 @@ def moment(timeline: Timeline, names: Mapping[int, str]) -> Moment | None:
 
 
 def _typical(steps: Mapping[int, dict[int, RankStep]]) -> int:
-    """Of the last ones."""
-    newest = dict(list(steps.items())[-LAST:])
-    sends = {step: sum(len(one.sent) for one in of_step.values()) for step, of_step in newest.items()}
-    busy = [step for step in newest if sends[step] == max(sends.values())]
-    return sorted(busy, key=lambda step: _took_ns(newest[step]))[len(busy) // 2]
+    """Of the last ones, but not the very last: at a run's end replicas that drifted become one model."""
+    newest = dict((list(steps.items())[:-1] or list(steps.items()))[-LAST:])
+    sends = [step for step, of_step in newest.items() if any(one.sent for one in of_step.values())] or list(newest)
+    return sorted(sends, key=lambda step: _took_ns(newest[step]))[len(sends) // 2]
 
 
 def _took_ns(of_step: Mapping[int, RankStep]) -> int:
@@ -77,7 +77,8 @@ def _drawn(stretch: Stretch, step: int, names: Mapping[int, str]) -> Moment:
         sums = {name: sum(part.took_s for part in of_step[rank].parts if part.name == name) for name in parts}
         table.append([names[rank], *(seconds(sums[name]) for name in parts), seconds(sum(sums.values()))])
     lanes = Lanes(rows, f"{unit} since the step began", legend)
-    return Moment(lanes, step, took_s, _told(stretch.collectives(step), stretch, names), head, table)
+    sends = any(one.sent for one in of_step.values())
+    return Moment(lanes, step, took_s, sends, _told(stretch.collectives(step), stretch, names), head, table)
 
 
 def _rows(one: RankStep, name: str, zero: int, factor: float) -> list[tuple[str, bool, list[Piece]]]:
