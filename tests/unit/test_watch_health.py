@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from evener.core.fleet import Host
 from evener.core.plan import HostPlan, Plan, write_plan
@@ -14,8 +16,10 @@ from evener.core.runwriter import RunWriter
 from evener.core.step import StepCost
 from evener.core.vitals import Vitals
 from evener.watch import view
+from evener.watch.compare import row_of
 from evener.watch.health import health
-from evener.watch.pages import rank_pieces, status, word_pieces
+from evener.watch.metrics import exposition
+from evener.watch.pages import all_pieces, rank_pieces, status, word_pieces
 from evener.watch.reader import Reader
 from tests.unit.planner import job_of
 
@@ -187,3 +191,26 @@ def test_how_the_machines_are_just_now(run):
     assert rows == [["h", "25%", "3.0 GB of 8.0 GB", "11.5 MB/s"]]
     assert "11.5 MB/s" in rank_pieces(read(run), SOON)["hosts"]
     assert view.machines(read(run), SOON + 100)[1] == []
+
+
+NAMES = ["start", "world", "rebalanced", "evaluation", "checkpoint", "failure", "run.hang", "run.goes-on", "launched",
+         "rechosen", "run.diverged", "run.nonfinite", "replicas.reconciled", "anything"]  # fmt: skip
+KEYS = ["step", "hosts", "shares", "val_loss", "error", "hint", "rank", "ranks", "why", "after_s", "differences", "odd"]
+PLAIN = st.none() | st.booleans() | st.integers(-3, 10**12) | st.floats(allow_nan=False) | st.text(max_size=6)
+VALUES = (
+    PLAIN | st.lists(PLAIN, max_size=3) | st.lists(st.dictionaries(st.text(max_size=3), PLAIN, max_size=2), max_size=2)
+)
+FACTS = dict.fromkeys(KEYS, VALUES)
+EVENT = st.fixed_dictionaries({"event": st.sampled_from(NAMES), "time": st.floats(0, 2e9)}, optional=FACTS)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(EVENT, max_size=6), st.sampled_from(["running", "failed"]))
+def test_no_event_ends_the_page(tmp_path, write_run, events, verdict):
+    """Whatever types its facts have: a disk that was full, another version, somebody's own program."""
+    run = write_run(tmp_path / "run", [{}, {}], verdict=verdict)
+    run.events_path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    reader = read(run)
+    assert all_pieces(reader, "time", SOON)["events"]
+    assert row_of("run", reader, SOON)["key"] == "run"
+    assert "evener_steps" in exposition({"run": reader})

@@ -17,7 +17,9 @@ import asyncio
 import hashlib
 import importlib.resources
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from urllib.parse import quote, unquote
@@ -72,7 +74,7 @@ class Server:
         self._hub, self._actions, self._assets = hub, actions, assets()
         text = "".join(f"{name}\0{content}\0" for name, content in sorted(self._assets.items()))
         self._version = f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        self._acting: dict[tuple[str, str], asyncio.Task[str]] = {}
+        self._acting: dict[tuple[str, str], Future[str]] = {}
 
     def app(self) -> Starlette:
         """Without what keeps others out: see guard.py."""
@@ -202,14 +204,13 @@ class Server:
         reader = self._hub.readers.get(key)
         if what not in known or reader is None or not known[what][0](reader):
             return _none()
-        do = known[what][1]
-        task = self._acting.get((key, what))
-        if task is None or task.done():
-            task = self._acting[key, what] = asyncio.create_task(asyncio.to_thread(do, reader))
+        answer = self._acting.get((key, what))
+        if answer is None or answer.done():
+            answer = self._acting[key, what] = _in_background(known[what][1], reader)
         try:
-            return JSONResponse({"told": await asyncio.wait_for(asyncio.shield(task), ANSWER_S)})
+            told = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_S)
+            return JSONResponse({"told": told})
         except TimeoutError:
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
             return JSONResponse({"told": "asked: its step is finished first"}, 202)
         except EvenerError as error:
             return JSONResponse({"told": f"{error}{'; ' if error.hint else ''}{error.hint}"}, 409)
@@ -226,6 +227,20 @@ class Server:
             keys = tuple(key for key in dict.fromkeys(request.query_params.getlist("run")) if key in self._hub.readers)
             return View("compare", keys, axis) if keys else None
         return View("overview") if page == "/" else None
+
+
+def _in_background(do: Callable[[Reader], str], reader: Reader) -> Future[str]:
+    """In a thread that does not keep the server from ending: to stop a run takes as long as its step."""
+    answer: Future[str] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(do(reader))
+        except BaseException as error:  # whoever asked is told
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer
 
 
 def _none() -> Response:
