@@ -17,6 +17,7 @@ from evener.core.errors import CheckpointError, UsageError
 from evener.core.files import write_atomic
 from evener.core.rundir import RunDir
 from evener.core.step import PARTS, StepCost, aligned
+from evener.core.vitals import Vitals
 from evener.report import benchpage, figures
 from evener.report.chart import draw
 from evener.report.events import first_failure, tell
@@ -214,6 +215,21 @@ def test_what_was_not_measured_is_said(run):
     assert "Not measured: exposed communication, waiting for others, update, input." in page.text
     assert set(page.lines) == {"learning rate", "gradient norm", "forward, backward"}
     assert "Loss It was not measured." in page.text
+
+
+def test_how_the_hosts_were(run):
+    """In the mean and at most; the page lacks it where what a host told is damaged."""
+    rundir = run()
+    path = rundir.vitals_path(rundir.manifest().roster.hosts[0])
+    told = [Vitals(time=float(i), busy=busy, memory_bytes=10**9 * i, memory_total_bytes=10**10, temperature_C=heat)
+            for i, (busy, heat) in enumerate(((0.2, 71.0), (0.4, 83.4)), 1)]  # fmt: skip
+    path.parent.mkdir()
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    text = page_of(rundir).text
+    assert "The hosts meanwhile" in text
+    assert all(word in text for word in ("30%", "2.0 GB of 10.0 GB", "83 °C"))
+    path.write_bytes(bytes(100) + b"\n")
+    assert "The hosts meanwhile" not in page_of(rundir).text
 
 
 def test_a_long_run_is_thinned(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
 from collections.abc import Iterable, Sequence
@@ -12,12 +13,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from evener.core.errors import CheckpointError
 from evener.core.files import write_atomic
 from evener.core.plan import find_plan
 from evener.core.rundir import Manifest, RunDir
 from evener.core.spans import LAST
 from evener.core.step import StepRecord, aligned
 from evener.core.units import count, plural, seconds, size
+from evener.core.vitals import Vitals
 from evener.report import benchpage, compare, figures
 from evener.report.chart import Figure
 from evener.report.events import evaluations, first_failure, since, tell
@@ -315,9 +318,12 @@ def _beside(summary: Summary) -> Beside | None:
 
 
 def _hosts(rundir: RunDir, manifest: Manifest) -> Table | None:
-    """What they told of themselves."""
-    names = dict.fromkeys([*(machine.host for machine in manifest.hosts), *manifest.roster.hosts])
-    head, rows = host_table({name: rundir.vitals(name) for name in names})
+    """What they told of themselves; nothing where that is damaged, for a page lacks little without it."""
+    told: dict[str, list[Vitals]] = {}
+    for name in [*(machine.host for machine in manifest.hosts), *manifest.roster.hosts]:
+        with contextlib.suppress(CheckpointError):
+            told[name] = rundir.vitals(name)
+    head, rows = host_table(told)
     return Table(head, rows) if rows else None
 
 
