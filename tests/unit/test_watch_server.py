@@ -278,6 +278,28 @@ def test_stop_is_passed_on_and_what_it_says_is_told(serve):
     assert client.post("/runs/c/stop", headers={"x-evener": "1", "origin": BASE}).status_code == 404
 
 
+def test_what_a_model_writes_stands_on_its_page(serve):
+    """As text, whatever it writes; that of a later checkpoint above."""
+    texts = {100: "once", 200: HOSTILE}
+
+    def sample(reader: Reader) -> str:
+        step, text = texts.popitem()
+        reader.samples[step] = text
+        return f"written after step {step}"
+
+    client, hub, _ = serve(actions=Actions(sample=sample, can_sample=lambda reader: True))
+    assert "let it write" in let_in(client).get("/runs/one").text
+    for step in (200, 100):
+        answer = client.post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE})
+        assert answer.json()["told"] == f"written after step {step}"
+        wait_until(lambda step=step: f"after step {step}" in hub.pieces(View("run", ("one",)))["samples"])
+    page = Page(client.get("/runs/one").text)
+    assert page.scripts == []
+    assert page.tags.count("blockquote") == 2
+    text = client.get("/runs/one").text
+    assert text.index("after step 200") < text.index("after step 100")
+
+
 def test_a_stop_that_fails_says_why(serve):
     def stop(reader: Reader) -> str:
         raise HostError("attic cannot be reached", check="ssh.auth", host="attic", hint="is it on?")

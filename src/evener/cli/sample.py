@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from evener.core.rundir import RunDir
 
 EXAMPLES = 'evener sample runs/mine --prompt "She has " --num-tokens 80'
 
@@ -21,41 +29,47 @@ def sample(
     import json
     import sys
 
+    from evener.core.rundir import RunDir
+
+    rundir = RunDir(run)
+    folder, shown, text = rundir.whole_checkpoint(step), "", ""
+    for text in written(rundir, folder, prompt, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
+        # A character may take several tokens.
+        if not as_json and text.startswith(shown) and not text.endswith("\ufffd"):
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    print(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
+    return 0
+
+
+def written(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, temperature: float = 0.8,
+            top_k: int | None = None, seed: int = 1337) -> Iterator[str]:  # fmt: skip
+    """What it has written after each token, from the prompt on; UsageError of a model that is not evener's own."""
+    import json
+
     import msgspec
 
     from evener.core.errors import UsageError
-    from evener.core.rundir import RunDir
     from evener.corpus.tokenizer import tokenizer_of
     from evener.launch.tool import lines_of
 
-    rundir = RunDir(run)
     manifest = rundir.manifest()
-    folder = rundir.whole_checkpoint(step)
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
     tokenizer = tokenizer_of(rundir.path, manifest.corpus)
+    ids = [int(token) for token in tokenizer.encode(prompt)]
+    if not ids:
+        raise UsageError("--prompt: is empty")
     request = {
-        "checkpoint": str(folder),
+        "checkpoint": str(checkpoint),
         "shape": msgspec.to_builtins(manifest.shape),
-        "prompt": [int(token) for token in tokenizer.encode(prompt)],
+        "prompt": ids,
         "num_tokens": num_tokens,
         "temperature": temperature,
         "top_k": top_k,
         "seed": seed,
     }
-    if not request["prompt"]:
-        raise UsageError("--prompt: is empty")
-    ids: list[int] = list(request["prompt"])
-    shown = ""
     for line in lines_of("evener.worker.sample", json.dumps(request)):
         ids.append(int(line))
-        text = tokenizer.decode(ids)
-        if (
-            not as_json and text.startswith(shown) and not text.endswith("\ufffd")
-        ):  # a character may take several tokens
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
-    text = tokenizer.decode(ids)
-    print(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
-    return 0
+        yield tokenizer.decode(ids)

@@ -44,6 +44,9 @@ def watch(
 
     with watching.followers() as follow:
         hub = Hub(find, on_new=follow)
-        actions = Actions(watching.stop, watching.can_act, watching.save, watching.can_save)
+        actions = Actions(
+            stop=watching.stop, can_stop=watching.can_act, save=watching.save, can_save=watching.can_save,
+            sample=watching.sample, can_sample=watching.can_sample,
+        )  # fmt: skip
         serve(one, hub, actions, token, watching.names_of(host), begin)
     return 0

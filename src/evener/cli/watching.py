@@ -143,6 +143,27 @@ def save(reader: Reader) -> str:
     return f"asked after {reader.curves.done:,} steps: the event says when it is saved"
 
 
+SAMPLE_TOKENS = 120
+
+
+def can_sample(reader: Reader) -> bool:
+    """Is it a model of evener's own, of which a checkpoint is here?"""
+    manifest = reader.manifest
+    has_model = manifest is not None and manifest.corpus is not None and manifest.shape is not None
+    return has_model and bool(reader.rundir.checkpoint_steps())
+
+
+def sample(reader: Reader) -> str:
+    """Let its newest checkpoint write something: here, and not on the run's hosts. The same draws each time."""
+    from evener.cli.sample import written
+
+    folder = reader.rundir.whole_checkpoint(None)
+    *_, text = written(reader.rundir, folder, "\n", SAMPLE_TOKENS)
+    step = int(folder.name.rpartition("-")[2])
+    reader.samples[step] = text.strip()
+    return f"written after step {step:,}"
+
+
 # --- records that come home -------------------------------------------------------------------------------------------
 
 

@@ -171,6 +171,8 @@ class Hub:
             of_group = version
             if name == "events":  # a list is another one when there is another event
                 of_group = id(next(iter(shown.values())).events)
+            elif name == "samples":
+                of_group = len(next(iter(shown.values())).samples)
             says = name == "words" and now > due + SAYS_EVERY_S
             if says or (of_group != known and now >= due):
                 began = time.thread_time()
@@ -188,6 +190,7 @@ class Hub:
         return {
             "words": lambda: pages.word_pieces(reader, time.time()),
             "events": lambda: pages.event_pieces(reader),
+            "samples": lambda: pages.sample_pieces(reader),
             "ranks": lambda: pages.rank_pieces(reader, time.time()),
             "plots": lambda: pages.plot_pieces(reader, view.axis),
         }

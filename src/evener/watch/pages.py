@@ -84,9 +84,16 @@ def rank_pieces(reader: Reader, now: float) -> Pieces:
     return {"strips": strips(view.strips(reader)), "hosts": hosts}
 
 
+def sample_pieces(reader: Reader) -> Pieces:
+    """What the model wrote, the newest first."""
+    found = sorted(reader.samples.items(), reverse=True)
+    return {"samples": render("samples.html", samples=[(f"{step:,}", text) for step, text in found]) if found else ""}
+
+
 def all_pieces(reader: Reader, axis: str, now: float) -> Pieces:
     """Of a page as it is opened."""
-    return word_pieces(reader, now) | event_pieces(reader) | rank_pieces(reader, now) | plot_pieces(reader, axis)
+    quick = word_pieces(reader, now) | event_pieces(reader) | sample_pieces(reader) | rank_pieces(reader, now)
+    return quick | plot_pieces(reader, axis)
 
 
 def plot_pieces(reader: Reader, axis: str) -> Pieces:
@@ -146,13 +153,13 @@ def _read(reader: Reader) -> str:
 
 
 def run_page(reader: Reader, name: str, *, axis: str, links: Mapping[str, str], can_stop: bool, can_save: bool,
-             assets: str) -> str:  # fmt: skip
+             can_sample: bool, assets: str) -> str:  # fmt: skip
     """All of it as it is now. `links`: other pages."""
     now = time.time()
     return render("watch.html", status=status(reader, name, now), name=name, run_dir=str(reader.rundir),
                   what=view.what(reader), pieces=_marked(all_pieces(reader, axis, now)),
                   axis=axis, axes=view.AXES, links=links, can_stop=can_stop, can_save=can_save,
-                  assets=assets)  # fmt: skip
+                  can_sample=can_sample, assets=assets)  # fmt: skip
 
 
 def list_page(found: Status, pieces: Pieces, *, assets: str) -> str:

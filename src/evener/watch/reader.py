@@ -65,6 +65,7 @@ class Reader:
         self.plan: Plan | None = None
         self.events: list[dict[str, Any]] = []  # by time
         self.vitals: dict[str, Vitals] = {}  # how each host was last
+        self.samples: dict[int, str] = {}  # what its checkpoints wrote, as they were asked to, by their steps
         self.states: dict[str, dict[str, Any]] = {}  # what hosts' supervisors said last
         self.curves = Curves()
         self.version = 0  # grows whenever anything of this changes

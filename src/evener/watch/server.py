@@ -5,7 +5,7 @@
     GET  /compare?run=KEY&run=…  some
     GET  /stream?page=PATH&…     server-sent events: what changed of such a page
     GET  /status?page=PATH&…     how its runs are, in a line
-    POST /runs/KEY/stop, /save   passed to whoever can
+    POST /runs/KEY/stop, /save, /sample   passed to whoever can
     GET  /metrics                for Prometheus
 
 A KEY is looked up among the runs: nothing of a request ever becomes a path.
@@ -46,6 +46,7 @@ from evener.watch.reader import Reader
 
 ALIVE_S = 15.0
 ANSWER_S = 2.0  # what takes longer goes on behind the answer
+MEANWHILE = {**dict.fromkeys(("stop", "save"), "asked: its step is finished first"), "sample": "it is thinking"}
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -57,6 +58,8 @@ class Actions:
     can_stop: Callable[[Reader], bool] = lambda reader: False
     save: Callable[[Reader], str] = lambda reader: ""
     can_save: Callable[[Reader], bool] = lambda reader: False
+    sample: Callable[[Reader], str] = lambda reader: ""
+    can_sample: Callable[[Reader], bool] = lambda reader: False
 
 
 def assets() -> dict[str, str]:
@@ -127,7 +130,8 @@ class Server:
             return pages.run_page(
                 reader, key, axis=shown.axis, links={} if len(self._hub.readers) == 1 else {"all runs": "/"},
                 can_stop=self._actions.can_stop(reader),
-                can_save=self._actions.can_save(reader), assets=self._version,
+                can_save=self._actions.can_save(reader),
+                can_sample=self._actions.can_sample(reader), assets=self._version,
             )  # fmt: skip
 
         return HTMLResponse(await self._hub.do(draw))
@@ -197,10 +201,11 @@ class Server:
     # --- what is asked of a run ---------------------------------------------------------------------------------------
 
     async def act(self, request: Request) -> Response:
-        """Stop it, or save it."""
+        """Stop it, save it, or let it write."""
         key, what = request.path_params["key"], request.path_params["what"]
         known = {"stop": (self._actions.can_stop, self._actions.stop),
-                 "save": (self._actions.can_save, self._actions.save)}  # fmt: skip
+                 "save": (self._actions.can_save, self._actions.save),
+                 "sample": (self._actions.can_sample, self._actions.sample)}  # fmt: skip
         reader = self._hub.readers.get(key)
         if what not in known or reader is None or not known[what][0](reader):
             return _none()
@@ -211,7 +216,7 @@ class Server:
             told = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_S)
             return JSONResponse({"told": told})
         except TimeoutError:
-            return JSONResponse({"told": "asked: its step is finished first"}, 202)
+            return JSONResponse({"told": MEANWHILE[what]}, 202)
         except EvenerError as error:
             return JSONResponse({"told": f"{error}{'; ' if error.hint else ''}{error.hint}"}, 409)
 

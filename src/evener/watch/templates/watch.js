@@ -131,7 +131,7 @@
   }
   document.getElementById("actions")?.addEventListener("click", ({ target }) => {
     if (target.dataset.action === "stop") sure.showModal();
-    if (target.dataset.action === "save") act("save");
+    if (target.dataset.action === "save" || target.dataset.action === "sample") act(target.dataset.action);
   });
   sure?.addEventListener("click", ({ target }) => {
     if (!target.dataset.sure) return;
