@@ -239,7 +239,8 @@ def _usual_step_s(folder: Path, options: argparse.Namespace, membership: str, tu
     argv = [*EVENER, "train", "--fleet", str(folder / "fleet.toml"), "--out", out,
             *[f"--{name}={value}" for name, value in flags.items()]]  # fmt: skip
     subprocess.run(argv, cwd=folder, check=True, capture_output=True, timeout=300)
-    return statistics.median(record.wall_s for record in RunDir(folder / out).records(0)[20:])
+    records = RunDir(folder / out).records(0)
+    return statistics.median(record.wall_s for record in records[len(records) // 3 :])  # the first ones are slower
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
