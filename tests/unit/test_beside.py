@@ -49,7 +49,7 @@ def report(*args):
 
 
 def test_only_what_differs_is_told(place):
-    assert dict(beside.differences(both().runs.values())) == {
+    assert dict(both().differences) == {
         "--lr": ["0.0003", "0.01"], "way to agree": ["none", "ddp"], "processes": ["1", "2"],
     }  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_only_what_differs_is_told(place):
 def test_a_run_beside_itself_differs_in_nothing(place):
     same = beside.beside(["runs/one", "runs/one"])
     assert list(same.runs) == ["one", "one (2)"]
-    assert beside.differences(same.runs.values()) == []
+    assert same.differences == []
     assert "Nothing: the same was asked of all" in beside.page(same, "twice")
 
 

@@ -250,7 +250,7 @@ def test_runs_are_listed_and_compared(serve):
     assert [f'href="/runs/{name}"' in home.text for name in "abc"] == [True] * 3
     text = client.get("/compare?run=a&run=b&run=nothing").text
     assert re.findall(r'data-name="([^"]+)"', text) == ["a", "b"] * 3
-    assert "What was asked differently" in text
+    assert "What differs between them" in text
     assert client.get("/compare?run=nothing").status_code == 404
 
 
@@ -261,7 +261,7 @@ def test_what_was_asked_differently_is_told_alone(serve, tmp_path, write_run):
     write_atomic(b.manifest_path, json.dumps(manifest).encode())
     text = let_in(client).get("/compare?run=a&run=b").text
     cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text[text.index('data-piece="differences"') :])
-    assert cells == ["flag", "a", "b", "--lr", "0.0003", "0.007"]
+    assert cells == ["what", "a", "b", "--lr", "0.0003", "0.007"]
 
 
 def test_stop_is_passed_on_and_what_it_says_is_told(serve):

@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
-from evener.core.rundir import RunDir
+from evener.core.rundir import Manifest, RunDir
 from evener.core.spec import FLAGS
 from evener.core.step import StepRecord, aligned, first_of
 from evener.core.units import count, seconds, size
 from evener.report import figures
 from evener.report.chart import Chart, Figure, Layers, Line
+from evener.report.compare import SAME
 from evener.report.events import evaluations
 from evener.report.figures import PART_NAMES, SERIES_COLOURS
 from evener.report.markup import document
@@ -28,8 +29,8 @@ from evener.report.worth import FASTER
 
 ACROSS = 6  # runs that are columns; more are rows
 SMOOTHED = 0.01  # of a run's steps: after so many a loss counts half
-SAME = 5e-4  # of a loss: what rounding alone does to it
 OF_SEVERAL = ("exposed_sync_s", "wait_s")  # parts of a step that one rank alone has not
+Facts = list[tuple[str, list[str]]]  # a name, and its value in each run
 AXES = {"tokens": "tokens", "step": "step", "time": "training time"}  # what a curve can be drawn over
 
 
@@ -62,6 +63,11 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: dict[str, Summary]
     curves: dict[str, Curve]
+
+    @property
+    def differences(self) -> Facts:
+        """See below."""
+        return differences([run.manifest for run in self.runs.values()])
 
 
 def beside(paths: Sequence[str | Path]) -> Beside:
@@ -106,12 +112,9 @@ def curve_of(steps: Sequence[Mapping[int, StepRecord]], events: Sequence[dict[st
 
 # --- what differs -----------------------------------------------------------------------------------------------------
 
-Facts = list[tuple[str, list[str]]]  # a name, and its value in each run
 
-
-def differences(runs: Iterable[Summary]) -> Facts:
+def differences(manifests: Sequence[Manifest]) -> Facts:
     """What was asked of one run and not of another, and what they ran on and with; nothing that all have alike."""
-    manifests = [run.manifest for run in runs]
     asked = {flag.name: [flag.value(one.spec) for one in manifests] for flag in FLAGS.values() if flag.field != "out"}
     has: dict[str, list[Any]] = {
         "way to agree": [str(one.roster.sync) for one in manifests],
@@ -295,7 +298,7 @@ def page(both: Beside, title: str) -> str:
     measured = {label: first_done(run).typical for label, run in both.runs.items() if run.step_p50_s}
     if measured:
         drawn["parts"] = figures.bars(measured)
-    differ = differences(both.runs.values())
+    differ = both.differences
 
     def shown(facts: Facts) -> tuple[list[str], list[tuple[str, ...]]]:
         return table(labels, [(f"· {name[2:]}" if name.startswith("  ") else name, values) for name, values in facts])
@@ -315,7 +318,7 @@ def markdown(both: Beside) -> str:
     """The same as text that an issue, a README or a pull request shows."""
     labels = list(both.runs)
     parts = [" ".join(explain(both))] if len(labels) > 1 else []
-    facts = (differences(both.runs.values()) if len(labels) > 1 else []) + outcomes(both)
+    facts = (both.differences if len(labels) > 1 else []) + outcomes(both)
     return "\n\n".join([*parts, markdown_table(*table(labels, facts))]) + "\n"
 
 
@@ -342,6 +345,6 @@ def result(both: Beside) -> dict[str, Any]:
     return {
         "runs": {label: as_result(run) for label, run in both.runs.items()},
         "differences": [{"name": name, "values": dict(zip(both.runs, values, strict=True))}
-                        for name, values in differences(both.runs.values())],
+                        for name, values in both.differences],
         "explanation": explain(both),
     }  # fmt: skip

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from evener.core.units import count, seconds
+from evener.report.beside import differences
 from evener.report.chart import Chart, Line
 from evener.report.figures import PART_NAMES, SERIES_COLOURS
 from evener.watch import view
@@ -130,31 +129,9 @@ def _parts(key: str, reader: Reader) -> list[str]:
 
 
 def _differences(readers: Mapping[str, Reader]) -> str:
-    """What was asked of them, where it is not the same."""
-    asked = {key: _leaves(msgspec.to_builtins(reader.manifest.spec)) | _hosts(reader)
-             for key, reader in readers.items() if reader.manifest is not None}  # fmt: skip
-    names = dict.fromkeys(name for leaves in asked.values() for name in leaves)
-    rows = []
-    for name in names:
-        values = [leaves.get(name, "–") for leaves in asked.values()]
-        if name != "--out" and len(set(values)) > 1:
-            rows.append([name, *values])
-    if len(asked) < 2:
+    """What was asked of them, and what they ran on, where it is not the same."""
+    known = {key: reader.manifest for key, reader in readers.items() if reader.manifest is not None}
+    if len(known) < 2:
         return ""
-    return render("table.html", head=["flag", *asked], rows=rows or [["all was asked alike", *("" for _ in asked)]])
-
-
-def _hosts(reader: Reader) -> dict[str, str]:
-    roster = reader.manifest.roster if reader.manifest else None
-    return {"hosts": ", ".join(roster.hosts), "arithmetic": roster.dtypes} if roster else {}
-
-
-def _leaves(tree: Mapping[str, Any]) -> dict[str, str]:
-    """The flags of a spec, as they are typed."""
-    found: dict[str, str] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            found |= _leaves(value)
-        else:
-            found["--" + name.replace("_", "-")] = "default" if value is None else str(value)
-    return found
+    rows = [[name, *values] for name, values in differences(list(known.values()))]
+    return render("table.html", head=["what", *known], rows=rows or [["all was asked alike", *("" for _ in known)]])
