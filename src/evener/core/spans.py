@@ -7,7 +7,8 @@ the rank that took it; how the clocks of hosts are joined `report/clocks.py` kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Annotated
 
 import msgspec
@@ -78,6 +79,12 @@ class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
     passes: list[Pass] = []
     asides: list[Aside] = []
     news: list[tuple[Seconds, Seconds]] = []  # from when its news went out to when all ranks' were there
+
+    def in_turns(self) -> Iterator[tuple[Exchange, int]]:
+        """Each exchange with how many of the same bucket came before."""
+        counts: dict[int, Iterator[int]] = {}
+        for one in self.exchanges:
+            yield one, next(counts.setdefault(one.bucket, count()))
 
     def parts_s(self) -> dict[str, float]:
         """Seconds of each part, "blocked" as one."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from evener.core.spans import StepSpans
 
@@ -103,8 +102,7 @@ class Clocks:
 
 def _exchanges(spans: StepSpans) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
     """((bucket, or -1 of news; how many times before), (begin, end) by the rank's clock) of a step's collectives."""
-    told = [(-1, begin_s, end_s) for begin_s, end_s in spans.news]
-    counts: dict[int, Iterator[int]] = {}
-    for bucket, begin_s, end_s in [*((one.bucket, one.begin_s, one.end_s) for one in spans.exchanges), *told]:
-        turn = next(counts.setdefault(bucket, count()))
-        yield (bucket, turn), (spans.begun_s + begin_s, spans.begun_s + end_s)
+    for one, turn in spans.in_turns():
+        yield (one.bucket, turn), (spans.begun_s + one.begin_s, spans.begun_s + one.end_s)
+    for turn, (begin_s, end_s) in enumerate(spans.news):
+        yield (-1, turn), (spans.begun_s + begin_s, spans.begun_s + end_s)

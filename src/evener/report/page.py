@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from evener.core.errors import CheckpointError
+from evener.core.errors import CheckpointError, UsageError
 from evener.core.files import write_atomic
 from evener.core.plan import find_plan
 from evener.core.rundir import Manifest, RunDir
@@ -32,7 +32,7 @@ from evener.report.moment import Moment, moment
 from evener.report.predicted import cells, percent, rank_rows, step_rows
 from evener.report.ranks import last_done, straggles
 from evener.report.summary import Summary, records_of, summarize
-from evener.report.timeline import is_kept, read_timeline
+from evener.report.timeline import read_timeline
 from evener.report.whatif import HEAD, asked_again, what_if_rows
 from evener.report.worth import worth
 
@@ -242,10 +242,11 @@ def _memory(summary: Summary) -> Fact:
 
 
 def _one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
-    """The picture of a step, where ranks have kept when what ran."""
-    if not is_kept(rundir):
+    """The picture of a step; None where nobody has kept when what ran, or that is damaged: a page can do without."""
+    try:
+        timeline = read_timeline(rundir, most=LAST)
+    except (UsageError, CheckpointError):
         return None
-    timeline = read_timeline(rundir, most=LAST)
     return moment(timeline, {rank: manifest.roster.name_of(rank) for rank in timeline.error_s})
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 from evener.core.errors import UsageError
 from evener.core.rundir import RunDir
-from evener.core.spans import EVERY, LAST, Exchange, Pass, StepSpans, part_of, ranges
+from evener.core.spans import EVERY, LAST, Pass, StepSpans, part_of, ranges
 from evener.core.step import BLOCKED, StepRecord
 from evener.report.clocks import Clocks, Offset
 
@@ -136,11 +135,6 @@ class Timeline:
         return dict(sorted(found.items()))
 
 
-def is_kept(rundir: RunDir) -> bool:
-    """Has any rank written when what ran?"""
-    return any(rundir.spans(rank) for rank in rundir.recorded_ranks())
-
-
 def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None = None,
                   also: Collection[int] = ()) -> Timeline:  # fmt: skip
     """Of the steps that are wanted [all], the newest `most`, and some others also. UsageError where none of them was
@@ -261,7 +255,7 @@ class _Piece:
             end_ns=end_ns,
             parts=parts,
             sent=[Sent(f"bucket {one.bucket}", *ns(one.begin_s, one.end_s), one.bucket, turn, one.size_bytes,
-                       one.sent_bytes) for one, turn in _turns(spans.exchanges)],
+                       one.sent_bytes) for one, turn in spans.in_turns()],
             passes=[(Slice(f"{one.group} {'backward' if one.is_backward else 'forward'}",
                            *ns(one.begin_s, one.end_s)), one) for one in spans.passes],
             asides=[Slice(one.what, *ns(one.begin_s, one.end_s)) for one in spans.asides],
@@ -276,13 +270,6 @@ def _joined(steps: dict[int, dict[int, StepSpans]], clocks: Clocks) -> _Piece:
     span = first_step[rank].begun_s, end.begun_s + max((lap.end_s for lap in end.laps), default=0.0)
     offsets = {other: clocks.offset(first, clocks.of(other, one), *span) for other, one in first_step.items()}
     return _Piece(steps, offsets, clocks.origin(first))
-
-
-def _turns(exchanges: Sequence[Exchange]) -> Iterator[tuple[Exchange, int]]:
-    """Each with how many of the same bucket came before."""
-    counts: dict[int, Iterator[int]] = {}
-    for one in exchanges:
-        yield one, next(counts.setdefault(one.bucket, count()))
 
 
 def _waiting(record: StepRecord | None, spans: StepSpans) -> float | None:
