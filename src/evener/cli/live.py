@@ -2,8 +2,8 @@
 
 ━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━  step 3412/10000  left 1 h 07 min
 loss 2.3451  validation 2.4407  12.3k tokens/s  communication 44%
-laptop  ████████████████████▓  works 1.90 s, sends 51 ms   ← the others wait for it
-attic   ██████████▓░░░░░░░░░░  works 1.02 s, sends 51 ms, waits 880 ms
+laptop  ━━━━━━━━━━━━━━━━━━━━╍  works 1.90 s, sends 51 ms, the others wait
+attic   ━━━━━━━━━━━╍·········  works 1.02 s, sends 51 ms, waits 880 ms
 """
 
 from __future__ import annotations

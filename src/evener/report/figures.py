@@ -29,6 +29,7 @@ PART_COLOURS = {
     "data_s": "#8fc7ea",
 }
 SERIES_COLOURS = ("#2a7fc1", "#d9752b", "#0a9e76", "#cc6d9f", "#e69f00", "#8fc7ea")
+UNDIVIDED = "waiting or exposed communication"  # where nobody knows how much of it is which
 assert set(PART_NAMES) == set(PART_COLOURS) == set(PARTS)
 
 

@@ -9,7 +9,7 @@ from evener.core.spans import LAST
 from evener.core.step import BLOCKED
 from evener.core.units import plural, seconds, size
 from evener.report.chart import Lanes, Piece
-from evener.report.figures import MAX_LAYERS, PART_COLOURS, PART_NAMES
+from evener.report.figures import MAX_LAYERS, PART_COLOURS, PART_NAMES, UNDIVIDED
 from evener.report.timeline import Collective, RankStep, Stretch, Timeline
 
 MOST_BUCKETS = 4  # of which each has a row of its own
@@ -17,7 +17,7 @@ FORWARD, BACKWARD = "forward", "backward"
 COLOURS = PART_COLOURS | {FORWARD: PART_COLOURS["compute_s"], BACKWARD: "#1e5c91", BLOCKED: "#b08fb5"}
 # In the order in which they come.
 NAMES = {"data_s": PART_NAMES["data_s"], FORWARD: FORWARD, BACKWARD: BACKWARD, "wait_s": PART_NAMES["wait_s"],
-         "exposed_sync_s": PART_NAMES["exposed_sync_s"], BLOCKED: "waiting or exposed communication",
+         "exposed_sync_s": PART_NAMES["exposed_sync_s"], BLOCKED: UNDIVIDED,
          "optimizer_s": PART_NAMES["optimizer_s"]}  # fmt: skip
 SENT, SENT_COLOUR = "a bucket on its way", "var(--sent)"
 

@@ -27,7 +27,7 @@ from evener.core.rundir import RunDir
 from evener.core.step import BLOCKED, StepCost
 from evener.core.units import plural, seconds
 from evener.core.version import __version__
-from evener.report.figures import PART_NAMES
+from evener.report.figures import PART_NAMES, UNDIVIDED
 from evener.report.profile import Profile
 from evener.report.timeline import Collective, RankStep, Stretch, Timeline, gaps, in_ticks, told_ranges
 
@@ -35,7 +35,7 @@ PREDICTED = 1_000_000  # the process of what was predicted; ranks are counted fr
 FIRST_TRACK = 2_000_000  # tracks are counted through all processes, and none has the number of one
 STEP, LAYERS, BESIDE, TORCH = (0, 0), (1, 0), (3, 0), (4, 0)  # in which order tracks stand
 BUCKET = 2  # the same, before a bucket's number
-NAMES = PART_NAMES | {BLOCKED: "waiting or exposed communication"}
+NAMES = PART_NAMES | {BLOCKED: UNDIVIDED}
 
 Event = dict[str, Any]
 Place = tuple[int, int]

@@ -50,7 +50,7 @@ def row_of(key: str, reader: Reader, now: float) -> dict[str, Any]:
 
 
 def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Pieces:
-    """Curves, figures, and what was asked differently."""
+    """Curves, figures, and what differs."""
     shown = dict(list(readers.items())[:MAX_COMPARED])
     return {
         "loss": plot("loss", _over(shown, axis, "loss, smoothed", lambda reader: _smooth(reader, "loss"))),
