@@ -334,10 +334,11 @@ def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, State | 
 
 
 def save(rundir: RunDir, plan: Plan) -> None:
-    """Ask the ranks for a checkpoint after their next steps, on the first host that can be reached; the error of the
-    last where none can.
+    """Ask the ranks for a checkpoint after their next steps, on the first host that takes part and can be reached; the
+    error of the last where none can.
     """
-    for host in plan.hosts:
+    train = set(rundir.manifest().roster.hosts)
+    for host in [host for host in plan.hosts if host.name in train] or plan.hosts:
         try:
             with contextlib.closing(open_session(host.name, host.host)) as session:
                 session.call("runs", "put", run=host.folder(rundir), files={SAVE_FILE: ""})
