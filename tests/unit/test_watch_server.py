@@ -136,7 +136,7 @@ def test_the_token_is_kept_for_this_user_alone(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_another_site_cannot_press_a_button(serve, headers):
     pressed = []
-    client, *_ = serve(actions=Actions(stop=lambda reader: pressed.append(reader) or "", can_stop=lambda reader: True))
+    client, *_ = serve(actions=Actions(stop=lambda reader: pressed.append(reader) or "", can_ask=lambda reader: True))
     assert let_in(client).post("/runs/one/stop", headers=headers).status_code == 403
     assert pressed == []
 
@@ -271,7 +271,7 @@ def test_stop_is_passed_on_and_what_it_says_is_told(serve):
         stopped.append(reader.rundir.path.name)
         return "it has ended"
 
-    client, *_ = serve("a", "b", actions=Actions(stop=stop, can_stop=lambda reader: True))
+    client, *_ = serve("a", "b", actions=Actions(stop=stop, can_ask=lambda reader: True))
     answer = let_in(client).post("/runs/b/stop", headers={"x-evener": "1", "origin": BASE})
     assert (answer.status_code, answer.json()["told"], stopped) == (200, "it has ended", ["b"])
     assert client.post("/runs/b/save", headers={"x-evener": "1", "origin": BASE}).status_code == 404
@@ -304,7 +304,7 @@ def test_a_stop_that_fails_says_why(serve):
     def stop(reader: Reader) -> str:
         raise HostError("attic cannot be reached", check="ssh.auth", host="attic", hint="is it on?")
 
-    client, *_ = serve(actions=Actions(stop=stop, can_stop=lambda reader: True))
+    client, *_ = serve(actions=Actions(stop=stop, can_ask=lambda reader: True))
     answer = let_in(client).post("/runs/one/stop", headers={"x-evener": "1", "origin": BASE})
     assert (answer.status_code, answer.json()["told"]) == (409, "attic cannot be reached; is it on?")
 

@@ -47,17 +47,23 @@ class Hosts:
         self.folder, self.port = folder, free_port()
         self._program = program or (lambda home: [str(folder / "rank.py"), str(folder / "go")])
         self.parts = {name: Part(address=f"127.0.0.{i + 1}", num_ranks=self.RANKS) for i, name in enumerate(names)}
+        self.first, self.edition = [*names], 0
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "rank.py").write_text(RANK)
         for name in names:
             (folder / name / "host" / "ranks").mkdir(parents=True)
             self.start(name)
 
+    def tell(self, name: str) -> None:
+        """Its agent hears who may take part."""
+        home = self.folder / name
+        spec = AgentSpec(run="r1", host=name, hosts=self.parts, edition=self.edition, first=self.first, port=self.port,
+                         key="secret", program=self._program(home), silent_s=8.0, lives=self.LIVES)  # fmt: skip
+        (home / "host" / "agent.json").write_bytes(msgspec.json.encode(spec))
+
     def start(self, name: str) -> None:
         home = self.folder / name
-        spec = AgentSpec(run="r1", host=name, hosts=self.parts, first=[*self.parts], port=self.port, key="secret",
-                         program=self._program(home), silent_s=8.0, lives=self.LIVES)  # fmt: skip
-        (home / "host" / "agent.json").write_bytes(msgspec.json.encode(spec))
+        self.tell(name)
         argv = [sys.executable, "-m", "evener.agent", str(home)]
         with (home / "log").open("ab") as log:
             env = ENV | {"EVENER_HOST": name, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -83,7 +89,7 @@ class Hosts:
     def until(self, is_so: Callable[[], bool]) -> float:
         began = time.monotonic()
         while not is_so():
-            logs = {name: [(self.folder / name / "log").read_text()[-3000:], self.told(name)] for name in self.parts}
+            logs = {name: [(self.folder / name / "log").read_text()[-3000:], self.told(name)] for name in self.agents}
             assert time.monotonic() - began < TIMEOUT_S, logs
             time.sleep(0.05)
         return time.monotonic() - began
@@ -196,11 +202,60 @@ def test_a_rank_that_holds_the_others_up_is_named_and_all_begin_again(
     assert fleet.end() == [0, 0]
 
 
-def test_what_fails_always_ends(hosts: Callable[[str], Hosts]) -> None:
-    """What the ranks refuse, at once."""
+def test_of_a_host_that_is_added_whoever_was_not_told_hears_from_the_others(hosts: Callable[[str], Hosts]) -> None:
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
-    assert fleet.end("2") == [OVER, OVER]
+    fleet.parts |= {"c": Part(address="127.0.0.3", num_ranks=1)}
+    fleet.edition += 1
+    fleet.tell("a")
+    fleet.until(lambda: b'"c"' in (fleet.folder / "b" / "host" / "agent.json").read_bytes())
+    (fleet.folder / "c" / "host" / "ranks").mkdir(parents=True)
+    fleet.start("c")
+    fleet.until(lambda: (fleet.folder / "b" / "host" / "waiting").exists())
+    next(one for one in fleet.ranks("a")).kill()
+    fleet.until_in(1, "abc")
+    assert fleet.end() == [0, 0, 0]
+
+
+def test_what_fails_always_ends(hosts: Callable[[str], Hosts]) -> None:
+    """What the ranks say would fail in any world, at once."""
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    assert fleet.end("77") == [OVER, OVER]
+
+
+@pytest.mark.parametrize(("status", "times"), [("2", 1), ("1", 4)])
+def test_what_fails_always_on_one_host_the_others_do_without(tmp_path: Path, status: str, times: int) -> None:
+    """At once where its ranks refuse after all have trained; else after the fourth time in a row."""
+    fleet = Hosts(tmp_path, "abc", lambda home: [str(tmp_path / "rank.py"), str(home / "go")])
+    try:
+        fleet.until_in(0, "abc")
+        next(one for one in fleet.ranks("b")).kill()
+        fleet.until_in(1, "abc")
+        (tmp_path / "c" / "go").write_text(status)
+        assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
+        fleet.until_in(1 + times, "ab")
+        (event,) = RunDir(tmp_path / "c").events()
+        assert (event["event"], event["host"]) == ("run.leaves", "c")
+        told = f"c leaves the run: rank 2 ended with exit code {status}"
+        assert event["error"] == told + " 4 times, and nothing was saved in between" * (times > 1)
+        for name in "ab":
+            (tmp_path / name / "go").write_text("0")
+        assert [fleet.agents[name].wait(TIMEOUT_S) for name in "ab"] == [0, 0]
+    finally:
+        for name, agent in fleet.agents.items():
+            if agent.poll() is None:
+                fleet.kill(name)
+
+
+def test_where_all_leave_the_run_has_failed(hosts: Callable[[str], Hosts]) -> None:
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    for name in "ab":
+        (fleet.folder / name / "host" / "kept-out").write_text("its memory fails")
+    for name in "ab":
+        next(one for one in fleet.ranks(name)).kill()
+    assert OVER in {agent.wait(TIMEOUT_S) for agent in fleet.agents.values()}  # of whoever was the last
 
 
 def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: Callable[[str], Hosts]) -> None:
@@ -314,156 +369,3 @@ def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Pat
     manifests = [RunDir(tmp_path / name).manifest() for name in "abc"]
     assert {manifest.verdict for manifest in manifests} == {"finished"}
     assert all(manifest.result is not None and manifest.result.replicas_agree for manifest in manifests)
-
-
-class Living(Training):
-    """The same, of ranks that live on, for as long as it takes."""
-
-    LIVES = True
-    STEPS = 100_000
-
-    @classmethod
-    def flags(cls, corpus: Path) -> list[str]:
-        return [*super().flags(corpus), "--min-lr", "3e-4", "--warmup", "0"]
-
-
-class Drifting(Living):
-    """Replicas that drift, and agree in 8 bits beside their steps."""
-
-    @classmethod
-    def flags(cls, corpus: Path) -> list[str]:
-        return [*super().flags(corpus), "--sync", "diloco:6:int8:streamed"]
-
-
-# A rank of b can't be freed from the first world that is lost: it waits for ever where it should have been let go.
-STUCK = """
-import os, pathlib, sys, time
-from evener.worker.__main__ import main
-from evener.worker.sync.buckets import Buckets
-mark, abandon = pathlib.Path(sys.argv[-1], "was-stuck"), Buckets.abandon
-def stuck(sync):
-    if os.environ["EVENER_HOST"] == "b" and not mark.exists():
-        mark.touch()
-        time.sleep(1000)
-    abandon(sync)
-Buckets.abandon = stuck
-raise SystemExit(main())
-"""
-
-
-@contextlib.contextmanager
-def ended(fleet: Training) -> Iterator[None]:
-    """All of it, whatever happens."""
-    try:
-        yield
-    finally:
-        for name, agent in fleet.agents.items():
-            if agent.poll() is None:
-                fleet.kill(name)
-
-
-def stop_at(fleet: Training, host: str) -> None:
-    """Once it has saved once more, a rank of it ends its step, and all save."""
-    saved = fleet.saved(host)
-    fleet.until(lambda: fleet.saved(host) > saved)
-    next(one for one in fleet.ranks(host)).terminate()
-    assert {agent.wait(TIMEOUT_S) for agent in fleet.agents.values()} == {0}
-    manifests = [RunDir(fleet.folder / name).manifest() for name in fleet.parts]
-    assert {manifest.verdict for manifest in manifests} == {"stopped"}
-    assert all(manifest.result is not None and manifest.result.replicas_agree for manifest in manifests)
-
-
-def through_the_night(fleet: Training) -> None:
-    """A rank is killed, and let in when there is another one in its place; then the first host loses its power, and
-    comes back. Nobody else begins anew.
-    """
-    with ended(fleet):
-        fleet.until(lambda: fleet.saved("a") >= 20)
-        lasting = {one.pid for name in "ac" for one in fleet.ranks(name)}
-        next(one for one in fleet.ranks("b")).kill()
-        fleet.until(lambda: len(worlds(fleet)) > 1 and worlds(fleet)[-1] == {"a", "b", "c"})
-        if not any("could not be freed" in told_by(fleet, name) for name in "ac"):  # which is as if they were killed
-            assert worlds(fleet) == [{"a", "c"}, {"a", "b", "c"}]
-            assert {one.pid for name in "ac" for one in fleet.ranks(name)} == lasting
-        before = fleet.saved("b")
-        fleet.until(lambda: fleet.saved("b") > before)
-        fleet.kill("a")
-        fleet.until(lambda: worlds(fleet)[-1] == {"b", "c"})
-        fleet.start("a")
-        fleet.until(lambda: worlds(fleet)[-1] == {"a", "b", "c"})
-        stop_at(fleet, "a")
-
-
-def worlds(fleet: Training, name: str = "c") -> list[set[str]]:
-    """Who has been in them, as this host tells, but for the first."""
-    lines = (fleet.folder / name / "log").read_text().splitlines()
-    return [set(line.rpartition(" is ")[2].split(", ")) for line in lines
-            if line.startswith("evener: ") and ": world " in line]  # fmt: skip
-
-
-def test_replicas_that_drift_go_on_and_take_in_who_comes(tmp_path: Path, corpus: Path) -> None:
-    """No step is missing, and it learns as one process does."""
-    fleet = Drifting(tmp_path, corpus)
-    through_the_night(fleet)
-    losses = list(fleet.losses().values())
-    assert list(fleet.losses()) == list(range(len(losses)))
-    undisturbed = alone(type("Alone", (Drifting,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
-    assert sum(losses[-20:]) < 1.05 * sum(undisturbed[-20:])
-
-
-def test_a_rank_that_no_shutdown_frees_ends_and_comes_back(tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK)
-    fleet = Living(tmp_path, corpus, worker=[str(tmp_path / "stuck.py")])
-    with ended(fleet):
-        fleet.until(lambda: fleet.saved("a") >= 20)
-        fleet.kill("c")
-        fleet.until(lambda: "could not be freed from a world that is no more" in told_by(fleet, "b"))
-        fleet.start("c")
-        fleet.until(lambda: worlds(fleet, "a")[-1] == {"a", "b", "c"})
-        stop_at(fleet, "b")
-    losses = fleet.losses()
-    assert list(losses) == list(range(len(losses)))
-
-
-def told_by(fleet: Training, name: str) -> str:
-    """What its ranks wrote to stderr."""
-    return "".join(log.read_text() for log in (fleet.folder / name / "host" / "ranks").glob("*/*/*/stderr.log"))
-
-
-def test_where_ranks_live_on_no_step_is_taken_twice(tmp_path: Path, corpus: Path) -> None:
-    fleet = Living(tmp_path, corpus)
-    through_the_night(fleet)
-    records = [record for rank, name in enumerate("abc") for record in RunDir(tmp_path / name).records(rank)]
-    losses = fleet.losses()
-    assert list(losses) == list(range(len(losses)))
-    assert len({(record.step, record.epoch) for record in records}) == len(losses)  # each in one world
-    undisturbed = alone(type("Alone", (Living,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
-    assert list(losses.values()) == pytest.approx(undisturbed, rel=1e-5)
-
-
-class Pairs(Living):
-    """Two ranks on each host."""
-
-    RANKS = 2
-
-
-def test_of_several_ranks_on_a_host_each_comes_back_as_itself(tmp_path: Path, corpus: Path) -> None:
-    """Of two one is killed: the other ends too, and both are let in again, each with its number, share and records."""
-    fleet = Pairs(tmp_path, corpus, "ab")
-    with ended(fleet):
-        fleet.until(lambda: fleet.saved("a") >= 20)
-        next(one for one in fleet.ranks("b")).kill()
-        fleet.until(lambda: len(worlds(fleet, "a")) > 1 and worlds(fleet, "a")[-1] == {"a", "b"})
-        before = fleet.saved("b")
-        fleet.until(lambda: fleet.saved("b") > before)
-        stop_at(fleet, "a")
-    losses = fleet.losses()
-    assert list(losses) == list(range(len(losses)))
-    of_ranks = [fleet.records(rank) for rank in range(4)]
-    last = of_ranks[0][-1]
-    assert [(one[-1].step, one[-1].epoch, one[-1].members, one[-1].tokens) for one in of_ranks] == [
-        (last.step, last.epoch, 4, 3 * 64)
-    ] * 4
-    assert all(len({record.step for record in one}) == len(one) for one in of_ranks)
-    undisturbed = alone(type("Alone", (Pairs,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
-    assert list(losses.values()) == pytest.approx(undisturbed, rel=1e-5)

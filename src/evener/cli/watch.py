@@ -45,7 +45,7 @@ def watch(
     with watching.followers() as follow:
         hub = Hub(find, on_new=follow)
         actions = Actions(
-            stop=watching.stop, can_stop=watching.can_act, save=watching.save, can_save=watching.can_save,
+            stop=watching.stop, save=watching.save, can_ask=watching.can_ask,
             sample=watching.sample, can_sample=watching.can_sample,
         )  # fmt: skip
         serve(one, hub, actions, token, watching.names_of(host), begin)

@@ -106,7 +106,7 @@ def on_screen(find: Callable[[], Sequence[Path]]) -> int:
 # --- what can be done -------------------------------------------------------------------------------------------------
 
 
-def can_act(reader: Reader) -> bool:
+def can_ask(reader: Reader) -> bool:
     """Was it started by evener, and has it not ended?"""
     manifest = reader.manifest
     return reader.plan is not None and (manifest is None or manifest.verdict == "running")
@@ -126,12 +126,6 @@ def stop(reader: Reader) -> str:
         raise errors[0]
     launcher.conclude(reader.rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)})
     return "it has ended"
-
-
-def can_save(reader: Reader) -> bool:
-    """And do its ranks take up such a wish? Those that live from world to world do not."""
-    agents = [host.agent for host in reader.plan.hosts] if reader.plan else []
-    return can_act(reader) and not any(agent is not None and agent.lives for agent in agents)
 
 
 def save(reader: Reader) -> str:

@@ -152,14 +152,14 @@ def _read(reader: Reader) -> str:
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
-def run_page(reader: Reader, name: str, *, axis: str, links: Mapping[str, str], can_stop: bool, can_save: bool,
+def run_page(reader: Reader, name: str, *, axis: str, links: Mapping[str, str], can_ask: bool,
              can_sample: bool, assets: str) -> str:  # fmt: skip
     """All of it as it is now. `links`: other pages."""
     now = time.time()
     return render("watch.html", status=status(reader, name, now), name=name, run_dir=str(reader.rundir),
                   what=view.what(reader), pieces=_marked(all_pieces(reader, axis, now)),
-                  axis=axis, axes=view.AXES, links=links, can_stop=can_stop, can_save=can_save,
-                  can_sample=can_sample, assets=assets)  # fmt: skip
+                  axis=axis, axes=view.AXES, links=links, can_ask=can_ask, can_sample=can_sample,
+                  assets=assets)  # fmt: skip
 
 
 def list_page(found: Status, pieces: Pieces, *, assets: str) -> str:

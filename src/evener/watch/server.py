@@ -55,9 +55,8 @@ class Actions:
     """What can be done to a run, each with what says whether it can; what is done says what came of it."""
 
     stop: Callable[[Reader], str] = lambda reader: ""
-    can_stop: Callable[[Reader], bool] = lambda reader: False
     save: Callable[[Reader], str] = lambda reader: ""
-    can_save: Callable[[Reader], bool] = lambda reader: False
+    can_ask: Callable[[Reader], bool] = lambda reader: False  # for either
     sample: Callable[[Reader], str] = lambda reader: ""
     can_sample: Callable[[Reader], bool] = lambda reader: False
 
@@ -129,8 +128,7 @@ class Server:
             reader = self._hub.readers[key]
             return pages.run_page(
                 reader, key, axis=shown.axis, links={} if len(self._hub.readers) == 1 else {"all runs": "/"},
-                can_stop=self._actions.can_stop(reader),
-                can_save=self._actions.can_save(reader),
+                can_ask=self._actions.can_ask(reader),
                 can_sample=self._actions.can_sample(reader), assets=self._version,
             )  # fmt: skip
 
@@ -203,8 +201,8 @@ class Server:
     async def act(self, request: Request) -> Response:
         """Stop it, save it, or let it write."""
         key, what = request.path_params["key"], request.path_params["what"]
-        known = {"stop": (self._actions.can_stop, self._actions.stop),
-                 "save": (self._actions.can_save, self._actions.save),
+        known = {"stop": (self._actions.can_ask, self._actions.stop),
+                 "save": (self._actions.can_ask, self._actions.save),
                  "sample": (self._actions.can_sample, self._actions.sample)}  # fmt: skip
         reader = self._hub.readers.get(key)
         if what not in known or reader is None or not known[what][0](reader):

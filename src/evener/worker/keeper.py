@@ -23,6 +23,7 @@ from evener.core.machine import this_machine
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
+from evener.core.world import SAVE_FILE
 from evener.worker import checkpoint as checkpoints
 from evener.worker import rng
 from evener.worker.arithmetic import rounding_of
@@ -153,6 +154,9 @@ class Keeper:
 
         self._group.all_or_none(write)  # nor does any begin the next step's clock while another writes
         self._saved_step = step
+        if self._group.local_rank == 0:
+            with contextlib.suppress(OSError):
+                (self._dir.path / SAVE_FILE).unlink()
         if self._group.keeps:
             if val_loss is not None and (self._best is None or val_loss < self._best[0]):
                 self._best = (val_loss, step)

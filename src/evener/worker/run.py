@@ -191,7 +191,7 @@ class Run:
             for index in range(first, train.steps):
                 engine.recorder.begin()
                 if index > first or is_fresh:  # the others have heard the news before they let this rank in
-                    if who.listen(engine.recorder):
+                    if who.listen(engine.recorder, index):
                         return self._finish(keeper, "stopped", index, None)
                     who.before_step(engine.recorder, keeper, index)
                 _take_up(who, engine, self._journal, index)

@@ -50,8 +50,8 @@ class Membership(Protocol):
     def again(self, do: Callable[..., T], *args: Any) -> T:
         """What can be done again and again until it could be done, whatever others have behind them."""
 
-    def listen(self, recorder: Recorder) -> bool:
-        """Read the news that are due. Do all stop now?"""
+    def listen(self, recorder: Recorder, step: int) -> bool:
+        """Read the news that are due before `step`. Do all stop now?"""
 
     def agree(self, loss_sum: Tensor) -> float | None:
         """Where a lost world is gone on from, the end of a pass, and a piece: all have its sums, and nobody goes on
@@ -64,7 +64,9 @@ class Membership(Protocol):
         """
 
     def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
-        """All that came before `step` is done: hosts may leave here, or be let in."""
+        """All that came before `step` is done: it is saved, where somebody asked for that; hosts may leave, or be let
+        in.
+        """
 
     def after_save(self, recorder: Recorder) -> None:
         """A checkpoint is there: hosts may be let in."""

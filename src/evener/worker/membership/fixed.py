@@ -50,7 +50,7 @@ class Fixed:
     def again(self, do: Callable[..., T], *args: Any) -> T:
         return do(*args)
 
-    def listen(self, recorder: Recorder) -> bool:
+    def listen(self, recorder: Recorder, step: int) -> bool:
         heard = recorder.hear()
         return heard or self._stops
 

@@ -74,7 +74,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     done: int  # pieces
     result: Any  # of the last
     heard: int  # the newest step of which it has heard from all
-    stops: bool  # by what it heard
+    stops_at: int | None  # the step before which all stop, by what it heard
+    saves_at: int | None  # the step before which all save, by what it heard; None: that is done
     step: int  # that comes next, or is under way
     epoch: int  # of its Roster
     sync: SyncSpec  # as its Roster has it, chosen anew or not
@@ -92,7 +93,9 @@ class Live(Fixed):
         self._group, self._full, self._one_size = group, told_roster(), False
         super().__init__(self._kept(roster))
         self._done, self.result, self._step = 0, None, -1
-        self._has_learned = self.is_lost = self._stops = self._is_between = False
+        self._has_learned = self.is_lost = self._is_between = False
+        self._stops_at: int | None = None
+        self._saves_at: int | None = None
         self._host, self._lock = this_machine().host, threading.Lock()
         self._path = Path(os.environ["EVENER_SAYINGS"], str(group.local_rank))
 
@@ -112,7 +115,7 @@ class Live(Fixed):
             try:
                 result: T = do(*args)
                 break
-            except RuntimeError as error:
+            except (RuntimeError, RunError) as error:
                 if self.is_behind(error):
                     theirs: T = self.result
                     return theirs
@@ -126,21 +129,32 @@ class Live(Fixed):
             except RuntimeError as error:
                 self.is_behind(error)
 
-    def listen(self, recorder: Recorder) -> bool:
-        heard = self.again(recorder.hear)
-        self._stops = self._stops or heard
-        return self._stops
+    def listen(self, recorder: Recorder, step: int) -> bool:
+        self._heed(step, stops=self.again(recorder.hear), saves=recorder.saves)
+        return self._stops_at is not None and step >= self._stops_at
+
+    def _heed(self, step: int, *, stops: bool, saves: bool) -> None:
+        """Do it before `step`, and not before another one: whoever loses its world before it hears of it has it from
+        who did, and may be a step behind.
+        """
+        if stops and self._stops_at is None:
+            self._stops_at = step
+        if saves:
+            self._saves_at = step
 
     def have_done(self, result: Any) -> None:
         """A piece, with what came of it."""
         self._done, self.result = self._done + 1, result
 
-    def is_behind(self, error: RuntimeError) -> bool:
+    def is_behind(self, error: RuntimeError | RunError) -> bool:
         """A piece could not be done: after this the rank is in another world. Have others done it? Then so has this
         one. The error, where it is of another kind.
         """
-        if not self._has_learned or not is_consequence(error):
+        culprit = error.of_rank if isinstance(error, RunError) else None  # which ends, for its disk is full or the like
+        if not self._has_learned or (culprit is None and not is_consequence(error)):
             raise error
+        if culprit is not None and self._group.rank == int(self._group.numbers[0] == culprit):  # one of us tells it
+            self._journal.failed(error)
         return self._meet(LOST)
 
     def agree(self, loss_sum: Tensor) -> float | None:
@@ -163,10 +177,21 @@ class Live(Fixed):
             self._say("")
         if recorder.regroups:
             stops = self.again(recorder.catch_up)  # who comes has nothing to tell of steps before
-            self._stops = self._stops or stops
+            self._heed(step + 1, stops=stops, saves=False)
+            self._heed(step, stops=False, saves=recorder.saves)
             self.again(self._learner.sync.await_all)
-            if recorder.regroups:  # and the world was not lost meanwhile
-                self._meet(ASKS)
+        if self._saves_at is not None and step >= self._saves_at:
+            self._save(recorder, keeper, step)
+        if recorder.regroups:  # and the world was not lost meanwhile
+            self._meet(ASKS)
+
+    def _save(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
+        """Somebody asked for it."""
+        if keeper.saved[0] != step:
+            self._heed(step + 1, stops=self.together(recorder.flush), saves=False)
+            self.together(keeper.save, step, None)
+            recorder.begin()
+        self._saves_at = None
 
     def after_save(self, recorder: Recorder) -> None:
         pass
@@ -216,10 +241,10 @@ class Live(Fixed):
         """Become one of the new world, as all in it do together."""
         group, learner, mine_told = self._group, self._learner, told_roster()
         assert mine_told is not None
-        mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, stops=self._stops,
-                        step=self._step, epoch=self.roster.epoch, asks=asks, sync=self.roster.sync,
-                        bucket_bytes=self.roster.bucket_bytes, saved=self._keeper.saved, told=mine_told,
-                        one_size=self._one_size)  # fmt: skip
+        mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, step=self._step,
+                        stops_at=self._stops_at, saves_at=self._saves_at, epoch=self.roster.epoch, asks=asks,
+                        sync=self.roster.sync, bucket_bytes=self.roster.bucket_bytes, saved=self._keeper.saved,
+                        told=mine_told, one_size=self._one_size)  # fmt: skip
         told = [from_json(text, list[Position])
                 for text in group.gather(msgspec.json.encode([mine] if self._has_learned else []))]  # fmt: skip
         known = [one for of_rank in told for one in of_rank]
@@ -243,7 +268,10 @@ class Live(Fixed):
         if isinstance(learner.sync, Buckets):
             change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
         self._keeper.entered(newest.saved)
-        self._stops = any(one.stops for one in known)
+        self._stops_at = min((one.stops_at for one in known if one.stops_at is not None), default=None)
+        # Who has done most knows whether it is saved already.
+        saves_at = [one.saves_at for one in known if one.done == newest.done and one.saves_at is not None]
+        self._saves_at = max(saves_at, default=None)
         self._one_size = any(one.one_size for one in known)  # who is let in may have no compiler, and the others one
         super().follow(*self._follow, one_size=self._one_size)
         self._journal.entered(self.roster, newest.step, lost_s=time.monotonic() - began)

@@ -20,7 +20,7 @@ from evener.core.files import write_atomic, write_folder_atomic
 from evener.core.roster import Roster
 from evener.core.rundir import Checkpoint, read_checkpoint
 from evener.core.runwriter import RunWriter
-from evener.core.world import SAVE_FILE, is_kept_out, ranks_live_on, somebody_waits
+from evener.core.world import SAVE_FILE, is_kept_out, somebody_waits
 from evener.worker import record
 from evener.worker.group import Group
 from evener.worker.own import forget_after
@@ -30,22 +30,13 @@ CHUNK_BYTES = 1 << 24
 
 def wish(group: Group, run: Path) -> float:
     """What a rank wishes after a step, for its News: another world, where a host waits to be let in or is to leave; or
-    a checkpoint, which somebody asked for. Where ranks live on nobody takes that up: half of them may not hear of it.
+    a checkpoint, which somebody asked for.
     """
     if group.is_in_world and group.local_rank == 0 and is_kept_out():
         return record.LEAVE
     if group.is_in_world and group.rank == 0 and somebody_waits():
         return record.REGROUP
-    return record.SAVE if group.local_rank == 0 and not ranks_live_on() and _is_asked_to_save(run) else 0.0
-
-
-def _is_asked_to_save(run: Path) -> bool:
-    """Was it, since it was asked last?"""
-    try:
-        (run / SAVE_FILE).unlink()
-    except OSError:
-        return False
-    return True
+    return record.SAVE if group.local_rank == 0 and (run / SAVE_FILE).is_file() else 0.0
 
 
 def largest(told: Sequence[Roster]) -> Roster:
@@ -120,7 +111,7 @@ def _spread(rundir: RunWriter, group: Group, step: int, *, source: int, lacks: b
     for rank, text in enumerate(group.gather(failed.encode())):
         if text:
             number = group.numbers[rank]
-            raise RunError(f"rank {number}: {text.decode()}", of_rank=number)
+            raise RunError(f"rank {number}: {text.decode()}", of_rank=None if rank == group.rank else number)
 
 
 def _broadcast(path: Path | None, size: int, group: Group, source: int) -> OSError | None:
