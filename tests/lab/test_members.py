@@ -82,3 +82,44 @@ def test_a_host_is_added_to_a_run_that_goes_on(
     assert not [line for line in left if b"evener.agent" in line or b"evener.worker" in line or b"supervisor" in line]
     assert "Traceback" not in (tmp_path / "told").read_text()
     lab.down()
+
+
+def test_a_host_is_added_while_another_one_is_off(make_lab: MakeLab, tmp_path: Path, corpus: Path) -> None:
+    """Who is off hears of it when it is back, and is in a world with a host of which nobody had told it."""
+    file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
+    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
+    argv = [*evener, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
+    with (tmp_path / "told").open("wb") as told:
+        running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)
+
+    def worlds() -> list[list[str]]:
+        assert running.poll() is None, (tmp_path / "told").read_text()
+        lines = {line for path in run.path.glob("hosts/*/events.jsonl")
+                 for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
+        found = [event for event in map(json.loads, lines) if event["event"] == "world"]
+        return [event["hosts"] for event in sorted(found, key=lambda event: event["number"])]
+
+    def verb(*words: str) -> str:
+        done = subprocess.run([*evener, *words], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
+                              check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    try:
+        wait_until(lambda: worlds() == [["a", "b"]], "the run began", WITHIN_S)
+        lab.host("b").power_off()
+        wait_until(lambda: worlds()[-1] == ["a"], "a goes on", WITHIN_S)
+        assert "b is out of reach: it hears of c from the others" in verb("add", "run", "--host", "c")
+        wait_until(lambda: worlds()[-1] == ["a", "c"], "c is let in", WITHIN_S)
+        lab.host("b").boot()
+        wait_until(lambda: sorted(worlds()[-1]) == ["a", "b", "c"], "b is back", WITHIN_S)
+    finally:
+        verb("stop", "run")
+    running.wait(WITHIN_S)
+    manifest = run.manifest()
+    assert (manifest.verdict, sorted(manifest.roster.hosts)) == ("stopped", ["a", "b", "c"])
+    assert manifest.result is not None
+    assert manifest.result.replicas_agree is True
+    assert "Traceback" not in (tmp_path / "told").read_text()
+    lab.down()

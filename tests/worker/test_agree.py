@@ -47,7 +47,7 @@ def test_the_odd_one_is_named(change: dict[str, Any], check: str, what: str) -> 
     ranks = [SAME, *(msgspec.structs.replace(SAME, rank=rank, host=host) for rank, host in ((1, "a"), (2, "b")))]
     assert mismatch(ranks) is None
     ranks[2] = msgspec.structs.replace(ranks[2], **change)
-    assert mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a")
+    assert mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a", 2)
 
 
 def test_places_are_a_hosts_own() -> None:

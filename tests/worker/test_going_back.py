@@ -19,7 +19,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
-from evener.core.world import LEFT, OVER, Meeting, World
+from evener.core.world import LEFT, OVER, REFUSED, REGROUP, Meeting, World
 from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
 from evener.worker.membership.back import Regroup, going_back
@@ -265,14 +265,23 @@ def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
         assert saved[0].files["weights.safetensors"] == saved[1].files["weights.safetensors"]
 
 
-@pytest.mark.parametrize(("error", "status"), [("UsageError", 2), ("HopelessError", 2), ("RunError", 1)])
+@pytest.mark.parametrize(
+    ("error", "world", "status"),
+    [
+        ("UsageError('no')", 0, OVER),
+        ("UsageError('no')", 1, REFUSED),
+        ("HopelessError('no')", 1, OVER),
+        ("RunError('no')", 1, 1),
+        ("RunError('no', of_rank=2)", 1, REGROUP),
+    ],
+)
 def test_a_program_of_ones_own_tells_the_agents_whether_another_world_would_help(
-    tmp_path: Path, error: str, status: int
+    tmp_path: Path, error: str, world: int, status: int
 ) -> None:
-    meeting = Meeting(world=World(number=0, hosts=["a"]))
+    meeting = Meeting(world=World(number=world, hosts=["a"]))
     (tmp_path / "world.json").write_bytes(msgspec.json.encode(meeting))
     imports = "from evener.core import errors; from evener.worker.mistakes import tell_in_words"
-    program = f"{imports}; tell_in_words(); raise errors.{error}('no')"
+    program = f"{imports}; tell_in_words(); raise errors.{error}"
     argv, env = [sys.executable, "-c", program], {"EVENER_WORLD": str(tmp_path / "world.json")}
     done = subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stderr.splitlines()[0]) == (status, "error: no")

@@ -53,9 +53,11 @@ from evener.core.world import (
 LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
 SAY_S = 0.2  # between statements, where nothing new is to be said
+PATIENCE_S = 600.0  # with a disk that refuses
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
 # Until ranks that have ended are started again to be let in: longer each time, if they have not trained for so long.
 AGAIN_S, MOST_AGAIN_S, LASTING_S = 1.0, 60.0, 2.0
+IN_VAIN = 3  # worlds in a row that may fail by one host's ranks; with one more it leaves
 TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's failed
 
 
@@ -66,7 +68,7 @@ class Agent:
         """CheckpointError where what this host promised the others is damaged: it could promise something else."""
         self._spec, self._folder, self._path = spec, folder, folder / KEPT_FILE
         self._spec_path, self._spec_is_of = folder / AGENT_FILE, 0  # when it was written
-        self._kept_out = folder / KEPT_OUT_FILE
+        self._kept_out, self._leaves = folder / KEPT_OUT_FILE, ""  # why this host leaves, by its agent
         kept = read_stored(self._path, Kept) if self._path.exists() else Kept(World(number=0, hosts=spec.first))
         if not spec.hosts.keys() >= {*kept.world.voters}:
             raise CheckpointError(f"{self._path}: damaged: it names hosts that the run does not have")
@@ -78,9 +80,11 @@ class Agent:
             self._council.phase, self._council.why = self._regroup(), "its agent was started again"
         self._gossip = Gossip(spec.key.encode(), self._hear)
         self._news = asyncio.Event()  # somebody said something
+        self._refusal, self._refused_at = "", 0.0  # as long as nothing can be written down, this host says nothing
         self._kept: Kept | None = None  # as it is on the disk
         self._ranks: Ranks | None = None
         self._failures: list[dict[str, Any]] = []  # of the last world that failed here
+        self._in_a_row, self._after_step = 0, -1  # worlds that failed here, and nothing was saved after this step
         self._killed: dict[int, float] = {}  # when, by ranks' numbers on this host
         self._ended_at: float | None = None
         self._are_in = False  # this host's ranks, or they were, in some world
@@ -95,14 +99,16 @@ class Agent:
         await self._gossip.listen((place.address, self._spec.port))
         try:
             said, said_at = None, 0.0
-            while (status := self._look()) is None:
+            while (status := self._try_look()) is None:
                 now = time.monotonic()
                 others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
                           if name != self._spec.host}  # fmt: skip
-                state = self._council.kept, self._council.phase, self._council.has_learned, self._council.store
-                if state != said or now - said_at >= SAY_S:
+                council, spec = self._council, self._spec
+                state = council.kept, council.phase, council.has_learned, council.store, spec.edition
+                if not self._refusal and (state != said or now - said_at >= SAY_S):
                     said, said_at = state, now
-                    self._gossip.say(self._council.say(now), others)
+                    said_now = msgspec.structs.replace(council.say(now), hosts=spec.hosts, edition=spec.edition)
+                    self._gossip.say(said_now, others)
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SAY_S / 2):
@@ -114,12 +120,40 @@ class Agent:
                 self._ranks.end()
 
     def _hear(self, statement: Statement) -> None:
-        if statement.host in self._spec.hosts:  # else it was not let in here yet
+        if statement.edition > self._spec.edition:  # a host was added while this one was out of reach
+            self._take_up(statement)
+        if statement.host in self._spec.hosts:
             self._council.hear(statement, time.monotonic())
             self._news.set()
 
+    def _take_up(self, statement: Statement) -> None:
+        """Who may take part, as another one knows it; before anything that is said of them."""
+        if statement.hosts.keys() >= {self._spec.host, *self._spec.first, *self._council.world.voters}:
+            spec = msgspec.structs.replace(self._spec, hosts=statement.hosts, edition=statement.edition)
+            write_atomic(self._spec_path, msgspec.json.encode(spec))
+            self._go_by(spec)
+
+    def _try_look(self) -> int | None:
+        """Do what is to be done now; the exit status, where that is all. What can't be written down can't be promised:
+        where the disk refuses, the others go on without this host, until it does not any more.
+        """
+        try:
+            status, refusal = self._look(), ""
+        except OSError as error:
+            status, refusal, council = None, f"{self._folder}: {error.strerror}", self._council
+            self._end_ranks()
+            if council.phase not in (Phase.DONE, Phase.REFUSED):
+                council.phase = self._regroup() if council.is_member else Phase.WAITING
+            self._refused_at = self._refused_at if self._refusal else time.monotonic()
+            if time.monotonic() - self._refused_at > PATIENCE_S:
+                raise
+        if refusal != self._refusal:
+            print(f"evener: {refusal or 'this host can take part again'}", flush=True)
+        self._refusal = refusal
+        return status
+
     def _look(self) -> int | None:
-        """Do what is to be done now; the exit status, where that is all."""
+        """`_try_look`, or OSError."""
         now, council = time.monotonic(), self._council
         self._read_spec()
         if council.look(now):
@@ -146,7 +180,7 @@ class Agent:
             case Phase.WAITING | Phase.READY if self._regroup() == Phase.LEAVING:
                 council.phase = Phase.LEAVING
             case Phase.LEAVING if not council.is_member and self._linger(now):
-                print(f"evener: this host has left the run: {self._kept_out.read_text()}", flush=True)
+                print(f"evener: this host has left the run: {self._leaves or self._kept_out.read_text()}", flush=True)
                 return LEFT
             case Phase.WAITING if council.is_member and not council.is_cut_off(now):
                 self._begin()
@@ -169,9 +203,14 @@ class Agent:
         """Whoever adds a host to the run writes it down on all others."""
         with contextlib.suppress(OSError, CheckpointError):  # what was read before holds
             written = self._spec_path.stat().st_mtime_ns
-            if written != self._spec_is_of and self._hang is None:
-                self._spec_is_of, self._spec = written, read_stored(self._spec_path, AgentSpec)
-                self._watch = self._watch_of(self._council.world)
+            if written != self._spec_is_of:
+                self._spec_is_of, spec = written, read_stored(self._spec_path, AgentSpec)
+                if spec.edition > self._spec.edition:
+                    self._go_by(spec)
+
+    def _go_by(self, spec: AgentSpec) -> None:
+        self._spec = spec
+        self._watch = self._watch_of(self._council.world)
 
     def _watch_of(self, world: World) -> Watch:
         watch = Watch({name: part.num_ranks for name, part in self._spec.hosts.items()})
@@ -239,15 +278,36 @@ class Agent:
         codes = {one["exitcode"] for one in failures}
         if status == 0:
             council.phase = Phase.DONE
-        elif codes == {REFUSED}:
-            council.phase = Phase.REFUSED
         elif codes == {REGROUP} or status == TOLD_TO_END:
             council.phase = self._regroup()
         else:
-            council.phase = Phase.FAILED
-        if failures and council.phase in (Phase.FAILED, Phase.REFUSED):
+            self._fail(failures, codes)
+
+    def _fail(self, failures: list[dict[str, Any]], codes: set[int]) -> None:
+        """This host's ranks have ended otherwise than they should. Where that would only be the same again, and others
+        can go on, it leaves.
+        """
+        council, me = self._council, self._spec.host
+        if council.world.is_fresh:  # else the others lost nothing by it
+            self._in_a_row = self._in_a_row + 1 if council.step == self._after_step else 1
+            self._after_step = council.step
+        self._failures = failures
+        if failures:
             council.why = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
-            self._failures = failures
+        is_alone = council.world.hosts == [me]
+        is_in_vain = REFUSED in codes or self._in_a_row > IN_VAIN
+        if OVER in codes or (REFUSED in codes and is_alone):
+            council.phase = Phase.REFUSED
+        elif is_in_vain and not is_alone:
+            times = "" if REFUSED in codes else f" {self._in_a_row} times, and nothing was saved in between"
+            why = self._leaves = f"{council.why}{times}"
+            council.phase = Phase.LEAVING
+            hint = f"evener logs RUN tells why; once it is mended, evener add RUN --host {me} takes {me} in again"
+            with contextlib.suppress(OSError):  # a full disk
+                write_atomic(self._kept_out, why.encode())
+                RunWriter(self._folder).add_event("run.leaves", host=me, error=f"{me} leaves the run: {why}", hint=hint)
+        else:
+            council.phase = Phase.FAILED
 
     def _hear_ranks(self) -> None:
         """How far are they, and do they ask for another world?"""
@@ -296,7 +356,7 @@ class Agent:
 
     def _regroup(self) -> Phase:
         """The next world is one with this host, unless it is kept out."""
-        return Phase.LEAVING if self._kept_out.exists() else Phase.REGROUP
+        return Phase.LEAVING if self._leaves or self._kept_out.exists() else Phase.REGROUP
 
     def _end_ranks(self) -> None:
         if time.monotonic() - self._in_since > LASTING_S:
@@ -321,12 +381,14 @@ class Agent:
 def main() -> int:
     folder = Path(sys.argv[1])
     try:
-        agent = Agent(read_stored(folder / AGENT_FILE, AgentSpec), folder)
+        return asyncio.run(Agent(read_stored(folder / AGENT_FILE, AgentSpec), folder).main())
     except CheckpointError as error:
-        hint = "the others go on without this host; the run's next start, evener train --resume RUN, takes it in again"
-        print(f"error: {error}\nhint:  {hint}", file=sys.stderr)
-        return 1
-    return asyncio.run(agent.main())
+        why = str(error)
+    except OSError as error:  # what it can't write down it can't promise the others
+        why = f"{error.filename or folder}: {error.strerror}"
+    hint = "the others go on without this host; the run's next start, evener train --resume RUN, takes it in again"
+    print(f"error: {why}\nhint:  {hint}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

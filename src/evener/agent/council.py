@@ -32,7 +32,7 @@ from collections.abc import Iterator
 import msgspec
 
 from evener.core.watch import Look
-from evener.core.world import World
+from evener.core.world import Part, World
 
 Ballot = tuple[int, str]  # its round, and who leads it
 
@@ -51,15 +51,15 @@ class Phase(enum.StrEnum):
     FAILED = "failed"  # its ranks ended otherwise than they should
     REGROUP = "regroup"  # its ranks are to be in another world: they ask for it, have left, or went with their agent
     LOST = "lost"  # its ranks are there, and have lost somebody without whom they can't go on in this one
-    REFUSED = "refused"  # its ranks were asked for what can't be: no other world would help
+    REFUSED = "refused"  # its ranks say that no other world would help
     DONE = "done"  # its ranks have ended as they should
     LEAVING = "leaving"  # REGROUP, but without this host
 
 
-# What ends a world, in words.
+# What ends a world, in words; of several what comes first here, for the others follow from it.
 ENDED = {
-    Phase.FAILED: "failed", Phase.REFUSED: "refused", Phase.REGROUP: "asked for it", Phase.LOST: "lost somebody",
-    Phase.LEAVING: "leaves",
+    Phase.REFUSED: "refused", Phase.FAILED: "failed", Phase.LEAVING: "leaves", Phase.REGROUP: "asked for it",
+    Phase.LOST: "lost somebody",
 }  # fmt: skip
 
 
@@ -93,6 +93,8 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""  # it failed
     looks: dict[int, Look] = {}  # at its ranks, by their numbers; see core/watch.py
     looked_at: float = 0.0  # by its own clock
+    hosts: dict[str, Part] = {}  # that may take part, as it knows them; see AgentSpec
+    edition: int = 0
 
     @property
     def age(self) -> tuple[int, int]:
@@ -296,7 +298,7 @@ class Council:
         able = hosts = self._able(now)
         lost = [host for host in world.hosts if host not in hosts and not (host in there and self._leaves(host))]
         ended = {host: phases[host] for host in self._ended if host in phases}  # the first to end comes first
-        if Phase.DONE in phases.values() or not hosts or not (lost or ended):
+        if Phase.DONE in phases.values() or not (lost or ended):
             return None
         sure_at = min(self._ended.values(), default=now) + SURE_S
         if not lost and any(self._heard[host][1] < sure_at for host in hosts if host != self.host):
@@ -313,12 +315,12 @@ class Council:
         failures = 0 if step > world.step else world.failures
         failures += has_failed
         away = [f"{host} is out of reach" for host in lost]  # the others fail with it
-        first = min(ended, key=lambda host: phases[host] == Phase.LOST, default="")  # they lost whoever failed
+        first = min(ended, key=lambda host: [*ENDED].index(phases[host]), default="")
         comes = [host for host in hosts if host not in world.hosts]
         why = ", ".join(away) or f"{first} {ENDED[phases[first]]}"
         if comes and not away and phases[first] == Phase.REGROUP:  # that is what it asked for
             why = f"{' and '.join(comes)} {'is' if len(comes) == 1 else 'are'} let in"
-        is_over = failures > MAX_FAILURES or Phase.REFUSED in ended.values()
+        is_over = failures > MAX_FAILURES or Phase.REFUSED in ended.values() or not hosts
         hosts = world.hosts if is_over else hosts
         return World(number=world.number + 1, hosts=hosts, others=[host for host in able if host not in hosts],
                      is_fresh=not left, why=why, step=step, failures=failures, is_over=is_over)  # fmt: skip

@@ -24,6 +24,7 @@ from evener.core.decoding import from_json
 from evener.core.files import read_file, write_atomic
 from evener.core.watch import Look
 from evener.core.world import (
+    OVER,
     PULSE_FOLDER,
     REFUSED,
     REGROUP,
@@ -68,11 +69,15 @@ class Ranks:
         self.meet(meeting)
         env = os.environ | {"EVENER_WORLD": self._mark}
         self._launched: Launched
-        if spec.lives:
-            env |= {"EVENER_SAYINGS": str(self._sayings), "EVENER_AGENT": str(os.getpid())}
-            self._launched = Here(spec, folder, meeting, env)
-        else:
-            self._launched = ByTorchrun(argv(spec, folder, meeting), env)
+        try:
+            if spec.lives:
+                env |= {"EVENER_SAYINGS": str(self._sayings), "EVENER_AGENT": str(os.getpid())}
+                self._launched = Here(spec, folder, meeting, env)
+            else:
+                self._launched = ByTorchrun(argv(spec, folder, meeting), env)
+        except OSError:  # some may have been started
+            self._kill()
+            raise
         self.status, self.failures = self._launched.status, self._launched.failures
 
     def meet(self, meeting: Meeting) -> None:
@@ -99,13 +104,16 @@ class Ranks:
         """Kill them all, also those whose launcher has gone before them: what they did is no part of any world that
         follows.
         """
+        self._kill()
+        self._launched.close()
+
+    def _kill(self) -> None:
         deadline = time.monotonic() + END_S
         while (found := self._processes()) and time.monotonic() < deadline:
             for process in found:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             time.sleep(0.01)
-        self._launched.close()
 
     def _processes(self) -> list[psutil.Process]:
         """All that came of what was started: they have this host's world in their environment."""
@@ -183,7 +191,7 @@ class Here:
         failed = {code for code in codes if code}
         if None not in codes:
             return 1 if failed else 0
-        if failed and (failed - {REGROUP, REFUSED} or now - min(self._ended.values()) > TOGETHER_S):
+        if failed and (failed - {REGROUP, REFUSED, OVER} or now - min(self._ended.values()) > TOGETHER_S):
             return 1
         return None
 

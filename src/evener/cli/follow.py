@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 0.5
-TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "host.failed", "supervisor.lost")
+TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "run.leaves", "host.failed", "supervisor.lost")
 
 
 @contextlib.contextmanager

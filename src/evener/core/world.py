@@ -20,12 +20,12 @@ PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.p
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 KILLED_FILE = "host/killed.json"  # which ranks there were killed last, and when
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
-SAVE_FILE = "host/save"  # there where somebody has asked for a checkpoint now, until a rank has taken it up
-# Exit statuses of ranks, as their agent understands them.
+SAVE_FILE = "host/save"  # there where somebody has asked for a checkpoint now, until one is written
+# Exit statuses of ranks, as their agent understands them; any other is a failure that may have been chance.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
-REFUSED = 2  # it would be the same in any world
-LEFT = 76  # of an agent: its host has left the run, which goes on without it
-OVER = 77  # of an agent: the run has failed, on all hosts; any other failure of an agent is its host's alone
+REFUSED = 2  # what is wrong is this host's, and would be in any world
+OVER = 77  # the run has failed, and would in any world; of an agent too: on all hosts
+LEFT = 76  # of an agent: its host has left the run, which goes on without it; another failure is its host's alone
 LOST = "lost"  # what a rank asks its agent with that can't go on in its world
 
 
@@ -93,6 +93,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     run: str  # the run's id
     host: str  # this one
     hosts: dict[str, Part]  # that may take part, in the order of their ranks
+    edition: int = 0  # of `hosts`: the highest one holds
     first: list[str]  # of them the first world's; the others were added while the run went on
     port: int  # on which agents hear each other
     key: str  # which the run's agents alone know

@@ -128,10 +128,20 @@ def joined_plan(plan: Plan, place: Place, data: str) -> Plan:
         raise UsageError(f"{len(members)} ranks, and {roster.batch} sequences a batch: {place.name} would have none",
                          hint="a larger --batch, from the run's next start on")  # fmt: skip
     whole = whole.divided(shares)
-    others = [msgspec.structs.replace(one, agent=msgspec.structs.replace(agent, hosts=parts))
-              for one, agent in zip(plan.hosts, agents, strict=True)]  # fmt: skip
-    mine = msgspec.structs.replace(agents[0], host=place.name, hosts=parts, program=program)
-    return msgspec.structs.replace(plan, roster=whole, hosts=[*others, _under(mine, host)])
+    told = told_anew(plan, parts)
+    agent = told.hosts[0].agent
+    assert agent is not None
+    mine = msgspec.structs.replace(agent, host=place.name, program=program)
+    return msgspec.structs.replace(told, roster=whole, hosts=[*told.hosts, _under(mine, host)])
+
+
+def told_anew(plan: Plan, hosts: Mapping[str, Part]) -> Plan:
+    """The plan of a run that goes on, whose agents hear that these may take part in it."""
+    agents = [host.agent for host in plan.hosts if host.agent is not None]
+    edition = max(agent.edition for agent in agents) + 1
+    agents = [msgspec.structs.replace(agent, hosts=dict(hosts), edition=edition) for agent in agents]
+    whole = [msgspec.structs.replace(host, agent=agent) for host, agent in zip(plan.hosts, agents, strict=True)]
+    return msgspec.structs.replace(plan, hosts=whole)
 
 
 def _worker(place: Place, seats: Sequence[Seat], spec: RunSpec, data: str, init_from: str | None, *,

@@ -197,7 +197,9 @@ def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | 
     if plan.kind == "train":
         for state in states.values():
             for one in state.get("failures", []):
-                if one["exitcode"] == UsageError.exit_status and (told := _printed(rundir, plan, state, one["rank"])):
+                if one["exitcode"] in (UsageError.exit_status, OVER) and (
+                    told := _printed(rundir, plan, state, one["rank"])
+                ):
                     return _told(rundir, plan, states, one["rank"], one["time"], UsageError, *told)
     return None
 

@@ -17,7 +17,7 @@ from evener.core.rundir import RunDir
 from evener.hosts.session import RemoteError, Session, Sessions, connect, open_session
 from evener.launch import fleet as launcher
 from evener.launch.carry import alone
-from evener.launch.commands import Place, joined_plan
+from evener.launch.commands import Place, joined_plan, told_anew
 from evener.launch.fleet import Progress
 from evener.launch.mirror import GONE, State, host_failed
 from evener.launch.ship import WORK_S
@@ -53,8 +53,8 @@ def admit(rundir: RunDir, fleet: Fleet, name: str, say: Progress) -> Plan:
     """Add a host of `fleet` to a run that goes on, which never had it; the plan from here on. UsageError, RunError or
     HostError where it can't take part: the run then goes on as it was.
 
-    All hosts of the run learn of it before it begins, so all must be reached: one that did not know of it could not be
-    in a world with it.
+    The run's hosts learn of it before it begins. Those that are out of reach hear of it from the others, before they
+    could be in a world with it.
     """
     with _alone(rundir):
         plan = read_plan(rundir)
@@ -63,8 +63,10 @@ def admit(rundir: RunDir, fleet: Fleet, name: str, say: Progress) -> Plan:
         if spec is None or name in {host.name for host in plan.hosts}:
             raise UsageError(f"{rundir} has a host {name} already", hint=f"evener runs; evener logs -f {rundir}")
         with connect(whole) as (sessions, errors):
-            for failed in errors.values():
-                raise failed
+            if name in errors or len(sessions) < 2:  # it, or all others
+                raise errors.get(name) or next(iter(errors.values()))
+            for away in errors:
+                say(f"{away} is out of reach: it hears of {name} from the others")
             place = _looked_at(rundir, plan, whole, sessions, name)
             _check_corpus(rundir, spec.data.data)
             tree = describe_data(spec.data.data)
@@ -79,9 +81,10 @@ def admit(rundir: RunDir, fleet: Fleet, name: str, say: Progress) -> Plan:
             except BaseException:
                 ended = launcher.stop(rundir, part, now=True)[name]  # it may have begun, and the word of it been lost
                 if not isinstance(ended, HostError):
-                    write_plan(rundir, plan)
+                    without = _without(joined, plan)
+                    write_plan(rundir, without)
                     with contextlib.suppress(HostError):
-                        _tell(rundir, plan, sessions, name)
+                        _tell(rundir, without, sessions, name)
                 raise
     return joined
 
@@ -101,12 +104,14 @@ def _alone(rundir: RunDir) -> Iterator[None]:
 def _looked_at(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sessions, name: str) -> Place:
     """The newcomer, where it and the others reach each other as the run needs it."""
     assert plan.spec is not None
-    first = plan.hosts[0]
+    there = [host for host in plan.hosts if host.name in sessions]
+    reached = msgspec.structs.replace(whole, hosts={name: whole.hosts[name] for name in sessions})
     # The run's own port is taken on the others: what is looked at is the way to another one.
-    another = _free_port(sessions[first.name], first.address, plan.port + 1)
-    prepared = launcher.prepare(whole, sessions, {}, rundir.path.name, plan.id, port=another, machine=plan.spec.machine)
+    another = _free_port(sessions[there[0].name], there[0].address, plan.port + 1)
+    machine = plan.spec.machine
+    prepared = launcher.prepare(reached, sessions, {}, rundir.path.name, plan.id, port=another, machine=machine)
     places = {place.name: place for place in prepared.places}
-    for host in plan.hosts:
+    for host in there:
         found = places[host.name].address
         if found != host.address:
             hint = f'interface = "{host.interface}" under [hosts.{host.name}], if {name} is in that network too'
@@ -127,14 +132,21 @@ def _check_corpus(rundir: RunDir, folder: str) -> None:
 
 
 def _tell(rundir: RunDir, plan: Plan, sessions: Sessions, newcomer: str) -> None:
-    """The run's hosts hear who may take part."""
+    """The run's hosts that can be reached hear who may take part."""
     for host in plan.hosts:
-        if host.name != newcomer:
+        if host.name != newcomer and host.name in sessions:
             files = launcher.files_of_members(plan, host)
             try:
                 sessions[host.name].call("runs", "put", run=host.folder(rundir), files=files)
             except RemoteError as error:
                 raise host_failed(error, plan.fleet) from None
+
+
+def _without(joined: Plan, plan: Plan) -> Plan:
+    """The plan as it was before a host joined, for agents that may have heard of it."""
+    agents = [host.agent for host in plan.hosts if host.agent is not None]
+    known = msgspec.structs.replace(plan, hosts=joined.hosts[: len(plan.hosts)])
+    return msgspec.structs.replace(told_anew(known, agents[0].hosts), roster=plan.roster)
 
 
 def _free_port(session: Session, address: str, wanted: int) -> int | None:

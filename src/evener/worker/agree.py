@@ -100,16 +100,18 @@ def seat_of(group: Group, machine: Machine) -> Seat:
 
 def agree(group: Group, rundir: RunWriter, spec: RunSpec, resolved: Resolved | None, roster: Roster, first: int,
           trained: Trained) -> None:  # fmt: skip
-    """RunError, on all ranks, where they are not of one mind."""
+    """RunError, on all ranks, where they are not of one mind: of the first that differs from rank 0."""
     mine = identity(roster, group.rank, spec, resolved, trained.weights().items(), first)
     ranks = [from_json(text, Identity) for text in group.gather(msgspec.json.encode(mine))]
     found = mismatch(ranks)
     if found is not None:
-        check, what, where = found
+        check, what, where, odd = found
         if group.rank == 0:
             with contextlib.suppress(OSError):  # started by hand, a run has no directory yet
                 rundir.add_event(check, what=what, where=where)
-        raise RunError(f"{check}: {what}: {where} differ", hint="evener train sends every host the same")
+        of_rank = None if odd == group.rank else group.numbers[odd]
+        raise RunError(f"{check}: {what}: {where} differ", hint="evener train sends every host the same",
+                       of_rank=of_rank)  # fmt: skip
 
 
 def identity(
@@ -139,8 +141,8 @@ def identity(
     )
 
 
-def mismatch(ranks: Sequence[Identity]) -> tuple[str, str, str] | None:
-    """(check, what differs, where it differs from) of the first mismatch with rank 0, or None."""
+def mismatch(ranks: Sequence[Identity]) -> tuple[str, str, str, int] | None:
+    """(check, what differs, where it differs from, whose it is) of the first mismatch with rank 0, or None."""
     first = ranks[0]
     questions: list[tuple[str, str, Callable[[Identity], object]]] = [
         ("version.torch", "torch", lambda one: one.torch),
@@ -159,7 +161,8 @@ def mismatch(ranks: Sequence[Identity]) -> tuple[str, str, str] | None:
                     what = ", ".join(_differences(first.spec, other.spec))
                 elif what == "the step to go on from":
                     what = f"{what} ({first.first} and {other.first})"
-                return check, what, f"rank {other.rank} on {other.host} and rank {first.rank} on {first.host}"
+                where = f"rank {other.rank} on {other.host} and rank {first.rank} on {first.host}"
+                return check, what, where, other.rank
     return None
 
 

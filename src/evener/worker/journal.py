@@ -29,9 +29,10 @@ from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count
 from evener.core.version import __version__
-from evener.core.world import REFUSED
+from evener.core.world import OVER
 from evener.plan.penalty import Watch
 from evener.worker.group import Group
+from evener.worker.mistakes import exit_status
 
 
 class Journal:
@@ -207,7 +208,7 @@ class Journal:
         with contextlib.suppress(OSError):  # it may not have a directory, or a disk
             self._dir.add_event(event, rank=mine, of=mine if of is None else of, hint=hint,
                                 error=str(error) or type(error).__name__, kind=type(error).__name__)  # fmt: skip
-            ends = not self._group.is_in_world or getattr(error, "exit_status", None) == REFUSED  # else it may go on
+            ends = not self._group.is_in_world or (isinstance(error, EvenerError) and exit_status(error) == OVER)
             if self._group.keeps and self._manifest is not None and ends:
                 self._dir.write_manifest(msgspec.structs.replace(self._manifest, verdict="failed", ended=time.time()))
 

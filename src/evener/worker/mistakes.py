@@ -8,8 +8,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from evener.core.errors import DataError, EvenerError, HopelessError, UsageError
-from evener.core.world import REFUSED, hosts_come_and_go
+from evener.core.errors import DataError, EvenerError, HopelessError, RunError, UsageError
+from evener.core.world import OVER, REFUSED, REGROUP, hosts_come_and_go, told_meeting
 
 OURS = str(Path(__file__).parents[1])
 
@@ -24,9 +24,16 @@ def tell_in_words() -> None:
 
 
 def exit_status(error: EvenerError) -> int:
-    """Of a rank that ends with it. Where hosts come and go, what is damaged on one host is no reason for all to end."""
-    is_hopeless = isinstance(error, (UsageError, DataError, HopelessError))
-    return error.exit_status if not hosts_come_and_go() else REFUSED if is_hopeless else 1
+    """Of a rank that ends with it. Where hosts come and go, it tells its agent whether another world would help, and
+    without whom: what a host refuses after others have trained is its own.
+    """
+    if not hosts_come_and_go():
+        return error.exit_status
+    if isinstance(error, RunError) and error.of_rank is not None:  # another one's
+        return REGROUP
+    if isinstance(error, UsageError | DataError):
+        return REFUSED if told_meeting().world.number else OVER
+    return OVER if isinstance(error, HopelessError) else 1
 
 
 def in_words(error: EvenerError) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.core.decoding import from_json
-from evener.core.errors import RunError
+from evener.core.errors import UsageError
 from evener.core.rundir import code_hash
 from evener.worker import rng
 from evener.worker.checkpoint import put_weights
@@ -56,7 +56,8 @@ def heal(learner: Learner, keeper: Keeper, step: int, *, source: int, lacks: Seq
                 dist.send(tensors[name].cpu().contiguous(), rank, group=group.control)
     elif group.rank in lacks:
         if told.code != code_hash():
-            raise RunError("code.mismatch: evener is another here than on the hosts that train")
+            hint = "evener setup brings the same to all; evener add RUN --host HOST then lets it in"
+            raise UsageError("code.mismatch: evener is another here than on the hosts that train", hint=hint)
         for name, (dtype, shape) in told.tensors.items():
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             dist.recv(tensors[name], source, group=group.control)

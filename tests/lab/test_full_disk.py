@@ -1,0 +1,66 @@
+"""A host whose disk is full takes part no more, until there is room: the others do not even begin anew."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.core.rundir import RunDir
+from evener.lab.spec import HostSpec
+from tests.lab.conftest import MakeLab, rank_on, wait_until
+
+pytestmark = pytest.mark.slow
+WITHIN_S = 300.0  # of a machine as busy as it likes
+FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",
+         "--eval-every=0", "--dropout=0", "--checkpoint-every=20", "--shares=equal")  # fmt: skip
+
+
+@pytest.mark.parametrize("full", ["a", "c"])
+def test_whose_disk_is_full_the_others_do_without_until_there_is_room(
+    make_lab: MakeLab, tmp_path: Path, corpus: Path, full: str
+) -> None:
+    file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
+    lab = make_lab(file, **{name: HostSpec(disk="1GB") for name in "abc"})
+    evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
+    argv = [*evener, "train", "--fleet", str(file), "--data", str(corpus), *FLAGS, "--out=run"]
+    with (tmp_path / "told").open("wb") as told:
+        running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)
+
+    def events() -> list[dict[str, Any]]:
+        assert running.poll() is None, (tmp_path / "told").read_text()
+        lines = {line for path in run.path.glob("hosts/*/events.jsonl")
+                 for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
+        return [json.loads(line) for line in lines]
+
+    def worlds() -> list[set[str]]:
+        found = {event["number"]: set(event["hosts"]) for event in events() if event["event"] == "world"}
+        return [hosts for _, hosts in sorted(found.items())]
+
+    def saved() -> int:
+        return max(event["step"] for event in events() if event["event"] == "checkpoint")
+
+    others = set("abc") - {full}
+    try:
+        wait_until(lambda: any(event["event"] == "checkpoint" for event in events()), "it saves", WITHIN_S)
+        ranks = {name: rank_on(lab.host(name)) for name in others}
+        lab.host(full).fill_disk(True)
+        wait_until(lambda: others in worlds(), "the others go on", WITHIN_S)
+        before = saved()
+        wait_until(lambda: saved() > before, "they save", WITHIN_S)
+        lab.host(full).fill_disk(False)
+        wait_until(lambda: worlds()[-1] == set("abc"), "it is let in again", WITHIN_S)
+        assert ranks == {name: rank_on(lab.host(name)) for name in others}, "the same ranks"
+    finally:
+        done = subprocess.run([*evener, "stop", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
+                              check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    running.wait(WITHIN_S)
+    manifest = run.manifest()
+    assert (manifest.verdict, manifest.result and manifest.result.replicas_agree) == ("stopped", True)
+    assert "Traceback" not in (tmp_path / "told").read_text()
+    lab.down()
