@@ -274,7 +274,7 @@ def test_stop_is_passed_on_and_what_it_says_is_told(serve):
     client, *_ = serve("a", "b", actions=Actions(stop=stop, can_ask=lambda reader: True))
     answer = let_in(client).post("/runs/b/stop", headers={"x-evener": "1", "origin": BASE})
     assert (answer.status_code, answer.json()["told"], stopped) == (200, "it has ended", ["b"])
-    assert client.post("/runs/b/save", headers={"x-evener": "1", "origin": BASE}).status_code == 404
+    assert client.post("/runs/b/sample", headers={"x-evener": "1", "origin": BASE}).status_code == 404
     assert client.post("/runs/c/stop", headers={"x-evener": "1", "origin": BASE}).status_code == 404
 
 
