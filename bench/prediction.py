@@ -3,10 +3,9 @@
     python bench/prediction.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
-with the kernel's counters of what each host sends to the others (not to who started the run: its records go home by
-ssh), without headers and without what TCP sent again (`again`, a share of the rest: where several connections meet in
-one cable its queue overflows), read at the same place of two steps, or of two rounds where replicas agree every so many
-steps.
+with the kernel's counters of what arrives from each host at the others (its records go to who started the run), without
+headers, read at the same place of two steps, or of two rounds where replicas agree every so many steps. Counted where
+it leaves, it would be more: where several connections share a slow cable its queue overflows, on the host itself, too.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
 Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,12 @@ from evener.core.plan import read_plan, read_prediction
 from evener.core.roster import parse_sync
 from evener.core.rundir import RunDir, code_hash
 from evener.core.step import PARTS
-from evener.lab.host import Host
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
 from evener.report.summary import summarize
 
 CPUS = {2: 0.9, 3: 0.6}  # of a host, so that all together leave the machine some air
 HEADERS = 20 + 32  # bytes of a packet: IPv4, TCP with time stamps
-SEGMENT_BYTES = 1500 - HEADERS  # of a full one; what is sent again mostly is
 RESULTS = Path(__file__).with_name("prediction.jsonl")
 SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8:streamed")
 ACCUMULATIONS = (1, 4)
@@ -106,7 +104,7 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
     assert prediction is not None
     option, summary = prediction.option(prediction.chosen), summarize(rundir)
     sent = {member.host: option.ranks[member.rank].bytes for member in option.roster.members}
-    bytes_off = max(abs(sent[name] / once - 1) for name, (once, _) in counts.items())
+    bytes_off = max(abs(sent[name] / measured - 1) for name, measured in counts.items())
     slow = option.slowest
     took = summary.ranks[option.last.rank]
     return {
@@ -119,7 +117,6 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
         "measured_s": summary.step_p50_s,
         "off": option.step_s / (summary.step_p50_s or 1) - 1,
         "bytes_off": bytes_off,
-        "again": max(again / once for once, again in counts.values()),
         "predicted": {part: getattr(slow.cost, part) for part in PARTS} | {"sync_s": slow.sync_s},
         "measured": {part: getattr(took.typical, part) for part in PARTS} | {"sync_s": took.sync_s},
         "ranks": [
@@ -131,26 +128,25 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
 
 def _begin_counting(lab: Lab) -> None:
     for host in lab.hosts:
-        peers = ", ".join(other.address for other in lab.hosts if other.name != host.name)
-        chain = f"chain sent {{\n  type filter hook output priority 0;\n  ip daddr {{ {peers} }} counter\n }}\n"
+        rules = "".join(f'  ip saddr {other.address} counter comment "{other.name}"\n' for other in lab.hosts)
+        chain = f"chain heard {{\n  type filter hook input priority 0;\n{rules} }}\n"
         host.exec(["nft", "-f", "-"], stdin=f"table inet evener_count {{\n {chain}}}\n")
 
 
-def _payload(host: Host) -> tuple[int, int]:
-    """Bytes that it sent to the others so far, and of those what it sent again."""
-    told = json.loads(host.exec(["nft", "-j", "list", "table", "inet", "evener_count"]).stdout)
-    [counted] = [one["counter"] for rule in told["nftables"] for one in rule.get("rule", {}).get("expr", [])
-                 if "counter" in one]  # fmt: skip
-    names, figures = (line.split() for line in host.exec(["cat", "/proc/net/snmp"]).stdout.splitlines()
-                      if line.startswith("Tcp:"))  # fmt: skip
-    again = SEGMENT_BYTES * int(figures[names.index("RetransSegs")])
-    return int(counted["bytes"] - HEADERS * counted["packets"]), again
+def _arrived(lab: Lab) -> Counter[str]:
+    """Bytes that came from each host to the others so far."""
+    found = Counter[str]()
+    for host in lab.hosts:
+        told = json.loads(host.exec(["nft", "-j", "list", "table", "inet", "evener_count"]).stdout)
+        for rule in (one["rule"] for one in told["nftables"] if "rule" in one):
+            if rule["comment"] != host.name:
+                [counted] = [one["counter"] for one in rule["expr"] if "counter" in one]
+                found[rule["comment"]] += counted["bytes"] - HEADERS * counted["packets"]
+    return found
 
 
-def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, tuple[float, float]]:
-    """Bytes that each host sent in a step, and sent again: a step's record is written when the next one begins, while
-    all compute.
-    """
+def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, float]:
+    """Bytes that came from each host in a step: a step's record is written when the next one begins, while all compute."""
     hosts = read_plan(rundir).hosts
     names = [host.name for host in hosts]
     rank0 = Path(hosts[0].folder(rundir)) / "steps" / "rank-0.jsonl"
@@ -160,13 +156,8 @@ def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, 
         while not rank0.exists() or rank0.read_bytes().count(b"\n") <= step:
             assert time.monotonic() < deadline, f"step {step} does not come"
             time.sleep(0.01)
-        seen.append({name: _payload(lab.host(name)) for name in names})
-    found = {}
-    for name in names:
-        all_of_it, again = ((after - before) / (steps[1] - steps[0])
-                            for before, after in zip(seen[0][name], seen[1][name], strict=True))  # fmt: skip
-        found[name] = all_of_it - again, again
-    return found
+        seen.append(_arrived(lab))
+    return {name: (seen[1][name] - seen[0][name]) / (steps[1] - steps[0]) for name in names}
 
 
 def main() -> None:
@@ -226,7 +217,7 @@ def told(row: dict[str, Any]) -> str:
     parts = "  ".join(f"{part.removesuffix('_s')} {row['predicted'][part]:.2f}/{row['measured'][part] or 0:.2f}"
                       for part in ("compute_s", "exposed_sync_s", "optimizer_s", "sync_s"))  # fmt: skip
     step = f"{row['predicted_s']:6.2f} s predicted, {row['measured_s']:6.2f} s measured, {row['off']:+6.1%}"
-    beside = f"bytes {row['bytes_off']:.2%} off, {row['again']:.2%} again; drift {row['drift']:+.0%}"
+    beside = f"bytes {row['bytes_off']:.2%} off; drift {row['drift']:+.0%}"
     return f"{row['sync']:10} ×{row['accumulation']} {step}; {beside}; {parts}"
 
 
