@@ -42,7 +42,7 @@ def serve(
     port = one.getsockname()[1]
     app = Guard(Server(hub, actions).app(), token, port, names)
     config = uvicorn.Config(app, access_log=False, log_level="error", server_header=False, date_header=False,
-                            timeout_graceful_shutdown=ENDS_S, ws="none", lifespan="on")  # fmt: skip
+                            timeout_graceful_shutdown=ENDS_S, http="h11", ws="none", lifespan="on")  # fmt: skip
     server = _Ending(config, hub, begin)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve(sockets=[one]))
