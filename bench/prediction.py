@@ -146,7 +146,7 @@ def _arrived(lab: Lab) -> Counter[str]:
 
 
 def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, float]:
-    """Bytes that came from each host in a step: a step's record is written when the next one begins, while all compute."""
+    """Bytes that came from each host in a step, whose record is written when the next one begins, while all compute."""
     hosts = read_plan(rundir).hosts
     names = [host.name for host in hosts]
     rank0 = Path(hosts[0].folder(rundir)) / "steps" / "rank-0.jsonl"
