@@ -10,8 +10,8 @@
 A pause is the longest time between the ends of two steps around a fault, less the run's typical step. Whoever was lost
 is back when a world has all hosts again; beside that stands how long `import torch` takes on a host just then. At the
 end every loss is compared with that of one process that nobody disturbs. What it costs is the ratio of the usual steps
-of runs with `--membership live` and `fixed`, which take turns on the same hosts. Rows go into bench/chaos.jsonl. Needs
-Linux and root, and nothing else running.
+of runs with `--membership live` and `fixed`, which take turns on the same two hosts of a core each. Rows go into
+bench/chaos.jsonl. Needs Linux and root, and nothing else running.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ def cost(options: argparse.Namespace) -> None:
     """Runs of a minute with and without membership, in turns."""
     ratios = []
     with tempfile.TemporaryDirectory(prefix="evener-chaos-") as folder:
-        hosts = {name: HostSpec(rate="1Gbit", cpus=0.6) for name in "abc"}
+        # A core each: whoever has a part of one waits for the next part whenever it has waited for somebody.
+        hosts = {name: HostSpec(rate="1Gbit", cores=(core,)) for core, name in enumerate("ab")}
         lab = Lab.up(LabSpec(name="chaos", hosts=hosts), out=Path(folder, "fleet.toml"))
         try:
             for turn in range(options.turns):

@@ -118,8 +118,8 @@ class Drill:
         return None
 
     def found_in(self, findings: Iterable[Finding]) -> list[Finding]:
-        """All of the expected id, wherever."""
-        return [one for one in findings if one.check == self.check]
+        """All of the expected id that are no mere information, wherever."""
+        return [one for one in findings if one.check == self.check and one.severity != "info"]
 
     def others_in(self, findings: Iterable[Finding]) -> list[Finding]:
         """Errors and warnings that nobody expected."""
@@ -270,7 +270,8 @@ class Play:
             steps = drill.mend
             if steps is None:
                 mine = {drill.check, *drill.may_also}
-                steps = [step for one in seen.findings if one.check in mine for step in steps_of(one.fix)]
+                steps = [step for one in seen.findings if one.check in mine and one.fix
+                         for step in steps_of(one.fix)]  # fmt: skip
             for step in steps:
                 step.do(self.stage)
                 done.append(step.text)

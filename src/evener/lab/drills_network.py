@@ -6,7 +6,19 @@ import os
 
 from evener.hosts.gains import RECEIVE
 from evener.lab.drill import Drill, Raw, doctor, fleet_line, lab_step, on
-from evener.lab.faults import cable, face, firewall, name_is, probed, rate, set_env, start, sysctl
+from evener.lab.faults import (
+    PRIVATELY,
+    cable,
+    face,
+    firewall,
+    guarded,
+    name_is,
+    probed,
+    rate,
+    set_env,
+    start,
+    sysctl,
+)
 from evener.lab.scripts import ALL_REDUCE
 from evener.lab.spec import HostSpec
 
@@ -223,6 +235,13 @@ DRILLS = [
         why="A line from an old guide. A stream carries at most a window in each round trip, whatever the wire could.",
         fault=[sysctl("b", RECEIVE, "4096 8192 8192"), probed("link.window")],
         raw=all_reduce(), look=QUICK, hosts=dict.fromkeys("ab", HostSpec(rate="1Gbit")), may_also=("link.congestion",),
+    ),
+    Drill(
+        name="net.private", check="net.private", host="b",
+        says="only the run's hosts may connect to a; the same rules on b went with its last reboot",
+        why="Neither torch's store nor Gloo asks for a password. Whoever reaches the port can end a run, or join it.",
+        fault=[guarded("a")], silence="nothing: a run works as well without rules, and who connects leaves no trace",
+        look=PRIVATELY, hosts=PLAIN, lacks=lambda: None if IS_ROOT else "which rules there are only root may ask",
     ),
     Drill(
         name="port.in-use", check="port.in-use", host="a",

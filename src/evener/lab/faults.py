@@ -9,11 +9,12 @@ from pathlib import Path
 
 from evener.core.errors import EvenerError
 from evener.core.fleet import load_fleet
-from evener.lab.drill import FLEET, Stage, Step, lab_step, on
+from evener.lab.drill import FLEET, Stage, Step, doctor, lab_step, on
 
 STARTS_WITHIN_S = 20.0
 PROBES = 4
 ENVIRONMENT = "~/.ssh/environment"
+PRIVATELY = doctor("--private", "--quick")
 BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 
 
@@ -31,6 +32,16 @@ def set_env(host: str, name: str, value: str) -> Step:
 def unset_env(host: str, *names: str) -> Step:
     """And away with it."""
     return on(host, f"sed -i -E '/^({'|'.join(names)})=/d' {ENVIRONMENT}")
+
+
+def guarded(host: str) -> Step:
+    """The run's hosts alone may connect there."""
+
+    def do(stage: Stage) -> None:
+        [found] = [one for one in PRIVATELY(stage).findings if one.check == "net.private" and one.host == host]
+        stage.host(host).exec(["sh", "-c", found.fix.partition(": ")[2]])
+
+    return Step(f"$ evener doctor --private, and on {host} the command that it gives", do)
 
 
 def firewall(host: str, *rules: str) -> Step:
