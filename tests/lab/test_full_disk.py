@@ -62,5 +62,8 @@ def test_whose_disk_is_full_the_others_do_without_until_there_is_room(
     running.wait(WITHIN_S)
     manifest = run.manifest()
     assert (manifest.verdict, manifest.result and manifest.result.replicas_agree) == ("stopped", True)
+    # A record that was cut short is none, and what follows it is whole.
+    losses = {record.step for rank in range(3) for record in run.records(rank) if record.loss is not None}
+    assert losses == set(range(manifest.result.steps if manifest.result else 0))
     assert "Traceback" not in (tmp_path / "told").read_text()
     lab.down()

@@ -44,6 +44,38 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         raise
 
 
+class LineFile:
+    """A file to which one process appends lines, each whole or, where a full disk or a kill cut it short, none: what is
+    left of such a one goes when the file is opened again. It is another file then, so that who copies it as it grows
+    begins anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+            self._file.close()
+            content = read_file(path)
+            write_atomic(path, content[: content.rfind(b"\n") + 1])
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, lines: bytes) -> None:
+        """OSError where not all of it could be written."""
+        if self._file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> LineFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def open_file(path: Path) -> BufferedReader:
     """To read; OSError of what is no file: nobody waits for a pipe's other end, or reads a device to its end."""
     try:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from evener.core.errors import NonFiniteError
 from evener.core.failure import is_consequence
+from evener.core.files import LineFile
 from evener.core.roster import Roster
 from evener.core.runwriter import RunWriter
 from evener.core.spans import EVERY
@@ -145,9 +146,7 @@ class Recorder:
         self._enter(roster, rank, group)
         self._skips = roster.members[rank].dtype == "fp16"  # its scaler, steps whose gradients overflow
         self._is_open = False  # a step has begun, and not ended
-        path = rundir.steps_path(self._numbers[rank])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file = LineFile(rundir.steps_path(self._numbers[rank]))
         self._drafts: deque[Draft] = deque()
         self._lag, self._slack = lag_of(roster), slack_of(roster)
         # What was sent, when, what will be gathered, and by what.

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from evener.core.files import LineFile
 from evener.core.runwriter import RunWriter
 from evener.core.spans import EVERY, LAST, Aside, Exchange, Lap, Pass, StepSpans
 from evener.worker.clock import Clock, Laps
@@ -104,8 +105,7 @@ class Spans:
     def _write(self, steps: Sequence[Kept]) -> None:
         if not steps:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
+        with LineFile(self._path) as file:
             file.write(b"".join(msgspec.json.encode(self._read(step)) + b"\n" for step in steps))
 
     def _read(self, kept: Kept) -> StepSpans:

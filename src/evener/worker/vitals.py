@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from evener.core.files import LineFile
 from evener.core.vitals import GpuVitals, Vitals
 
 EVERY_S = 5.0
@@ -59,12 +60,10 @@ def begin_vitals(path: Path, *, has_gpu: bool) -> None:
 
 def _write(path: Path, has_gpu: bool) -> None:
     machine = Machine(os.environ.get("GLOO_SOCKET_IFNAME"), has_gpu=has_gpu)
-    with contextlib.suppress(OSError):  # a full disk: others tell of it
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            while True:
-                time.sleep(EVERY_S)
-                file.write(msgspec.json.encode(machine.look()) + b"\n")
+    with contextlib.suppress(OSError), LineFile(path) as file:  # a full disk: others tell of it
+        while True:
+            time.sleep(EVERY_S)
+            file.write(msgspec.json.encode(machine.look()) + b"\n")
 
 
 def _temperature_C() -> float | None:
