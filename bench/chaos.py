@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -207,8 +208,13 @@ def main() -> None:
         if options.kind == "cost":
             cost(options)
         else:
-            with tempfile.TemporaryDirectory(prefix="evener-chaos-") as folder:
-                measure(Path(folder), options)
+            folder = Path(tempfile.mkdtemp(prefix="evener-chaos-"))
+            try:
+                measure(folder, options)
+            except BaseException:
+                print(f"what there is of it: {folder}", file=sys.stderr)  # an hour's worth
+                raise
+            shutil.rmtree(folder)
     print_table()
 
 
