@@ -247,15 +247,15 @@ def test_a_host_that_joins_comes_behind_the_others_and_all_agents_know_of_it() -
     plan = train_plan(
         "1d", places, 29500, spec, roster_of(places, spec), dict.fromkeys("ab", "d"), {}, resume=False, key="k"
     )
-    joined = joined_plan(plan, place("c", ranks=2), "/c/trees/d")
+    joined = joined_plan(plan, place("c", ranks=2), "/c/trees/d", 7)
     assert joined.roster is not None
     assert [(one.rank, one.host) for one in joined.roster.members] == [(0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")]
     assert (joined.roster.shares, joined.roster.batch) == ([3, 3, 2, 2, 2], 12)
     assert [(one.name, one.node_rank, one.first_rank, one.num_ranks) for one in joined.hosts][2:] == [("c", 2, 3, 2)]
     agents = [one.agent for one in joined.hosts]
     assert all(agent is not None and (agent.first, [*agent.hosts]) == (["a", "b"], ["a", "b", "c"]) for agent in agents)
-    assert [agent.host for agent in agents if agent is not None] == ["a", "b", "c"]
+    assert [(agent.host, agent.edition) for agent in agents if agent is not None] == [("a", 7), ("b", 7), ("c", 7)]
     assert joined.hosts[2].env["EVENER_ROSTER"] == "/c/runs/x/roster.json"
     assert "--data=/c/trees/d" in joined.hosts[2].agent.program  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="c would train on its GPU"):
-        joined_plan(plan, place("c", gpus=["A100"]), "/c/trees/d")
+        joined_plan(plan, place("c", gpus=["A100"]), "/c/trees/d", 8)

@@ -50,6 +50,14 @@ def test_the_odd_one_is_named(change: dict[str, Any], check: str, what: str) -> 
     assert mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a", 2)
 
 
+def test_whose_it_is_most_of_them_tell() -> None:
+    one, other = SAME, msgspec.structs.replace(SAME, code="x")
+    for ranks, odd in (([one, other, one], 1), ([one, other, other], 0), ([one, other], None)):
+        found = mismatch([msgspec.structs.replace(each, rank=rank) for rank, each in enumerate(ranks)])
+        assert found is not None
+        assert found[3] == odd
+
+
 def test_places_are_a_hosts_own() -> None:
     """Each host has its corpus, its weights and its run somewhere else."""
     specs = [parse_args(["--model=gpt2", f"--init-from=/{host}/w", f"--data=/{host}/d", f"--out=/{host}/r"])

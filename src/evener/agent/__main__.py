@@ -36,6 +36,7 @@ from evener.core.stored import read_stored
 from evener.core.watch import Hang, Watch, sentence
 from evener.core.world import (
     AGENT_FILE,
+    FOLLOWS,
     KEPT_FILE,
     KEPT_OUT_FILE,
     KILLED_FILE,
@@ -47,6 +48,7 @@ from evener.core.world import (
     WAITING_FILE,
     AgentSpec,
     Meeting,
+    Part,
     World,
 )
 
@@ -68,6 +70,7 @@ class Agent:
         """CheckpointError where what this host promised the others is damaged: it could promise something else."""
         self._spec, self._folder, self._path = spec, folder, folder / KEPT_FILE
         self._spec_path, self._spec_is_of = folder / AGENT_FILE, 0  # when it was written
+        self._is_spec_news = False  # by what others say, and not written down yet
         self._kept_out, self._leaves = folder / KEPT_OUT_FILE, ""  # why this host leaves, by its agent
         kept = read_stored(self._path, Kept) if self._path.exists() else Kept(World(number=0, hosts=spec.first))
         if not spec.hosts.keys() >= {*kept.world.voters}:
@@ -120,18 +123,11 @@ class Agent:
                 self._ranks.end()
 
     def _hear(self, statement: Statement) -> None:
-        if statement.edition > self._spec.edition:  # a host was added while this one was out of reach
-            self._take_up(statement)
+        # A host was added while this one was out of reach: before anything that is said of it.
+        self._is_spec_news |= self._go_by(statement.hosts, statement.edition)
         if statement.host in self._spec.hosts:
             self._council.hear(statement, time.monotonic())
             self._news.set()
-
-    def _take_up(self, statement: Statement) -> None:
-        """Who may take part, as another one knows it; before anything that is said of them."""
-        if statement.hosts.keys() >= {self._spec.host, *self._spec.first, *self._council.world.voters}:
-            spec = msgspec.structs.replace(self._spec, hosts=statement.hosts, edition=statement.edition)
-            write_atomic(self._spec_path, msgspec.json.encode(spec))
-            self._go_by(spec)
 
     def _try_look(self) -> int | None:
         """Do what is to be done now; the exit status, where that is all. What can't be written down can't be promised:
@@ -156,6 +152,9 @@ class Agent:
         """`_try_look`, or OSError."""
         now, council = time.monotonic(), self._council
         self._read_spec()
+        if self._is_spec_news:  # before any world that has them is kept
+            write_atomic(self._spec_path, msgspec.json.encode(self._spec))
+            self._is_spec_news = False
         if council.look(now):
             print(
                 f"evener: {council.world.why}: world {council.world.number} is {', '.join(council.world.hosts)}",
@@ -205,12 +204,15 @@ class Agent:
             written = self._spec_path.stat().st_mtime_ns
             if written != self._spec_is_of:
                 self._spec_is_of, spec = written, read_stored(self._spec_path, AgentSpec)
-                if spec.edition > self._spec.edition:
-                    self._go_by(spec)
+                self._go_by(spec.hosts, spec.edition)
 
-    def _go_by(self, spec: AgentSpec) -> None:
-        self._spec = spec
-        self._watch = self._watch_of(self._council.world)
+    def _go_by(self, hosts: dict[str, Part], edition: int) -> bool:
+        """From now on these may take part, if that is news and can be; whether it is."""
+        is_news = edition > self._spec.edition
+        if is_news := is_news and hosts.keys() >= {self._spec.host, *self._spec.first, *self._council.world.voters}:
+            self._spec = msgspec.structs.replace(self._spec, hosts=hosts, edition=edition)
+            self._watch = self._watch_of(self._council.world)
+        return is_news
 
     def _watch_of(self, world: World) -> Watch:
         watch = Watch({name: part.num_ranks for name, part in self._spec.hosts.items()})
@@ -248,8 +250,12 @@ class Agent:
                 self._in_vain += 1
                 self._ranks, self._failures = Ranks(self._spec, self._folder, Meeting(world=council.world)), []
         elif self._ranks.status() is not None:
+            refused = [one for one in self._ranks.failures() if one["exitcode"] == REFUSED]
             self._end_ranks()
             council.phase = Phase.WAITING
+            if refused:
+                rank = first_rank_of(self._spec) + refused[0]["local_rank"]
+                self._leave(f"rank {rank} ended with exit code {REFUSED}")
         elif len(self._ranks.sayings()) == self._spec.hosts[self._spec.host].num_ranks:
             council.phase = Phase.READY
 
@@ -288,26 +294,31 @@ class Agent:
         can go on, it leaves.
         """
         council, me = self._council, self._spec.host
-        if council.world.is_fresh:  # else the others lost nothing by it
+        its_own = codes - {FOLLOWS, REGROUP, -signal.SIGKILL}  # whom the kernel killed for its memory takes less of it
+        if council.world.is_fresh and its_own:  # else the others lost nothing by it
             self._in_a_row = self._in_a_row + 1 if council.step == self._after_step else 1
             self._after_step = council.step
         self._failures = failures
         if failures:
             council.why = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
         is_alone = council.world.hosts == [me]
-        is_in_vain = REFUSED in codes or self._in_a_row > IN_VAIN
+        is_in_vain = REFUSED in codes or (bool(its_own) and self._in_a_row > IN_VAIN)
         if OVER in codes or (REFUSED in codes and is_alone):
             council.phase = Phase.REFUSED
         elif is_in_vain and not is_alone:
             times = "" if REFUSED in codes else f" {self._in_a_row} times, and nothing was saved in between"
-            why = self._leaves = f"{council.why}{times}"
-            council.phase = Phase.LEAVING
-            hint = f"evener logs RUN tells why; once it is mended, evener add RUN --host {me} takes {me} in again"
-            with contextlib.suppress(OSError):  # a full disk
-                write_atomic(self._kept_out, why.encode())
-                RunWriter(self._folder).add_event("run.leaves", host=me, error=f"{me} leaves the run: {why}", hint=hint)
+            self._leave(f"{council.why}{times}")
         else:
             council.phase = Phase.FAILED
+
+    def _leave(self, why: str) -> None:
+        """The run goes on without this host, until somebody adds it again."""
+        council, me = self._council, self._spec.host
+        council.phase, council.why, self._leaves = Phase.LEAVING, why, why
+        hint = f"evener logs RUN tells why; once it is mended, evener add RUN --host {me} takes {me} in again"
+        with contextlib.suppress(OSError):  # a full disk
+            write_atomic(self._kept_out, why.encode())
+            RunWriter(self._folder).add_event("run.leaves", host=me, error=f"{me} leaves the run: {why}", hint=hint)
 
     def _hear_ranks(self) -> None:
         """How far are they, and do they ask for another world?"""

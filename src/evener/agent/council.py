@@ -284,6 +284,10 @@ class Council:
     def _leaves(self, host: str) -> bool:
         return self._phase_of(host) in (Phase.LEAVING, Phase.DONE)
 
+    def _why(self, host: str) -> str:
+        """What it says of its failure."""
+        return self.why if host == self.host else self._heard[host][0].why
+
     def _phases(self) -> dict[str, Phase]:
         """Of the members, as far as they are known."""
         told = {host: self if host == self.host else self.of(host) for host in self.world.hosts}
@@ -298,14 +302,16 @@ class Council:
         able = hosts = self._able(now)
         lost = [host for host in world.hosts if host not in hosts and not (host in there and self._leaves(host))]
         ended = {host: phases[host] for host in self._ended if host in phases}  # the first to end comes first
-        if Phase.DONE in phases.values() or not (lost or ended):
+        gave_up = not lost and all(self._leaves(host) and self._why(host) for host in phases)
+        if Phase.DONE in phases.values() or not (lost or ended) or not (hosts or gave_up):
             return None
         sure_at = min(self._ended.values(), default=now) + SURE_S
         if not lost and any(self._heard[host][1] < sure_at for host in hosts if host != self.host):
             return None  # not heard since: whoever failed may have failed because that one is gone
         left = [host for host in world.hosts if host in able and self._has_learned(host)]
         if left:
-            asked = {host for host in ended if (phases[host] == Phase.REGROUP and host in left) or self._leaves(host)}
+            asked = {host for host in ended if (phases[host] == Phase.REGROUP and host in left)
+                     or (self._leaves(host) and self._has_learned(host))}  # fmt: skip
             only_asked = not lost and asked == ended.keys()
             if only_asked and len(asked) < len(world.hosts):
                 return None  # the others ask as soon as they have heard of it

@@ -23,6 +23,7 @@ KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, unt
 SAVE_FILE = "host/save"  # there where somebody has asked for a checkpoint now, until one is written
 # Exit statuses of ranks, as their agent understands them; any other is a failure that may have been chance.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
+FOLLOWS = 74  # another one is gone, and it could not go on (sysexits.h: EX_IOERR)
 REFUSED = 2  # what is wrong is this host's, and would be in any world
 OVER = 77  # the run has failed, and would in any world; of an agent too: on all hosts
 LEFT = 76  # of an agent: its host has left the run, which goes on without it; another failure is its host's alone

@@ -93,7 +93,7 @@ def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, r
                 spec=spec, hosts=hosts)  # fmt: skip
 
 
-def joined_plan(plan: Plan, place: Place, data: str) -> Plan:
+def joined_plan(plan: Plan, place: Place, data: str, edition: int) -> Plan:
     """The plan of a run that goes on, with one host more: its ranks come behind those that are there, each with the
     mean of their shares. UsageError where they could not exchange with the others.
     """
@@ -128,18 +128,17 @@ def joined_plan(plan: Plan, place: Place, data: str) -> Plan:
         raise UsageError(f"{len(members)} ranks, and {roster.batch} sequences a batch: {place.name} would have none",
                          hint="a larger --batch, from the run's next start on")  # fmt: skip
     whole = whole.divided(shares)
-    told = told_anew(plan, parts)
+    told = told_anew(plan, parts, edition)
     agent = told.hosts[0].agent
     assert agent is not None
     mine = msgspec.structs.replace(agent, host=place.name, program=program)
     return msgspec.structs.replace(told, roster=whole, hosts=[*told.hosts, _under(mine, host)])
 
 
-def told_anew(plan: Plan, hosts: Mapping[str, Part]) -> Plan:
+def told_anew(plan: Plan, hosts: Mapping[str, Part], edition: int) -> Plan:
     """The plan of a run that goes on, whose agents hear that these may take part in it."""
-    agents = [host.agent for host in plan.hosts if host.agent is not None]
-    edition = max(agent.edition for agent in agents) + 1
-    agents = [msgspec.structs.replace(agent, hosts=dict(hosts), edition=edition) for agent in agents]
+    agents = [msgspec.structs.replace(host.agent, hosts=dict(hosts), edition=edition)
+              for host in plan.hosts if host.agent is not None]  # fmt: skip
     whole = [msgspec.structs.replace(host, agent=agent) for host, agent in zip(plan.hosts, agents, strict=True)]
     return msgspec.structs.replace(plan, hosts=whole)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def admit(rundir: RunDir, fleet: Fleet, name: str, say: Progress) -> Plan:
             place = _looked_at(rundir, plan, whole, sessions, name)
             _check_corpus(rundir, spec.data.data)
             tree = describe_data(spec.data.data)
-            joined = joined_plan(plan, place, f"{place.workdir}/trees/{tree.digest}")
+            joined = joined_plan(plan, place, f"{place.workdir}/trees/{tree.digest}", _edition())
             part = msgspec.structs.replace(joined, hosts=[joined.host(name)])
             launcher.deliver([tree], part, {name: sessions[name]}, say)
             try:
@@ -146,7 +147,12 @@ def _without(joined: Plan, plan: Plan) -> Plan:
     """The plan as it was before a host joined, for agents that may have heard of it."""
     agents = [host.agent for host in plan.hosts if host.agent is not None]
     known = msgspec.structs.replace(plan, hosts=joined.hosts[: len(plan.hosts)])
-    return msgspec.structs.replace(told_anew(known, agents[0].hosts), roster=plan.roster)
+    return msgspec.structs.replace(told_anew(known, agents[0].hosts, _edition()), roster=plan.roster)
+
+
+def _edition() -> int:
+    """Higher than any before, also one of which nothing was written down here."""
+    return time.time_ns() // 1_000_000
 
 
 def _free_port(session: Session, address: str, wanted: int) -> int | None:

@@ -100,7 +100,7 @@ def seat_of(group: Group, machine: Machine) -> Seat:
 
 def agree(group: Group, rundir: RunWriter, spec: RunSpec, resolved: Resolved | None, roster: Roster, first: int,
           trained: Trained) -> None:  # fmt: skip
-    """RunError, on all ranks, where they are not of one mind: of the first that differs from rank 0."""
+    """RunError, on all ranks, where they are not of one mind: of the one that is not as most are, if there is one."""
     mine = identity(roster, group.rank, spec, resolved, trained.weights().items(), first)
     ranks = [from_json(text, Identity) for text in group.gather(msgspec.json.encode(mine))]
     found = mismatch(ranks)
@@ -109,7 +109,7 @@ def agree(group: Group, rundir: RunWriter, spec: RunSpec, resolved: Resolved | N
         if group.rank == 0:
             with contextlib.suppress(OSError):  # started by hand, a run has no directory yet
                 rundir.add_event(check, what=what, where=where)
-        of_rank = None if odd == group.rank else group.numbers[odd]
+        of_rank = None if odd in (None, group.rank) else group.numbers[odd]
         raise RunError(f"{check}: {what}: {where} differ", hint="evener train sends every host the same",
                        of_rank=of_rank)  # fmt: skip
 
@@ -141,8 +141,10 @@ def identity(
     )
 
 
-def mismatch(ranks: Sequence[Identity]) -> tuple[str, str, str, int] | None:
-    """(check, what differs, where it differs from, whose it is) of the first mismatch with rank 0, or None."""
+def mismatch(ranks: Sequence[Identity]) -> tuple[str, str, str, int | None] | None:
+    """(check, what differs, where it differs from, whose it is) of the first mismatch with rank 0, or None. Whose it is
+    the others tell, if most of them are of one mind.
+    """
     first = ranks[0]
     questions: list[tuple[str, str, Callable[[Identity], object]]] = [
         ("version.torch", "torch", lambda one: one.torch),
@@ -162,7 +164,10 @@ def mismatch(ranks: Sequence[Identity]) -> tuple[str, str, str, int] | None:
                 elif what == "the step to go on from":
                     what = f"{what} ({first.first} and {other.first})"
                 where = f"rank {other.rank} on {other.host} and rank {first.rank} on {first.host}"
-                return check, what, where, other.rank
+                answers = [question(one) for one in ranks]
+                odd = next((one.rank for one, than in ((other, first), (first, other))
+                            if 2 * answers.count(question(than)) > len(ranks)), None)  # fmt: skip
+                return check, what, where, odd
     return None
 
 

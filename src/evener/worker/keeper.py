@@ -174,17 +174,18 @@ class Keeper:
             raise NonFiniteError(f"after step {step}: {next(filter(None, told))}; it is not saved", step=step - 1,
                             ranks=ranks, hint="--resume goes on from the last checkpoint; ")  # fmt: skip
 
-    def conclude(self, step: int) -> bool:
-        """The run ends here: replicas that drifted become one model. Did they become another than they were?
+    def is_to_conclude(self, step: int) -> bool:
+        """Do the replicas become another model where the run ends here?"""
+        return not self._sync.is_agreed() and step != self._saved_step
+
+    def conclude(self, step: int) -> None:
+        """The run ends here: replicas that drifted become one model.
 
         What each was is kept, so that a run that was stopped goes on as if it had not been. One that has taken all its
         steps, and shall take more, goes on from that model.
         """
-        if self._sync.is_agreed() or step == self._saved_step:
-            return False
         self._group.all_or_none(lambda: self._save_own(step))
         self._sync.conclude()
-        return True
 
     def compare(self, step: int) -> bool | None:
         """Do the replicas hold the same bits, in what they must agree on? None of one rank.

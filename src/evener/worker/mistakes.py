@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 
 from evener.core.errors import DataError, EvenerError, HopelessError, RunError, UsageError
-from evener.core.world import OVER, REFUSED, REGROUP, hosts_come_and_go, told_meeting
+from evener.core.failure import is_consequence
+from evener.core.world import FOLLOWS, OVER, REFUSED, REGROUP, hosts_come_and_go, told_meeting
 
 OURS = str(Path(__file__).parents[1])
 
@@ -44,6 +45,8 @@ def in_words(error: EvenerError) -> str:
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, EvenerError):
         sys.__excepthook__(kind, error, trace)
+        if hosts_come_and_go() and is_consequence(error):
+            raise SystemExit(FOLLOWS)
         return
     print(in_words(error), file=sys.stderr)
     theirs = list(itertools.takewhile(lambda frame: not frame.filename.startswith(OURS), traceback.extract_tb(trace)))

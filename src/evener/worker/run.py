@@ -110,11 +110,14 @@ def _take_up(who: Membership, engine: Engine, journal: Journal, index: int) -> N
 
 def _end(who: Membership, recorder: Recorder, keeper: Keeper, journal: Journal, verdict: str, step: int,
          val_loss: float | None, contention: Contention | None) -> None:  # fmt: skip
-    """The run's last pieces."""
-    who.together(recorder.flush)
-    val_loss = None if who.together(keeper.conclude, step) else val_loss  # of the replicas, before they became one
+    """The run's last pieces; what exchanges nothing is none."""
+    who.again(recorder.flush)
+    if keeper.is_to_conclude(step):
+        who.together(keeper.conclude, step)
+        val_loss = None  # of the replicas, before they became one
     agree = who.together(keeper.compare, step)
-    who.together(keeper.save, step, val_loss)
+    if keeper.saved[0] != step:
+        who.together(keeper.save, step, val_loss)
     who.together(journal.finish, verdict, step, recorder.last, val_loss, agree, contention)
 
 

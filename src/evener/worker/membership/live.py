@@ -188,7 +188,8 @@ class Live(Fixed):
     def _save(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
         """Somebody asked for it."""
         if keeper.saved[0] != step:
-            self._heed(step + 1, stops=self.together(recorder.flush), saves=False)
+            stops = self.again(recorder.flush)  # no piece: it may exchange nothing
+            self._heed(step + 1, stops=stops, saves=False)
             self.together(keeper.save, step, None)
             recorder.begin()
         self._saves_at = None
