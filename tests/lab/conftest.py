@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evener.core.errors import EvenerError
+from evener.core.rundir import RunDir
 from evener.lab.host import Host
 from evener.lab.lab import Lab
 from evener.lab.needs import check_machine
@@ -54,6 +57,19 @@ def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], wit
     while not condition():
         assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.01)
+
+
+def come_home(run: RunDir) -> list[dict[str, Any]]:
+    """The events of all hosts, as they come home while it goes on; some have the same."""
+    lines = {line for path in run.path.glob("hosts/*/events.jsonl")
+             for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
+    return [json.loads(line) for line in lines]
+
+
+def worlds_of(run: RunDir) -> list[list[str]]:
+    """Who was in each."""
+    found = {event["number"]: event["hosts"] for event in come_home(run) if event["event"] == "world"}
+    return [hosts for _, hosts in sorted(found.items())]
 
 
 def command_lines(host: Host) -> list[bytes]:

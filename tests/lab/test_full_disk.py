@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from evener.core.rundir import RunDir
 from evener.lab.spec import HostSpec
-from tests.lab.conftest import MakeLab, rank_on, wait_until
+from tests.lab.conftest import MakeLab, come_home, rank_on, wait_until, worlds_of
 
 pytestmark = pytest.mark.slow
 WITHIN_S = 300.0  # of a machine as busy as it likes
@@ -33,13 +32,11 @@ def test_whose_disk_is_full_the_others_do_without_until_there_is_room(
 
     def events() -> list[dict[str, Any]]:
         assert running.poll() is None, (tmp_path / "told").read_text()
-        lines = {line for path in run.path.glob("hosts/*/events.jsonl")
-                 for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
-        return [json.loads(line) for line in lines]
+        return come_home(run)
 
     def worlds() -> list[set[str]]:
-        found = {event["number"]: set(event["hosts"]) for event in events() if event["event"] == "world"}
-        return [hosts for _, hosts in sorted(found.items())]
+        events()
+        return [set(hosts) for hosts in worlds_of(run)]
 
     def saved() -> int:
         return max(event["step"] for event in events() if event["event"] == "checkpoint")

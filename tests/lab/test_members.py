@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,10 +13,11 @@ from evener.core.plan import read_plan
 from evener.core.rundir import RunDir
 from evener.core.step import aligned, first_of
 from evener.lab.spec import HostSpec
-from tests.lab.conftest import MakeLab, command_lines, wait_until
+from tests.lab.conftest import MakeLab, command_lines, wait_until, worlds_of
 
 pytestmark = pytest.mark.slow
 WITHIN_S = 300.0  # of a machine as busy as it likes
+EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
 FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",
          "--eval-every=0", "--dropout=0", "--checkpoint-every=0", "--shares=equal", "--lr=3e-4",
          "--min-lr=3e-4", "--warmup=0")  # fmt: skip
@@ -28,13 +28,12 @@ def test_a_host_is_added_to_a_run_that_goes_on(
 ) -> None:
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
-    evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
-    argv = [*evener, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
+    argv = [*EVENER, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
     with (tmp_path / "told").open("wb") as told:
         running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)
 
     def verb(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*evener, *words], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
+        return subprocess.run([*EVENER, *words], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
                               check=False)  # fmt: skip
 
     def num_steps(rank: int) -> int:
@@ -43,10 +42,7 @@ def test_a_host_is_added_to_a_run_that_goes_on(
 
     def worlds() -> list[list[str]]:
         assert running.poll() is None, (tmp_path / "told").read_text()
-        lines = {line for path in run.path.glob("hosts/*/events.jsonl")
-                 for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
-        found = [event for event in map(json.loads, lines) if event["event"] == "world"]
-        return [event["hosts"] for event in sorted(found, key=lambda event: event["number"])]
+        return worlds_of(run)
 
     try:
         wait_until(lambda: num_steps(0) > 5, "the run began", WITHIN_S)
@@ -88,20 +84,16 @@ def test_a_host_is_added_while_another_one_is_off(make_lab: MakeLab, tmp_path: P
     """Who is off hears of it when it is back, and is in a world with a host of which nobody had told it."""
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
-    evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
-    argv = [*evener, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
+    argv = [*EVENER, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
     with (tmp_path / "told").open("wb") as told:
         running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)
 
     def worlds() -> list[list[str]]:
         assert running.poll() is None, (tmp_path / "told").read_text()
-        lines = {line for path in run.path.glob("hosts/*/events.jsonl")
-                 for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}  # fmt: skip
-        found = [event for event in map(json.loads, lines) if event["event"] == "world"]
-        return [event["hosts"] for event in sorted(found, key=lambda event: event["number"])]
+        return worlds_of(run)
 
     def verb(*words: str) -> str:
-        done = subprocess.run([*evener, *words], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
+        done = subprocess.run([*EVENER, *words], cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S,
                               check=False)  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stderr

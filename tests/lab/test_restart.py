@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from evener.core.rundir import RunDir
 from evener.core.step import aligned, first_of
 from evener.lab.host import Host
 from evener.lab.spec import HostSpec
-from tests.lab.conftest import MakeLab, command_lines, rank_on, wait_until
+from tests.lab.conftest import MakeLab, come_home, command_lines, rank_on, wait_until, worlds_of
 
 pytestmark = pytest.mark.slow
 WITHIN_S = 300.0  # of a machine as busy as it likes
@@ -59,13 +58,11 @@ def test_hosts_go_and_come_and_the_same_is_learned(
     def events() -> list[dict[str, Any]]:
         """Of all hosts, as they come home."""
         assert running.poll() is None, (tmp_path / "told").read_text()
-        lines = {line for path in run.path.glob("hosts/*/events.jsonl")
-                 for line in path.read_bytes().splitlines(keepends=True)}  # fmt: skip
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return come_home(run)
 
     def worlds() -> list[list[str]]:
-        found = {event["number"]: event["hosts"] for event in events() if event["event"] == "world"}
-        return [hosts for _, hosts in sorted(found.items())]
+        events()
+        return worlds_of(run)
 
     def until_saved(more: int) -> None:
         """So many checkpoints later."""

@@ -168,6 +168,33 @@ def test_what_fails_on_a_host_is_told_with_the_fleet_file_that_was_typed(
     assert told.value.hint == "evener doctor --fleet lab.toml looks closer"
 
 
+def test_a_host_that_is_back_before_the_others_were_heard_is_started_again(
+    make: Callable[..., HostMirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever begins to look hears of it first, and knows only then that the run goes on elsewhere."""
+    running = {"state": "running", "status": None, "stopped": False, "failures": [], "supervisor": 1}
+    states = iter(
+        [running | {"state": "ended", "lost": "the host went down"}, running | {"state": "ended", "status": 0}]
+    )
+    known, called = iter([None, None, True]), []
+
+    class There:
+        def call(self, *words: str, **more: object) -> dict[str, Any]:
+            called.append(words)
+            return running
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("evener.launch.mirror.open_session", lambda *args: There())
+    monkeypatch.setattr(HostMirror, "_copy", lambda self, *args, **more: setattr(self, "state", next(states)))
+    mirror = make()
+    mirror._is_wanted_back = lambda: next(known)
+    mirror.follow(lambda: None)
+    assert called == [("runs", "start_again")]
+    assert (mirror.state or {})["status"] == 0
+
+
 def test_the_only_host_of_a_run_here_has_nothing_to_copy(there: Path) -> None:
     """Its folder is the run directory."""
     host = msgspec.structs.replace(part(there), run=None)

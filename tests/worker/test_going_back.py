@@ -19,7 +19,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
-from evener.core.world import LEFT, OVER, REFUSED, REGROUP, Meeting, World
+from evener.core.world import FOLLOWS, LEFT, OVER, REFUSED, REGROUP, Meeting, World
 from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
 from evener.worker.membership.back import Regroup, going_back
@@ -273,6 +273,7 @@ def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
         ("HopelessError('no')", 1, OVER),
         ("RunError('no')", 1, 1),
         ("RunError('no', of_rank=2)", 1, REGROUP),
+        ("torch_says", 1, FOLLOWS),
     ],
 )
 def test_a_program_of_ones_own_tells_the_agents_whether_another_world_would_help(
@@ -281,8 +282,10 @@ def test_a_program_of_ones_own_tells_the_agents_whether_another_world_would_help
     meeting = Meeting(world=World(number=world, hosts=["a"]))
     (tmp_path / "world.json").write_bytes(msgspec.json.encode(meeting))
     imports = "from evener.core import errors; from evener.worker.mistakes import tell_in_words"
-    program = f"{imports}; tell_in_words(); raise errors.{error}"
+    lost = "errors.torch_says = RuntimeError('Connection closed by peer [10.0.0.2]:41')"
+    program = f"{imports}; tell_in_words(); {lost}; raise errors.{error}"
     argv, env = [sys.executable, "-c", program], {"EVENER_WORLD": str(tmp_path / "world.json")}
     done = subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert (done.returncode, done.stderr.splitlines()[0]) == (status, "error: no")
+    first = "Traceback (most recent call last):" if status == FOLLOWS else "error: no"  # torch's own words
+    assert (done.returncode, done.stderr.splitlines()[0]) == (status, first)
     assert subprocess.run(argv, capture_output=True, timeout=TIMEOUT_S).returncode == 1  # as Python's own

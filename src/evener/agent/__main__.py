@@ -208,11 +208,12 @@ class Agent:
 
     def _go_by(self, hosts: dict[str, Part], edition: int) -> bool:
         """From now on these may take part, if that is news and can be; whether it is."""
-        is_news = edition > self._spec.edition
-        if is_news := is_news and hosts.keys() >= {self._spec.host, *self._spec.first, *self._council.world.voters}:
-            self._spec = msgspec.structs.replace(self._spec, hosts=hosts, edition=edition)
-            self._watch = self._watch_of(self._council.world)
-        return is_news
+        needed = {self._spec.host, *self._spec.first, *self._council.world.voters}
+        if edition <= self._spec.edition or not hosts.keys() >= needed:
+            return False
+        self._spec = msgspec.structs.replace(self._spec, hosts=hosts, edition=edition)
+        self._watch = self._watch_of(self._council.world)
+        return True
 
     def _watch_of(self, world: World) -> Watch:
         watch = Watch({name: part.num_ranks for name, part in self._spec.hosts.items()})

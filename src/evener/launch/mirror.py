@@ -37,6 +37,7 @@ from evener.core.watch import Look
 from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+POLL_S = 0.1
 MAX_BACK = 20  # times that a host that went down is started again
 SILENCE_S = 12.0  # a host that follows tells several times a second
 
@@ -94,8 +95,8 @@ class HostMirror:
     """The copy of one host's part of a run."""
 
     def __init__(self, rundir: RunDir, plan: Plan, name: str,
-                 is_wanted_back: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
-        """`is_wanted_back`: should a host that went down begin again, now that it is there?"""
+                 is_wanted_back: Callable[[], bool | None] = lambda: False) -> None:  # fmt: skip
+        """`is_wanted_back`: should a host that went down begin again, now that it is there? None: nobody knows yet."""
         self.name, self._fleet = name, plan.fleet
         self._rundir, self.plan = rundir, plan.host(name)
         self._folder, self._is_wanted_back = self.plan.state_path(rundir).parent, is_wanted_back
@@ -116,7 +117,7 @@ class HostMirror:
             try:
                 with contextlib.closing(open_session(self.name, self.plan.host)) as session:
                     self._copy(session, until_end=True, on_change=on_change)
-                    if self._went_down and self._is_wanted_back() and self._times_back < MAX_BACK:
+                    if self._went_down and self._times_back < MAX_BACK and self._shall_begin_again():
                         self._times_back += 1
                         self.state = session.call("runs", "start_again", run=self.plan.folder(self._rundir))
                         continue
@@ -140,6 +141,12 @@ class HostMirror:
         """Did the run end here because its host did, or was killed?"""
         state = self.state or {}
         return "lost" in state and "supervisor" in state and not state["stopped"]
+
+    def _shall_begin_again(self) -> bool:
+        """Once that is known."""
+        while (is_wanted := self._is_wanted_back()) is None and not self._stop.wait(POLL_S):
+            pass
+        return bool(is_wanted)
 
     def catch_up(self) -> None:
         """Copy once what the host has and is not here; HostError where it cannot be reached."""
@@ -293,8 +300,10 @@ class Mirror:
         """Has the run ended on every host, and is everything here?"""
         return all(host.is_done for host in self.hosts.values())
 
-    def _goes_on(self) -> bool:
-        """Is it running on any host, so that who comes back takes part again?"""
+    def _goes_on(self) -> bool | None:
+        """Is it running on any host, so that who comes back takes part again? None: some have not been heard yet."""
+        if any(host.state is None and host.error is None for host in self.hosts.values()):
+            return None
         states = [host.state for host in self.hosts.values() if host.error is None and host.state is not None]
         return self.plan.outlives_hosts and any(state["state"] == "running" for state in states)
 

@@ -130,17 +130,17 @@ class Live(Fixed):
                 self.is_behind(error)
 
     def listen(self, recorder: Recorder, step: int) -> bool:
-        self._heed(step, stops=self.again(recorder.hear), saves=recorder.saves)
+        if self.again(recorder.hear):
+            self._stop_before(step)
+        if recorder.saves:
+            self._saves_at = step
         return self._stops_at is not None and step >= self._stops_at
 
-    def _heed(self, step: int, *, stops: bool, saves: bool) -> None:
-        """Do it before `step`, and not before another one: whoever loses its world before it hears of it has it from
-        who did, and may be a step behind.
+    def _stop_before(self, step: int) -> None:
+        """And not before another one: whoever loses its world before it hears of it has it from who did, and may be a
+        step behind.
         """
-        if stops and self._stops_at is None:
-            self._stops_at = step
-        if saves:
-            self._saves_at = step
+        self._stops_at = step if self._stops_at is None else self._stops_at
 
     def have_done(self, result: Any) -> None:
         """A piece, with what came of it."""
@@ -176,9 +176,10 @@ class Live(Fixed):
             self._step = step
             self._say("")
         if recorder.regroups:
-            stops = self.again(recorder.catch_up)  # who comes has nothing to tell of steps before
-            self._heed(step + 1, stops=stops, saves=False)
-            self._heed(step, stops=False, saves=recorder.saves)
+            if self.again(recorder.catch_up):  # who comes has nothing to tell of steps before
+                self._stop_before(step + 1)
+            if recorder.saves:
+                self._saves_at = step
             self.again(self._learner.sync.await_all)
         if self._saves_at is not None and step >= self._saves_at:
             self._save(recorder, keeper, step)
@@ -188,8 +189,8 @@ class Live(Fixed):
     def _save(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
         """Somebody asked for it."""
         if keeper.saved[0] != step:
-            stops = self.again(recorder.flush)  # no piece: it may exchange nothing
-            self._heed(step + 1, stops=stops, saves=False)
+            if self.again(recorder.flush):  # no piece: it may exchange nothing
+                self._stop_before(step + 1)
             self.together(keeper.save, step, None)
             recorder.begin()
         self._saves_at = None
