@@ -175,7 +175,8 @@ def test_a_checkpoint_that_is_asked_for_is_there_whatever_is_lost_meanwhile(
         stop(fleet, "b")
     losses = fleet.losses()
     assert list(losses) == list(range(len(losses)))
-    assert [event["event"] for event in RunDir(tmp_path / "a").events()].count("checkpoint") == 8
+    told = [event for name in "abc" for event in RunDir(tmp_path / name).events()]  # by whoever is the first there
+    assert len({event["step"] for event in told if event["event"] == "checkpoint"}) == 8
 
 
 def test_whose_disk_refuses_a_checkpoint_the_others_go_on_without(tmp_path: Path, corpus: Path) -> None:

@@ -74,6 +74,7 @@ def test_waiting_is_charged_to_the_rank_that_waits(tmp_path, run_script):
     assert middle[0, "exposed_sync_s"] < 0.1 * late_s
 
 
+LARGEST_SEGMENT = 1 << 16  # bytes, on a loopback
 WIDE = "--model tiny --width 256"
 TABLES = "--model d4 --width 256 --num-heads 4 --num-layers 2 --block-size 64"  # a head of its own, value embeddings
 
@@ -94,17 +95,21 @@ TABLES = "--model d4 --width 256 --num-heads 4 --num-layers 2 --block-size 64"  
     ],
 )
 def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, sync, ranks, flags):
-    """What the strategy states for every rank and step, against the counter of a loopback that nobody else uses."""
+    """What the strategy states for every rank and step, against the counter of a loopback that nobody else uses.
+
+    Where a receiver has to wait for its processor its queue overflows, and TCP sends again what it lost.
+    """
     flags = f"--data {corpus} {flags} --sync {sync} --shares equal --eval-tokens 64 --threads 1"
     argv = " ".join(module_argv(ranks, "evener.worker", []))
     source = f"""
 set -e
 ip link set lo up
 export GLOO_SOCKET_IFNAME=docker0  # a run on one machine takes the loopback whatever is set or resolved
-sent() {{ awk '/lo:/ {{ print $10 }}' /proc/net/dev; }}  # bytes out of this namespace's loopback
+sent() {{  # bytes out of this namespace's loopback, and segments that were sent again
+    echo $(awk '/lo:/ {{ print $10 }}' /proc/net/dev) $(awk '/Tcp: [0-9]/ {{ print $13 }}' /proc/net/snmp)
+}}
 run() {{ {argv} {flags} --out {tmp_path}/$1 --steps $2 > {tmp_path}/$1.log 2>&1; }}
-a=$(sent); run short 5; b=$(sent); run long 35; c=$(sent)
-echo $((c - b - (b - a)))
+sent; run short 5; sent; run long 35; sent
 """
     done = subprocess.run(
         ["unshare", "--map-root-user", "--net", "sh", "-c", source], capture_output=True, text=True, check=False
@@ -112,13 +117,14 @@ echo $((c - b - (b - a)))
     if done.returncode != 0 and "unshare" in done.stderr:
         pytest.skip(f"no network namespace of one's own here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr + (tmp_path / "short.log").read_text()
-    counted = int(done.stdout)  # of 30 steps; what starting and ending costs is in both
+    (a, _), (b, at_first), (c, at_last) = (map(int, line.split()) for line in done.stdout.splitlines())
+    counted = (c - b) - (b - a)  # of 30 steps; what starting and ending costs is in both
     long_bytes, short_bytes = (
         sum(record.bytes for rank in range(ranks) for record in RunDir(tmp_path / name).records(rank))
         for name in ("long", "short")
     )
     stated = long_bytes - short_bytes
-    assert stated == pytest.approx(counted, rel=0.03)
+    assert 0.97 * stated < counted < 1.03 * stated + (at_last - at_first) * LARGEST_SEGMENT
 
 
 def test_the_summary_holds_what_the_records_say(tmp_path, train):

@@ -73,8 +73,9 @@ class Agent:
         self._is_spec_news = False  # by what others say, and not written down yet
         self._kept_out, self._leaves = folder / KEPT_OUT_FILE, ""  # why this host leaves, by its agent
         kept = read_stored(self._path, Kept) if self._path.exists() else Kept(World(number=0, hosts=spec.first))
-        if not spec.hosts.keys() >= {*kept.world.voters}:
-            raise CheckpointError(f"{self._path}: damaged: it names hosts that the run does not have")
+        if strange := sorted({*kept.world.voters} - spec.hosts.keys()):
+            told = f"{self._path} names {', '.join(strange)}, whom {self._spec_path} does not have"
+            raise CheckpointError(f"{told}: one of both is damaged")
         is_back = kept.life > 0
         kept = Kept(kept.world, kept.vote, kept.life + 1)
         join_by = time.monotonic() + (spec.silent_s if is_back else spec.join_s)
