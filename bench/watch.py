@@ -1,6 +1,7 @@
 """What does the live page cost, how soon is it there, and how soon does it show a step?
 
-python bench/watch.py RUN   whose records are repeated until there are 100,000 steps of 8 ranks
+python bench/watch.py RUN                 whose records are repeated until there are 100,000 steps of 8 ranks
+python bench/watch.py --beside [MODEL]    a run on all cores, whose tab is open in every other piece of its time
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ import http.client
 import json
 import os
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 import psutil
+from common import corpus
 
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
@@ -27,9 +32,17 @@ STEPS, RANKS = 100_000, 8
 UPDATES = 20
 SECONDS = 30.0
 STEPS_PER_S = 4.0
+PAIRS, PIECE_S, SETTLE_S = 40, 5.0, 1.0  # at its beginning a piece is left out
 
 
 def main() -> None:
+    if sys.argv[1] == "--beside":
+        beside(sys.argv[2] if len(sys.argv) > 2 else "tiny")
+    else:
+        of_a_long_run()
+
+
+def of_a_long_run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = stretched(RunDir(sys.argv[1]), Path(folder))
         files = [run.steps_path(rank) for rank in range(RANKS)]
@@ -160,6 +173,41 @@ def costs(server: Server, run: RunWriter) -> None:
               f"{cores}; {server.rss / 1e6:.0f} MB")  # fmt: skip
         if stream is not None:
             stream.close()
+
+
+def beside(model: str) -> None:
+    """The steps of a run while its page is served to a tab, and while the server is stopped, in turn."""
+    cores = psutil.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder, "run"))
+        argv = [*(sys.executable, "-m", "evener", "train", "--data", str(corpus()), "--model", model, "--out"),
+                *(str(run.path), "--steps", "1000000", "--ranks", str(cores), "--threads", "1", "--dropout", "0"),
+                *("--shares", "equal", "--eval-every", "0", "--checkpoint-every", "0")]  # fmt: skip
+        training = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not run.is_run() or len(run.records(0)) < 10:
+            time.sleep(0.1)
+        server = Server(run, Path(folder))
+        server.get(server.page)
+        stream = server.stream()
+        threading.Thread(target=lambda: [*iter(stream.readline, b"")], daemon=True).start()
+        pieces, cpu_s = [], server.cpu_s
+        for i in range(2 * PAIRS):
+            server.process.send_signal(signal.SIGCONT if i % 2 else signal.SIGSTOP)
+            began = time.time()
+            time.sleep(PIECE_S)
+            pieces.append((began + SETTLE_S, time.time()))
+        used = (server.cpu_s - cpu_s) / (PAIRS * PIECE_S)
+        server.stop()
+        training.send_signal(signal.SIGINT)
+        training.wait()
+        records = run.records(0)
+    took_s = [statistics.fmean(record.wall_s for record in records if begins < record.ended < ends)
+              for begins, ends in pieces]  # fmt: skip
+    ratios = [took_s[i + 1] / took_s[i] for i in range(0, 2 * PAIRS, 2)]
+    apart = statistics.stdev(ratios) / PAIRS**0.5
+    print(f"{model}, {cores} ranks, {1 / statistics.median(took_s):.1f} steps/s: with a tab its step takes "
+          f"{statistics.median(ratios):.4f} of the time without, mean {statistics.fmean(ratios):.4f} ± {apart:.4f}; "
+          f"the server {used / cores:.2%} of {cores} processors")  # fmt: skip
 
 
 if __name__ == "__main__":
