@@ -20,7 +20,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.core.step import StepRecord
-from evener.core.world import LEFT, OVER, AgentSpec, Part
+from evener.core.world import LEFT, NO_ROOM, OVER, AgentSpec, Part
 from tests.conftest import ENV, TIMEOUT_S, free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a loopback address of its own: Linux")
@@ -242,6 +242,31 @@ def test_what_fails_always_on_one_host_the_others_do_without(tmp_path: Path, sta
         for name in "ab":
             (tmp_path / name / "go").write_text("0")
         assert [fleet.agents[name].wait(TIMEOUT_S) for name in "ab"] == [0, 0]
+    finally:
+        for name, agent in fleet.agents.items():
+            if agent.poll() is None:
+                fleet.kill(name)
+
+
+def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(tmp_path: Path) -> None:
+    """What its agent writes down fits there all the time."""
+    fleet = Hosts(tmp_path, "abc", lambda home: [str(tmp_path / "rank.py"), str(home / "go")])
+    try:
+        fleet.until_in(0, "abc")
+        with (tmp_path / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 1 << 29)
+        (tmp_path / "c" / "go").write_text(str(NO_ROOM))
+        fleet.until_in(1, "ab")
+        assert "No space left on device" in (tmp_path / "c" / "log").read_text()
+        (tmp_path / "c" / "go").unlink()
+        (tmp_path / "ballast").unlink()
+        fleet.until(lambda: "this host can take part again" in (tmp_path / "c" / "log").read_text())
+        fleet.until(lambda: (tmp_path / "a" / "host" / "waiting").exists())
+        next(one for one in fleet.ranks("a")).kill()
+        fleet.until_in(2, "abc")
+        for name in "abc":
+            (tmp_path / name / "go").write_text("0")
+        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
     finally:
         for name, agent in fleet.agents.items():
             if agent.poll() is None:

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -42,6 +44,7 @@ from evener.core.world import (
     KILLED_FILE,
     LEFT,
     LOST,
+    NO_ROOM,
     OVER,
     REFUSED,
     REGROUP,
@@ -56,6 +59,7 @@ LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
 SAY_S = 0.2  # between statements, where nothing new is to be said
 PATIENCE_S = 600.0  # with a disk that refuses
+ROOM_BYTES = 32 << 20  # that a disk which was too full for checkpoints must have more of before they are tried again
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
 # Until ranks that have ended are started again to be let in: longer each time, if they have not trained for so long.
 AGAIN_S, MOST_AGAIN_S, LASTING_S = 1.0, 60.0, 2.0
@@ -85,6 +89,7 @@ class Agent:
         self._gossip = Gossip(spec.key.encode(), self._hear)
         self._news = asyncio.Event()  # somebody said something
         self._refusal, self._refused_at = "", 0.0  # as long as nothing can be written down, this host says nothing
+        self._too_little: int | None = None  # bytes that were free when its ranks had no room for checkpoints
         self._kept: Kept | None = None  # as it is on the disk
         self._ranks: Ranks | None = None
         self._failures: list[dict[str, Any]] = []  # of the last world that failed here
@@ -152,6 +157,7 @@ class Agent:
     def _look(self) -> int | None:
         """`_try_look`, or OSError."""
         now, council = time.monotonic(), self._council
+        self._await_room()
         self._read_spec()
         if self._is_spec_news:  # before any world that has them is kept
             write_atomic(self._spec_path, msgspec.json.encode(self._spec))
@@ -198,6 +204,18 @@ class Agent:
             case Phase.DONE:
                 return 0 if self._linger(now) else None
         return None
+
+    def _await_room(self) -> None:
+        """OSError as long as there is none for what its ranks would save."""
+        if self._too_little is not None:
+            if shutil.disk_usage(self._folder).free < self._too_little + ROOM_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._too_little = None
+
+    def _has_no_room(self) -> NoReturn:
+        """From now on, as where the disk refuses this host's own words."""
+        self._too_little = shutil.disk_usage(self._folder).free
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _read_spec(self) -> None:
         """Whoever adds a host to the run writes it down on all others."""
@@ -252,8 +270,11 @@ class Agent:
                 self._in_vain += 1
                 self._ranks, self._failures = Ranks(self._spec, self._folder, Meeting(world=council.world)), []
         elif self._ranks.status() is not None:
-            refused = [one for one in self._ranks.failures() if one["exitcode"] == REFUSED]
+            failures = self._ranks.failures()
+            refused = [one for one in failures if one["exitcode"] == REFUSED]
             self._end_ranks()
+            if NO_ROOM in {one["exitcode"] for one in failures}:
+                self._has_no_room()
             council.phase = Phase.WAITING
             if refused:
                 rank = first_rank_of(self._spec) + refused[0]["local_rank"]
@@ -284,6 +305,8 @@ class Agent:
             with contextlib.suppress(OSError):  # a full disk
                 write_atomic(self._folder / KILLED_FILE, msgspec.json.encode({"at": self._killed}))
         codes = {one["exitcode"] for one in failures}
+        if NO_ROOM in codes:
+            self._has_no_room()
         if status == 0:
             council.phase = Phase.DONE
         elif codes == {REGROUP} or status == TOLD_TO_END:

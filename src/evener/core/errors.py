@@ -2,6 +2,7 @@
 
     EvenerError            one line for a person: what, where, the evidence; `hint` is the next step
     ├── UsageError         a flag, a file or a value that the user wrote is wrong      (exit status 2)
+    │   └── NoRoomError    or a disk is too full for it                            (exit status 2)
     ├── DataError          a corpus that cannot be read or made                        (exit status 2)
     ├── CheckpointError    a checkpoint or a run directory that cannot be trusted      (exit status 2)
     ├── HostError          a machine that cannot be reached or cannot do what is asked (exit status 1)
@@ -38,6 +39,10 @@ class EvenerError(Exception):
 
 class UsageError(EvenerError):
     """A flag, a key or a value that the user wrote is wrong."""
+
+
+class NoRoomError(UsageError):
+    """What was asked for is more than a disk has room for now."""
 
 
 class DataError(EvenerError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from evener.core.corpus import Corpus, check_block, load_corpus
-from evener.core.errors import CheckpointError, UsageError
+from evener.core.errors import CheckpointError, NoRoomError, UsageError
 from evener.core.roster import NO_SYNC, Roster, SyncSpec, asked_sync, check_built
 from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
@@ -164,7 +164,7 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
 
 
 def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, own_bytes_per_param: int) -> None:
-    """UsageError where there is no room for the checkpoints, and for what the ranks here keep for themselves."""
+    """NoRoomError where there is no room for the checkpoints, and for what the ranks here keep for themselves."""
     place = rundir.path.absolute()
     while not place.exists():
         place = place.parent
@@ -177,7 +177,7 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, own_bytes_per_pa
     needed += shape.num_params() * own_bytes_per_param * 3  # the newest two, and one in the making
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise UsageError(
+        raise NoRoomError(
             f"{place}: {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
             hint="another --out, or a smaller --keep",
         )

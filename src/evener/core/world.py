@@ -25,6 +25,7 @@ SAVE_FILE = "host/save"  # there where somebody has asked for a checkpoint now, 
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
 FOLLOWS = 74  # another one is gone, and it could not go on (sysexits.h: EX_IOERR)
 REFUSED = 2  # what is wrong is this host's, and would be in any world
+NO_ROOM = 73  # its disk is too full (sysexits.h: EX_CANTCREAT)
 OVER = 77  # the run has failed, and would in any world; of an agent too: on all hosts
 LEFT = 76  # of an agent: its host has left the run, which goes on without it; another failure is its host's alone
 LOST = "lost"  # what a rank asks its agent with that can't go on in its world

@@ -8,9 +8,9 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from evener.core.errors import DataError, EvenerError, HopelessError, RunError, UsageError
+from evener.core.errors import DataError, EvenerError, HopelessError, NoRoomError, RunError, UsageError
 from evener.core.failure import is_consequence
-from evener.core.world import FOLLOWS, OVER, REFUSED, REGROUP, hosts_come_and_go, told_meeting
+from evener.core.world import FOLLOWS, NO_ROOM, OVER, REFUSED, REGROUP, hosts_come_and_go, told_meeting
 
 OURS = str(Path(__file__).parents[1])
 
@@ -33,7 +33,8 @@ def exit_status(error: EvenerError) -> int:
     if isinstance(error, RunError) and error.of_rank is not None:  # another one's
         return REGROUP
     if isinstance(error, UsageError | DataError):
-        return REFUSED if told_meeting().world.number else OVER
+        later = NO_ROOM if isinstance(error, NoRoomError) else REFUSED
+        return later if told_meeting().world.number else OVER
     return OVER if isinstance(error, HopelessError) else 1
 
 
