@@ -35,8 +35,10 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    """A person's, with cookies of their own; what its pages complain of in the console fails the test."""
+def context(browser: Browser, watch: object) -> Iterator[BrowserContext]:
+    """A person's, with cookies of their own; what its pages complain of in the console fails the test. They are closed
+    before the server is (`watch`), which would reset what they are asking.
+    """
     context = browser.new_context(viewport={"width": 1400, "height": 900})
     context.set_default_timeout(1000 * TIMEOUT_S)
     said: list[str] = []

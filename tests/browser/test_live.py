@@ -10,6 +10,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 from evener.core.runwriter import RunWriter
+from evener.report import beside
+from evener.report.page import run_page
 
 from ..conftest import Started, flags_of, wait_until
 
@@ -150,11 +152,36 @@ def test_nobody_is_left_out(context, page, run, watch, tmp_path, write_run):
         page.goto(watched.url if page.url == "about:blank" else watched.at(path))
         page.goto(watched.at(path))
         expect(page.locator("main[data-seen]")).to_be_attached()
-        for summary in page.locator("summary").all():
+        keeps_to_the_rules(page)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
+def test_nor_is_anybody_by_the_reports(page, run, tmp_path, write_run, width, scheme):
+    """Pages that open offline: of a run, and of two beside each other. Each picture has its figures as text."""
+    other = write_run(tmp_path / "other", [{}], evaluations={10: 2.0, 20: 1.0})
+    for one in (run, other):
+        one.add_event("start", step=0, ranks=1, sync="ddp")
+    both = tmp_path / "both.html"
+    both.write_text(beside.page(beside.beside([run.path, other.path]), "both"), encoding="utf-8")
+    alone = tmp_path / "one.html"
+    alone.write_text(run_page(run, now=0.0), encoding="utf-8")
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    for path in (alone, both):
+        page.goto(path.as_uri())
+        keeps_to_the_rules(page)
+        assert page.locator(".chart:not(:has(.lanes))").count() == page.locator("table.figures caption").count() > 0
+
+
+def keeps_to_the_rules(page: Page) -> None:
+    """axe-core's, with all that can be opened; and it is as wide as the window."""
+    for summary in page.locator("summary").all():
+        if summary.is_visible():
             summary.click()
-        found = Axe().run(page)
-        assert found.violations_count == 0, f"{path} {width} {scheme}: {found.generate_report()}"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path} is wider than {width}"
+    found = Axe().run(page)
+    assert found.violations_count == 0, f"{page.url} {page.viewport_size}: {found.generate_report()}"
+    assert page.viewport_size is not None
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"], page.url
 
 
 def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
@@ -176,6 +203,7 @@ def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
         page.get_by_role("button", name="stop").click()
         page.get_by_role("button", name="stop it").click()
         expect(page).to_have_title(re.compile("■ stopped"), timeout=3 * SOON_MS)
+        expect(page.locator("#answer")).to_have_text("it has ended", timeout=SOON_MS)
     finally:
         app(["stop", str(out), "--now"], standalone_mode=False)
     manifest = one.dir.manifest()

@@ -74,13 +74,12 @@ def test_curves_count_tokens_and_the_time_of_steps(place):
     assert by_tokens.x[0] == BATCH * BLOCK_SIZE
 
 
-def test_smoothing_is_a_mean_of_what_came_before():
-    """Of 100 steps the half-life is one: weights 1, 1/2, 1/4 … of the newest, the one before …"""
-    losses = [(i, float(i % 3)) for i in range(100)]
-    curve = beside.Curve(steps=[], tokens=[], spent_s=[], losses=losses, evaluations=[])
-    smoothed = dict(curve.smoothed())
-    assert smoothed[0] == 0.0
-    assert smoothed[2] == pytest.approx((2 + 1 / 2 + 0 / 4) / (1 + 1 / 2 + 1 / 4))
+def test_a_smoothed_line_begins_where_its_losses_do():
+    """However long it is: runs that began alike are drawn so."""
+    for num in (200, 2000):
+        losses = [(i, 1.5 + 2.7 * 0.97**i) for i in range(num)]
+        curve = beside.Curve(steps=[], tokens=[], spent_s=[], losses=losses, evaluations=[])
+        assert curve.smoothed()[0][1] == pytest.approx(4.2, rel=0.05)
     constant = beside.Curve(steps=[], tokens=[], spent_s=[], losses=[(i, 2.5) for i in range(9)], evaluations=[])
     assert [loss for _, loss in constant.smoothed()] == pytest.approx([2.5] * 9)
 

@@ -16,7 +16,7 @@ from evener.core.step import Noise, StepCost, StepRecord
 from evener.watch import view
 from evener.watch.curves import Curves
 from evener.watch.reader import KEPT, Reader
-from evener.watch.series import POINTS, Series, smoothed
+from evener.watch.series import POINTS, Series
 
 COST = {"data_s": 0.001, "compute_s": 0.1, "exposed_sync_s": 0.02, "wait_s": 0.003, "optimizer_s": 0.004}
 
@@ -69,15 +69,6 @@ def test_steps_that_are_taken_again_count_once():
     series.add(np.arange(3, 6), np.full(3, 1.0))
     assert series.points().means == [9.0, 9.0, 9.0, 1.0, 1.0, 1.0]
     assert series.points().steps == [0, 1, 2, 3, 4, 5]
-
-
-def test_what_was_smoothed_is_the_weighted_mean_by_definition():
-    """Σ w_i x_i / Σ w_i with w_i = exp(-|n - i| / span), written out."""
-    rng = random.Random(3)
-    values, span = [rng.random() for _ in range(20)], 4.0
-    for n, found in enumerate(smoothed(values, span)):
-        weights = np.exp(-np.abs(np.arange(len(values)) - n) / span)
-        assert found == pytest.approx(float(np.average(values, weights=weights)))
 
 
 def test_ranks_tell_what_all_know_alike_once():

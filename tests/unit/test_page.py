@@ -94,10 +94,10 @@ def test_every_figure_is_drawn(run):
 
 
 def test_a_chart_has_its_points_where_its_axes_say():
-    """Losses 2 and 4 at steps 0 and 10, and a validation loss of 3 in the middle of both."""
-    chart = figures.loss({0: 4.0, 10: 2.0}, [(5, 3.0)])
+    """Losses 4 and 2 after steps 1 and 11, and a validation loss of 3 in the middle of both."""
+    chart = figures.loss({0: 4.0, 10: 2.0}, [(6, 3.0)])
     text = str(draw(chart))
-    low, high = (float(bound) for bound in re.search(r'data-range="0 10 ([\d.]+) ([\d.]+)"', text).groups())
+    low, high = (float(bound) for bound in re.search(r'data-range="1 11 ([\d.]+) ([\d.]+)"', text).groups())
     assert low < 2.0 < 4.0 < high
     paths = re.findall(r'class="line" stroke="[^"]+" d="M([\d L]+)"', text)
     (first, last), (middle,) = ([tuple(map(int, point.split())) for point in path.split("L")] for path in paths)

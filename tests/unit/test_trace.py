@@ -244,7 +244,7 @@ def test_the_page_shows_one_step(run):
     timeline = read_timeline(run, most=20)
     found = moment(timeline, {0: "a", 1: "b"})
     page = run_page(run, now=0.0)
-    assert f"Step {found.step}: of the last ones that sent something, the median by its time. Last to come" in page
+    assert f"Step {found.step + 1}: of the last ones that sent something, the median by its time. Last to come" in page
     assert "<h2>One step</h2>" in page
     (figure,) = re.findall(r'<div class="lanes">.*?</figure>', page, re.DOTALL)
     rows = re.findall(r'<div class="row( thin)?"><span class="label">(.*?)</span><div class="lane">(.*?)</div>', figure)

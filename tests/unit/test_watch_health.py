@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -126,7 +128,24 @@ def test_one_that_says_nothing_any_more(run):
     found = health(read(run), SOON + 3600)
     assert found.word == "no word"
     assert "for 1 h 00 min, after 60 steps" in found.told
-    assert found.command == f"evener train --resume {run.path}"
+    assert found.command == ""  # from what?
+    run.add_event("checkpoint", step=50, val_loss=None)
+    assert health(read(run), time.time() + 3600).command == f"evener train --resume {run.path}"
+
+
+def test_who_lost_a_peer_is_not_the_one_that_failed(run):
+    """It is the first to tell; the host of the other one says why a moment later."""
+    run.write_manifest(msgspec.structs.replace(run.manifest(), verdict="failed"))
+    torchs = "[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:19. This is typically caused by a crash. GLHF!"
+    run.add_event("run.peer-exit", rank=0, error=torchs, kind="RuntimeError", hint="")
+    found = health(read(run), time.time())
+    assert found.word == "no word"
+    assert found.told == ("rank 0 lost one that it was exchanging with: Connection closed by peer "
+                          "[127.0.0.1]:19; whose host tells why.")  # fmt: skip
+    assert health(read(run), time.time() + 60).word == "failed"
+    run.add_event("failure", rank=1, error="killed by SIGKILL", kind="exit", hint="")
+    found = health(read(run), time.time())
+    assert (found.word, "killed by SIGKILL" in found.told, "rank 0" in found.told) == ("failed", True, False)
 
 
 @pytest.mark.parametrize(("verdict", "mark"), [("finished", "done"), ("stopped", "idle"), ("failed", "bad")])
@@ -165,7 +184,7 @@ def test_curves_over_tokens_and_time(run):
     reader = read(run)
     assert view.loss(reader, "tokens").chart.lines[-1].x[-1] == 60 * 1024
     by_time = view.loss(reader, "time")
-    assert by_time.chart.x_title == "seconds in steps"
+    assert by_time.chart.x_title == "seconds spent in steps"
     assert by_time.chart.lines[-1].x[-1] == pytest.approx(60 * 0.105)
     assert view.speed(reader).chart.lines[-1].y[-1] == pytest.approx(1024 / 0.105)
 

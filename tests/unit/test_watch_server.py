@@ -196,6 +196,7 @@ def test_the_first_failure_stands_at_the_top_with_what_mends_it(serve):
     run.add_event("start", step=0, ranks=2, sync="ddp")
     run.add_event("failure", rank=1, error="killed by SIGKILL", kind="exit", hint="was there enough memory?")
     run.add_event("run.peer-exit", rank=0, error="Connection closed by peer", kind="RuntimeError", hint="")
+    run.add_event("checkpoint", step=10, val_loss=None)
     text = let_in(client).get("/runs/one").text
     state = text[text.index('data-piece="state"') : text.index('data-piece="facts"')]
     assert "now bad" in state

@@ -36,7 +36,7 @@ def watch(
     token, one = user_token(), listen(host, port)
     shared = host not in ("127.0.0.1", "localhost", "::1")
     if shared:
-        watching.tell_shared()
+        watching.tell_shared(one.getsockname()[1])
 
     def begin() -> None:
         print(address(one, host, token), flush=True)

@@ -56,11 +56,11 @@ def names_of(host: str) -> list[str]:
     return [socket.gethostname(), *(address.partition("%")[0] for address in addresses)]
 
 
-def tell_shared() -> None:
+def tell_shared(port: int) -> None:
     """What --host means."""
     say("warning: whoever has the address below can see these runs and stop them; it travels unencrypted, so whoever "
-        "can listen on that network has it too\nhint:  without --host, on another machine: ssh -L 7447:127.0.0.1:7447 "
-        "THIS-MACHINE, and open the address there")  # fmt: skip
+        f"can listen on that network has it too\nhint:  without --host, on another machine: ssh -L {port}:127.0.0.1:"
+        f"{port} THIS-MACHINE, and open the address there")  # fmt: skip
 
 
 # --- in the terminal --------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def sample(reader: Reader) -> str:
     *_, text = written(reader.rundir, folder, "\n", SAMPLE_TOKENS)
     step = int(folder.name.rpartition("-")[2])
     reader.samples[step] = text.strip()
-    return f"written after step {step:,}"
+    return f"written after step {step:,}; it writes again after each checkpoint"
 
 
 # --- records that come home -------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def typical(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> Typic
     ranks = range(manifest.world_size)  # places among them, from here on
     ours = [{place: of_step[numbers[place]] for place in ranks} for of_step in steps
             if of_step.keys() == set(numbers) and first_of(of_step).step >= manifest.since]  # fmt: skip
-    warm = in_rounds(ours[min(WARMUP_STEPS, len(ours) // 4) :], manifest.roster.sync.every)
+    warm = _warm(ours, manifest)
     walls = [of_step[0].wall_s for of_step in warm]
     syncs = [least for of_step in warm if (least := least_sync_s(of_step)) is not None]
     step_p50_s, sync_p50_s = median(walls), median(syncs)
@@ -80,6 +80,17 @@ def typical(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> Typic
             ]
         ),
     )
+
+
+def step_s_of_one(records: Sequence[StepRecord], manifest: Manifest) -> float | None:
+    """The same median by one rank's records alone: all ranks take a step in the same time."""
+    by_step = {record.step: record for record in records if record.step >= manifest.since}
+    ours = [{0: record} for _, record in sorted(by_step.items())]
+    return median([of_step[0].wall_s for of_step in _warm(ours, manifest)])
+
+
+def _warm(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> list[dict[int, StepRecord]]:
+    return in_rounds(steps[min(WARMUP_STEPS, len(steps) // 4) :], manifest.roster.sync.every)
 
 
 def least_sync_s(of_step: dict[int, StepRecord]) -> float | None:

@@ -20,15 +20,16 @@ from evener.report import figures
 from evener.report.chart import Chart, Figure, Layers, Line
 from evener.report.compare import SAME
 from evener.report.events import evaluations
+from evener.report.explain import explain_measured
 from evener.report.figures import PART_NAMES, SERIES_COLOURS
 from evener.report.markup import document
 from evener.report.predicted import against
 from evener.report.ranks import first_done
+from evener.report.smooth import smoothed
 from evener.report.summary import Summary, as_result, records_of, summarize
 from evener.report.worth import FASTER
 
 ACROSS = 6  # runs that are columns; more are rows
-SMOOTHED = 0.01  # of a run's steps: after so many a loss counts half
 OF_SEVERAL = ("exposed_sync_s", "wait_s")  # parts of a step that one rank alone has not
 Facts = list[tuple[str, list[str]]]  # a name, and its value in each run
 AXES = {"tokens": "tokens", "step": "step", "time": "training time"}  # what a curve can be drawn over
@@ -49,13 +50,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return along[axis][index]
 
     def smoothed(self) -> list[tuple[int, float]]:
-        """The losses, each a mean of those before it, of which one counts half as much SMOOTHED of the run later."""
-        keep = 0.5 ** (1 / max(1.0, SMOOTHED * len(self.losses)))
-        found, total, weight = [], 0.0, 0.0
-        for index, loss in self.losses:
-            total, weight = keep * total + (1 - keep) * loss, keep * weight + (1 - keep)
-            found.append((index, total / weight))
-        return found
+        """The losses as a line; of many steps one point."""
+        indices, losses = figures.thinned(self.losses)
+        return list(zip(map(int, indices), smoothed(losses), strict=True))
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,7 +314,7 @@ def page(both: Beside, title: str) -> str:
 def markdown(both: Beside) -> str:
     """The same as text that an issue, a README or a pull request shows."""
     labels = list(both.runs)
-    parts = [" ".join(explain(both))] if len(labels) > 1 else []
+    parts = [" ".join(explain(both))] if len(labels) > 1 else explain_measured(both.runs[labels[0]])
     facts = (both.differences if len(labels) > 1 else []) + outcomes(both)
     return "\n\n".join([*parts, markdown_table(*table(labels, facts))]) + "\n"
 

@@ -6,16 +6,19 @@ cent, and so neither stretched nor cut off. `page.js` shows the values under the
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from evener.core.units import count, seconds
+from evener.core.units import count, percentile, seconds
 
 UNITS = 10_000  # of a line's coordinates, along either axis
 MOST_TICKS = 5
+MOST_ROWS = 10  # of a chart's figures
+IN_SIGHT = 0.98  # of a band: what is rarer may lie beyond the edge
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,12 @@ class Lanes:
 Figure = Chart | Bars | Dots | Layers | Lanes
 
 
-def draw(figure: Figure) -> Markup:
-    """The picture with its legend."""
+def draw(figure: Figure, *, in_figures: bool = False) -> Markup:
+    """The picture with its legend; `in_figures`: with a table of some points of each line, for whoever can't see it."""
     if isinstance(figure, Layers):
-        return _draw_layers(figure)
+        return _draw_layers(figure, in_figures=in_figures)
+    if isinstance(figure, Chart) and in_figures:
+        return _draw_chart(figure) + _in_figures(figure)
     if isinstance(figure, Lanes):
         return _draw_lanes(figure)
     if isinstance(figure, Bars):
@@ -175,6 +180,8 @@ def _part(value: float, bounds: tuple[float, float]) -> float:
 def _scale_of(chart: Chart) -> _Scale:
     xs = [x for line in chart.lines for x in line.x] or [0.0]
     ys = [y for line in chart.lines for y in line.y] or [0.0, 1.0]
+    ys += [percentile(of_band, part) for band in chart.bands if band.x
+           for of_band, part in ((band.low, 1 - IN_SIGHT), (band.high, IN_SIGHT))]  # fmt: skip
     low, high = min(ys), max(ys)
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return _Scale((min(xs), max(xs)), chart.y_range or (low - room, high + room))
@@ -187,7 +194,7 @@ def _draw_chart(chart: Chart) -> Markup:
     else:
         drawn = [_draw_band(band, scale) for band in chart.bands]
         drawn += [_draw_line(line, scale) for line in chart.lines]
-        drawn += [_draw_dots_of(line, scale) for line in chart.lines if line.dots]
+        drawn += [_draw_dots_of(line, scale) for line in chart.lines if line.dots or len(line.x) == 1]
     levels = [_draw_mark(name, value, scale) for name, value in chart.marks.items() if value <= scale.y[1]]
     field_ = _field(scale, chart.x_title, drawn, levels, ticks(*scale.y), stacked=chart.stacked)
     return Markup("{}{}").format(
@@ -256,6 +263,8 @@ def _framed(field_: Markup, scale: _Scale, x_title: str, y_title: str, x_ticks: 
     ys = [Markup('<span style="bottom:{}%">{}</span>').format(f"{100 * _part(y, scale.y):.1f}", tick_text(y))
           for y in ticks(*scale.y)]  # fmt: skip
     at = [x for x in (x_ticks or ticks(*scale.x)) if scale.x[0] <= x <= scale.x[1]]
+    if x_title == "step":  # there is none between two
+        at = [x for x in at if x == round(x)]
     xs = [Markup('<span style="left:{}%">{}</span>').format(f"{100 * _part(x, scale.x):.1f}", tick_text(x)) for x in at]
     widest = max((len(tick_text(y)) for y in ticks(*scale.y)), default=1)
     return Markup(
@@ -273,9 +282,39 @@ def _legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
     return Markup('<ul class="legend">{}</ul>').format(Markup().join(rows))
 
 
-def _draw_layers(layers: Layers) -> Markup:
+def _in_figures(chart: Chart) -> Markup:
+    """A few points of each line; where two lines have none at the same place, the nearest before it."""
+    name = "after step" if chart.x_title == "step" else chart.x_title
+    everywhere = sorted({x for line in chart.lines for x in line.x})
+    shown = {everywhere[i] for i in _spread(len(everywhere))}
+    shown |= {line.x[i] for line in chart.lines for i in _spread(len(line.x)) if len(line.x) <= MOST_ROWS}
+    cell, head = Markup('<td class="number" data-label="{}">{}</td>'), Markup('<th class="number">{}</th>')
+    rows = []
+    for x in sorted(shown):
+        cells = []
+        for line in chart.lines:
+            before = bisect.bisect_right(line.x, x) - 1
+            is_near = before >= 0 and (line.x[before] == x or (len(line.x) > MOST_ROWS and x <= line.x[-1]))
+            cells.append(cell.format(line.name, f"{line.y[before]:.4g}" if is_near else "–"))
+        told = f"{x:,.0f}" if x == round(x) else f"{x:.4g}"
+        rows.append(Markup("<tr><th>{}</th>{}</tr>").format(told, Markup().join(cells)))
+    return Markup(
+        '<details><summary>in figures</summary><table class="figures"><caption class="soft">{}</caption>'
+        "<thead><tr><th>{}</th>{}</tr></thead><tbody>{}</tbody></table></details>"
+    ).format(chart.y_title, name, Markup().join(head.format(line.name) for line in chart.lines),
+             Markup().join(rows))  # fmt: skip
+
+
+def _spread(num: int) -> list[int]:
+    """Places of a few that are spread over all, the first and the last among them."""
+    most = min(MOST_ROWS, num)
+    return sorted({round(i * (num - 1) / max(1, most - 1)) for i in range(most)})
+
+
+def _draw_layers(layers: Layers, *, in_figures: bool) -> Markup:
     names = list(layers.charts)
-    drawn = [Markup('<div data-layer="{}"{}>{}</div>').format(name, Markup(" hidden") if i else "", draw(chart))
+    layer = Markup('<div data-layer="{}"{}>{}</div>')
+    drawn = [layer.format(name, Markup(" hidden") if i else "", draw(chart, in_figures=in_figures))
              for i, (name, chart) in enumerate(layers.charts.items())]  # fmt: skip
     choose = Markup()
     if len(names) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +48,16 @@ def since(value_s: float) -> str:
 
 
 def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What ended the run since it was last started: a failure before what merely followed from one."""
+    """What ended the run since it was last started: a failure before what merely followed from one, and of several
+    that tell of one the first that knows what to do.
+    """
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     latest = events[starts[-1] :] if starts else events
     for kinds in (FAILURES, CONSEQUENCES):
         found = [event for event in latest if event.get("event") in kinds and not event.get("goes_back")]
         if found:
-            return found[0]
+            told = found[:1] if found[0].get("event") == "failure" else found
+            return next((event for event in told if event.get("hint")), found[0])
     return None
 
 
@@ -121,14 +125,26 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
         case "run.nonfinite":
             back = "; all go back to the newest checkpoint" if event.get("goes_back") else ""
             again = ", as before" if event.get("goes_back") is False else ""
-            return f"step {step} is not finite on {_names(event.get('ranks'), roster)}{again}{back}"
+            return f"step {step}: loss or gradient is not finite on {_names(event.get('ranks'), roster)}{again}{back}"
         case "run.diverged":
             return f"step {step}: the replicas differ: {_apart(event, roster)}"
-        case "failure" | "run.peer-exit" | "run.oom":
-            who = "" if event.get("rank") is None else f"{_names(event['rank'], roster)}: "
-            return f"{who}{event.get('error')}"
+        case "run.peer-exit":
+            who = "a rank" if event.get("rank") is None else _names(event["rank"], roster)
+            return f"{who} lost one that it was exchanging with: {_in_short(str(event.get('error')))}"
+        case "failure" | "run.oom":
+            who, error = "" if event.get("rank") is None else _names(event["rank"], roster), str(event.get("error"))
+            return f"{who}: {error}" if who and not error.startswith(f"rank {event['rank']} ") else error
         case _:
             return _as_it_stands(event)
+
+
+def _in_short(error: str) -> str:
+    """Torch's words without the line of its code, and its advice to read another log.
+
+    >>> _in_short("[/src/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused by a crash. GLHF!")
+    'Connection closed by peer [::1]:9'
+    """
+    return re.sub(r"^\[\S+:\d+\] ", "", error).partition(". This is ")[0]
 
 
 def _as_it_stands(event: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ assert set(PART_NAMES) == set(PART_COLOURS) == set(PARTS)
 
 def loss(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, float]]) -> Chart:
     """Loss of every step, and of the validation split where it was evaluated: on the same axes."""
-    steps, values = thinned([(step, value) for step, value in losses.items() if value is not None])
+    steps, values = thinned([(step + 1, value) for step, value in losses.items() if value is not None])
     lines = [Line("training", SERIES_COLOURS[0], steps, values)] if steps else []
     if evaluations:
         lines.append(Line("validation", SERIES_COLOURS[1], *_columns(evaluations), dots=True))
@@ -44,14 +44,14 @@ def loss(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, fl
 
 def schedule(steps: Sequence[Mapping[int, StepRecord]]) -> Chart:
     """The learning rate of every step."""
-    points = [(record.step, record.lr) for of_step in steps if (record := next(iter(of_step.values())))]
+    points = [(record.step + 1, record.lr) for of_step in steps if (record := next(iter(of_step.values())))]
     return Chart([Line("learning rate", SERIES_COLOURS[2], *thinned(points))], "step", "learning rate")
 
 
 def gradients(steps: Sequence[Mapping[int, StepRecord]]) -> Chart | None:
     """The norm of every step's gradient; None where clipping, which finds it, is off."""
     found = [next(iter(of_step.values())) for of_step in steps]
-    points = [(record.step, record.grad_norm) for record in found if record.grad_norm is not None]
+    points = [(record.step + 1, record.grad_norm) for record in found if record.grad_norm is not None]
     if not points:
         return None
     return Chart([Line("gradient norm", SERIES_COLOURS[3], *thinned(points))], "step", "gradient norm, before clipping")
@@ -95,7 +95,7 @@ def _means(steps: Sequence[Mapping[int, StepRecord]], part: str, ranks: Sequence
         found = [record for rank, record in of_step.items() if rank in ranks]
         measured = [cost for record in found if (cost := getattr(record.cost, part)) is not None]
         if measured:
-            points.append((found[0].step, factor * sum(measured) / len(measured)))
+            points.append((found[0].step + 1, factor * sum(measured) / len(measured)))
     return points
 
 
@@ -105,8 +105,8 @@ def all_reduce(steps: Sequence[Mapping[int, StepRecord]], summary: Summary) -> C
     for of_step in steps:
         step = next(iter(of_step))
         stood = [record.cost.exposed_sync_s for record in of_step.values() if record.cost.exposed_sync_s is not None]
-        in_flight += [(of_step[step].step, least)] if (least := least_sync_s(dict(of_step))) is not None else []
-        exposed += [(of_step[step].step, min(stood))] if stood else []
+        in_flight += [(of_step[step].step + 1, least)] if (least := least_sync_s(dict(of_step))) is not None else []
+        exposed += [(of_step[step].step + 1, min(stood))] if stood else []
     values_s = [value for _, value in in_flight + exposed]
     unit, factor = _unit(percentile(values_s, 0.98))
     lines = [

@@ -27,7 +27,7 @@ class Fact:
 
 def document(template: str, *, title: str, figures: Mapping[str, Figure], **facts: object) -> str:
     """The whole file, with each of `figures` drawn where the template has its name."""
-    drawn = {name: draw(figure) for name, figure in figures.items()}
+    drawn = {name: draw(figure, in_figures=True) for name, figure in figures.items()}
     given = {"title": title, "figures": drawn, "style": page_file("page.css"), "script": page_file("page.js")}
     return environment("evener.report").get_template(template).render(**given, **facts)
 

@@ -69,11 +69,11 @@ def run_page(rundir: RunDir, now: float) -> str:
     summary, events = summarize(rundir), rundir.events()
     manifest = summary.manifest
     records, again = records_of(rundir), asked_again(summary)
-    name, failure, one_step = rundir.path.resolve().name, first_failure(events), _one_step(rundir, manifest)
+    name, failure, shown_step = rundir.path.resolve().name, first_failure(events), one_step(rundir, manifest)
     return document(
         "run.html",
         title=f"{name}: evener",
-        figures=_figures(summary, aligned(records), evaluations(events), one_step),
+        figures=_figures(summary, aligned(records), evaluations(events), shown_step),
         name=name,
         what=_what(summary),
         worth=worth(summary, again),
@@ -85,7 +85,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         steps_per_point=-(-len(summary.losses) // figures.MAX_POINTS),
         unmeasured=[figures.PART_NAMES[part] for part in figures.unmeasured(rank.typical for rank in summary.ranks)],
         parts=_parts(summary),
-        moment=one_step,
+        moment=shown_step,
         story=explain_measured(summary),
         predicted=_beside(summary),
         no_prediction=NO_PREDICTION,
@@ -241,7 +241,7 @@ def _memory(summary: Summary) -> Fact:
 # --- figures with their words -----------------------------------------------------------------------------------------
 
 
-def _one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
+def one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
     """The picture of a step; None where nobody has kept when what ran, or that is damaged: a page can do without."""
     try:
         timeline = read_timeline(rundir, most=LAST)
@@ -251,7 +251,7 @@ def _one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
 
 
 def _figures(summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated: Sequence[tuple[int, float]],
-             one_step: Moment | None) -> dict[str, Figure]:  # fmt: skip
+             shown_step: Moment | None) -> dict[str, Figure]:  # fmt: skip
     """What the page draws, by the name of its place."""
     drawn: dict[str, Figure] = {}
     if evaluated or summary.last_loss is not None:
@@ -263,8 +263,8 @@ def _figures(summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated
         drawn["areas"] = figures.areas(steps, names)
         if gradients := figures.gradients(steps):
             drawn["gradients"] = gradients
-    if one_step is not None:
-        drawn["moment"] = one_step.lanes
+    if shown_step is not None:
+        drawn["moment"] = shown_step.lanes
     if summary.sync_p50_s:
         drawn["sync"] = figures.all_reduce(steps, summary)
     return drawn

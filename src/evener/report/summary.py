@@ -15,6 +15,7 @@ from evener.core.rundir import Manifest, RunDir
 from evener.core.step import Fidelity, StepRecord, aligned, first_of, noise_scale
 from evener.core.typical import RankSummary, typical
 from evener.core.units import median
+from evener.report.events import evaluations
 from evener.report.members import Change, changes
 
 
@@ -35,6 +36,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sync_p95_s: float | None
     ranks: list[RankSummary]
     losses: dict[int, float | None]  # by step
+    val_loss: float | None = None  # at the end, or as it was evaluated last
     prediction: Prediction | None = None  # None: nothing was predicted
     findings: list[Finding] = []  # what was found wrong with hosts, as far as the events tell
     noise_tokens: float | None = None  # gradient noise scale in the second half of the run; None: too few samples
@@ -90,6 +92,7 @@ def summarize(rundir: RunDir) -> Summary:
         sync_p95_s=found.sync_p95_s,
         ranks=found.ranks,
         losses={record.step: record.loss for record in map(first_of, steps)},
+        val_loss=_val_loss(manifest, events),
         prediction=read_prediction(rundir),
         noise_tokens=noise_scale([first_of(of_step) for of_step in steps]),
         fidelity=_fidelity([record for record in map(first_of, steps) if record.step >= manifest.since]),
@@ -97,6 +100,12 @@ def summarize(rundir: RunDir) -> Summary:
         changes=changes(events, records),
         took_s=_took_s(steps),
     )
+
+
+def _val_loss(manifest: Manifest, events: list[dict[str, Any]]) -> float | None:
+    if manifest.result and manifest.result.val_loss is not None:
+        return manifest.result.val_loss
+    return next((loss for _, loss in reversed(evaluations(events))), None)
 
 
 def _fidelity(records: list[StepRecord]) -> Fidelity | None:
@@ -142,7 +151,7 @@ def as_result(summary: Summary) -> dict[str, Any]:
         "step_p50_s": summary.step_p50_s,
         "step_p95_s": summary.step_p95_s,
         "loss": result.loss if result else summary.last_loss,
-        "val_loss": result.val_loss if result else None,
+        "val_loss": summary.val_loss,
         "replicas_agree": result.replicas_agree if result else None,
         "num_params": summary.manifest.num_params,
         "peak_memory_bytes": result.peak_memory_bytes if result else None,

@@ -12,11 +12,12 @@ from evener.core.units import count, seconds
 from evener.report.beside import differences
 from evener.report.chart import Chart, Line
 from evener.report.figures import PART_NAMES, SERIES_COLOURS
+from evener.report.smooth import smoothed
 from evener.watch import view
 from evener.watch.health import health
-from evener.watch.pages import SIGNS, Pieces, plot, render
+from evener.watch.pages import SIGNS, Pieces, plot, render, told_of_all
 from evener.watch.reader import Reader
-from evener.watch.series import Points, smoothed
+from evener.watch.series import Points
 from evener.watch.view import Axis, Plot
 
 MAX_COMPARED = 2 * len(SERIES_COLOURS)  # the second half is dashed
@@ -26,7 +27,7 @@ def overview_pieces(readers: Mapping[str, Reader], now: float) -> Pieces:
     """One row a run, the newest first."""
     rows = [row_of(key, reader, now) for key, reader in readers.items()]
     rows.sort(key=lambda row: -row["began"])
-    return {"runs": render("runs.html", rows=rows)}
+    return {"runs": render("runs.html", rows=rows), "told": told_of_all([row["health"].word for row in rows])}
 
 
 def row_of(key: str, reader: Reader, now: float) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def row_of(key: str, reader: Reader, now: float) -> dict[str, Any]:
         "began": began,
         "begun": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
         "steps": f"{reader.curves.done:,}" + (f" of {manifest.spec.train.steps:,}" if manifest else ""),
-        "loss": "–" if last is None or last.loss is None else f"{last.loss:.4f}",
+        "loss": newest[1] if (newest := view.newest_loss(reader)) else "–",
         "val_loss": f"{min(vals.means):.4f}" if len(vals) else "–",
         "rate": "–" if rate is None else count(rate),
         "left": seconds(view.left_s(reader)) if not found.is_over and last is not None else "–",
@@ -65,8 +66,7 @@ def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Piec
 
 def _smooth(reader: Reader, name: str) -> Points:
     points = reader.curves.shared[name].points()
-    means = smoothed(points.means, max(2.0, view.SMOOTH * len(points)))
-    return Points(points.steps, means, points.lows, points.highs)
+    return Points(points.steps, smoothed(points.means), points.lows, points.highs)
 
 
 def _speed(reader: Reader) -> Points:
@@ -97,20 +97,20 @@ def _over(readers: Mapping[str, Reader], axis: str, title: str, curve: Callable[
 
 
 FIGURES = ["run", "state", "steps", "loss", "best validation loss", "tokens/s", "step", "communication", "processes",
-           "hosts", "agree by", "took"]  # fmt: skip
+           "hosts", "agree by", "training time"]  # fmt: skip
 
 
 def _figures(key: str, reader: Reader, now: float) -> list[str]:
-    manifest, vals, last = reader.manifest, view.validation(reader), reader.curves.last
+    manifest, vals, newest = reader.manifest, view.validation(reader), view.newest_loss(reader)
     share, rate, walls_s = view.communication(reader), view.tokens_per_s(reader), reader.curves.shared["wall_s"].sums
     return [
         key,
         health(reader, now).word,
         f"{reader.curves.done:,}",
-        "–" if last is None or last.loss is None else f"{last.loss:.4f}",
+        newest[1] if newest else "–",
         f"{min(vals.means):.4f}" if len(vals) else "–",
         "–" if rate is None else count(rate),
-        seconds(view.recent_step_s(reader)),
+        seconds(view.step_s(reader)),
         "–" if share is None else f"{share:.0%}",
         str(manifest.world_size) if manifest else "–",
         ", ".join(manifest.roster.hosts) if manifest else "–",
@@ -120,8 +120,8 @@ def _figures(key: str, reader: Reader, now: float) -> list[str]:
 
 
 def _parts(key: str, reader: Reader) -> list[str]:
-    """The rank that computes longest, for which the others wait: its newest steps."""
-    costs = [reader.curves.now(rank, view.RECENT) for rank in reader.curves.newest]
+    """The rank that computes longest, for which the others wait."""
+    costs = [view.cost(reader, rank) for rank in reader.curves.newest]
     if not costs:
         return [key, *("–" for _ in PART_NAMES), "–"]
     cost = max(costs, key=lambda one: one.compute_s or 0.0)

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from evener.core.step import PARTS, StepCost, StepRecord
-from evener.watch.series import KeptSeries, Points, Series, smoothed
+from evener.report.smooth import averaged
+from evener.watch.series import KeptSeries, Points, Series
 
 NEWEST = 40  # records of each rank, for the strip
 PART_POINTS = 128
@@ -114,7 +115,7 @@ class Curves:
         if len(norm_sq) < 5 or len(norm_sq) != len(trace):
             return None
         span = max(2.0, NOISE_SPAN * len(norm_sq))
-        means = zip(norm_sq.steps, smoothed(trace.means, span), smoothed(norm_sq.means, span), strict=True)
+        means = zip(norm_sq.steps, averaged(trace.means, span), averaged(norm_sq.means, span), strict=True)
         found = [(step, above / below) for step, above, below in means if above > 0 < below]
         values = [value for _, value in found]
         return Points([step for step, _ in found], values, values, values) if found else None

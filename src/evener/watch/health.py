@@ -10,13 +10,14 @@ from evener.core.prediction import Option
 from evener.core.rundir import Manifest
 from evener.core.step import StepCost, StepRecord
 from evener.core.units import median, plural, seconds
-from evener.report.events import first_failure, tell
+from evener.report.events import CONSEQUENCES, first_failure, tell
 from evener.report.figures import PART_NAMES
 from evener.report.page import SILENT_S, SILENT_STEPS
 from evener.watch.reader import Reader
 
 SLOW = 1.3  # assumption: times as long as expected; less is noise, or a guess that was not quite right
 SLOW_STEPS = 10  # newest ones, over which that is counted
+TOLD_S = 8.0  # until a host has told why a rank of it ended, whose peers were quicker
 KNOWN_STEPS = 50  # of a run: fewer do not tell how long its steps take
 HANGS = ("run.hang", "run.cut-off")
 
@@ -52,13 +53,17 @@ def health(reader: Reader, now: float) -> Health:
     manifest = reader.manifest
     if manifest is None:
         return _without_manifest(reader)
-    done, resume = plural(reader.curves.done, "step"), f"evener train --resume {reader.rundir}"
+    done = plural(reader.curves.done, "step")
+    is_saved = any(event.get("event") == "checkpoint" for event in reader.events)
+    resume = f"evener train --resume {reader.rundir}" if is_saved else ""
     if manifest.verdict == "finished":
         took = f" in {seconds(manifest.ended - manifest.started)}" if manifest.ended else ""
         return Health("finished", f"{plural(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
     if manifest.verdict == "stopped":
         return Health("stopped", f"after {done}.", command=resume)
     failure = first_failure(reader.events)
+    if failure is not None and failure.get("event") in CONSEQUENCES and now - float(failure["time"]) < TOLD_S:
+        return Health("no word", f"{tell(failure, manifest).what}; whose host tells why.")
     if manifest.verdict == "failed" or (failure is not None and _has_ended(reader)):
         told = tell(failure, manifest) if failure else None
         why = f": {told.what}" if told else ": no rank could say why; its logs may"

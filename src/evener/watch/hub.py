@@ -173,6 +173,8 @@ class Hub:
                 of_group = id(next(iter(shown.values())).events)
             elif name == "samples":
                 of_group = len(next(iter(shown.values())).samples)
+            elif name == "moment":
+                of_group = next(iter(shown.values())).spans_version()
             says = name == "words" and now > due + SAYS_EVERY_S
             if says or (of_group != known and now >= due):
                 began = time.thread_time()
@@ -191,6 +193,7 @@ class Hub:
             "words": lambda: pages.word_pieces(reader, time.time()),
             "events": lambda: pages.event_pieces(reader),
             "samples": lambda: pages.sample_pieces(reader),
+            "moment": lambda: pages.moment_pieces(reader),
             "ranks": lambda: pages.rank_pieces(reader, time.time()),
             "plots": lambda: pages.plot_pieces(reader, view.axis),
         }
@@ -215,4 +218,6 @@ def _rest_s(group: str, shown: dict[str, Reader], cost_s: float) -> float:
     """Until a part of a view that took so long to draw may be drawn again."""
     if group == "words":
         return WORDS_EVERY_S
+    if group == "moment":  # of a long run there are many, all of which are read
+        return cost_s / COST
     return MEANWHILE_S if any(reader.unread_bytes for reader in shown.values()) else min(MOST_S, cost_s / COST)

@@ -22,10 +22,10 @@ GAUGES: tuple[Gauge, ...] = (
      lambda reader: reader.curves.last.loss if reader.curves.last else None),
     ("evener_validation_loss", "Newest loss of the validation split.",
      lambda reader: next(iter(reversed(view.validation(reader).means)), None)),
-    ("evener_tokens_per_second", "Of the newest steps.", view.tokens_per_s),
+    ("evener_tokens_per_second", "Of the newest steps; of a run that is over, of all.", view.tokens_per_s),
     ("evener_predicted_tokens_per_second", "What the planner said.",
      lambda reader: option.tokens_per_s if (option := predicted(reader)) else None),
-    ("evener_step_seconds", "Of the newest steps.", view.recent_step_s),
+    ("evener_step_seconds", "Of the newest steps.", view.step_s),
     ("evener_communication_ratio", "Share of the newest steps, waiting included.", view.communication),
     ("evener_left_seconds", "Until the run is over.", view.left_s),
     ("evener_learning_rate", "Of the newest step.",
@@ -47,7 +47,7 @@ def exposition(readers: Mapping[str, Reader]) -> str:
     parts = [
         (_labels(run=key, rank=str(rank), part=part.removesuffix("_s")), value_s)
         for key, reader in readers.items() for rank in sorted(reader.curves.newest)
-        for cost in (reader.curves.now(rank, view.RECENT),)
+        for cost in (view.cost(reader, rank),)
         for part in PARTS if (value_s := getattr(cost, part)) is not None
     ]  # fmt: skip
     lines += _family("evener_step_part_seconds", "Where a rank's newest steps go.", parts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -16,6 +16,7 @@ from evener.core.units import percentile, seconds
 from evener.report.chart import UNITS, draw
 from evener.report.figures import PART_COLOURS, PART_NAMES, SERIES_COLOURS
 from evener.report.markup import environment
+from evener.report.page import one_step
 from evener.watch import view
 from evener.watch.health import health
 from evener.watch.reader import Reader
@@ -84,6 +85,14 @@ def rank_pieces(reader: Reader, now: float) -> Pieces:
     return {"strips": strips(view.strips(reader)), "hosts": hosts}
 
 
+def moment_pieces(reader: Reader) -> Pieces:
+    """One step, as it went on all ranks."""
+    found = one_step(reader.rundir, reader.manifest) if reader.manifest else None
+    if found is None:
+        return {"moment": ""}
+    return {"moment": render("moment.html", moment=found, drawn=draw(found.lanes))}
+
+
 def sample_pieces(reader: Reader) -> Pieces:
     """What the model wrote, the newest first."""
     found = sorted(reader.samples.items(), reverse=True)
@@ -93,7 +102,7 @@ def sample_pieces(reader: Reader) -> Pieces:
 def all_pieces(reader: Reader, axis: str, now: float) -> Pieces:
     """Of a page as it is opened."""
     quick = word_pieces(reader, now) | event_pieces(reader) | sample_pieces(reader) | rank_pieces(reader, now)
-    return quick | plot_pieces(reader, axis)
+    return quick | moment_pieces(reader) | plot_pieces(reader, axis)
 
 
 def plot_pieces(reader: Reader, axis: str) -> Pieces:
@@ -175,11 +184,20 @@ def compare_page(found: Status, names: Sequence[str], pieces: Pieces, *, axis: s
 
 def status_of_all(found: Mapping[str, Status]) -> Status:
     """Of several runs: the worst of those that go on, and how many there are of each kind."""
-    nums = Counter(one.word for one in found.values())
-    told = ", ".join(f"{nums[word]} {word}" for word in WORST_FIRST if nums[word]) or "no runs"
-    first = next((word for word in WORST_FIRST if nums[word]), None)
+    told = told_of_all([one.word for one in found.values()])
+    first = min((one.word for one in found.values()), key=WORST_FIRST.index, default=None)
     mark = next((one.mark for one in found.values() if one.word == first), "idle")
     return Status(f"{SIGNS[mark]} {told} · evener", mark, told, told)
+
+
+def told_of_all(words: Iterable[str]) -> str:
+    """How many runs there are of each kind, the worst first.
+
+    >>> told_of_all(["finished", "failed", "finished"]), told_of_all([])
+    ('1 failed, 2 finished', 'no runs')
+    """
+    nums = Counter(words)
+    return ", ".join(f"{nums[word]} {word}" for word in WORST_FIRST if nums[word]) or "no runs"
 
 
 def refused_page(why: str) -> str:

@@ -26,6 +26,7 @@ from evener.core.files import open_file, read_file, write_atomic
 from evener.core.plan import Plan, find_plan
 from evener.core.rundir import Manifest, RunDir, event_of
 from evener.core.step import StepRecord
+from evener.core.typical import step_s_of_one
 from evener.core.vitals import Vitals
 from evener.watch.curves import MAX_RANKS, Curves, KeptCurves
 
@@ -75,6 +76,7 @@ class Reader:
         self._seen: dict[Path, Identity | None] = {}
         self._decoder = json_decoder(StepRecord)
         self._kept_at, self._unkept_bytes = time.monotonic(), 0
+        self._typical: tuple[int, float | None] = (-1, None)  # records that were read then, and see `typical_step_s`
         self._take_up()
 
     def look(self, budget_s: float = 0.1) -> bool:
@@ -98,6 +100,31 @@ class Reader:
                 write_atomic(self.rundir.path / KEPT, msgspec.msgpack.encode(kept), mode=0o600)
             self._unkept_bytes = 0
         self._kept_at = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """By what it says of itself."""
+        return self.manifest is not None and self.manifest.verdict != "running"
+
+    def has_not_written(self) -> bool:
+        """Is there a checkpoint that is newer than all its samples?"""
+        return max(self.rundir.checkpoint_steps(), default=0) > max(self.samples, default=0)
+
+    def spans_version(self) -> int:
+        """Another number where the ranks have kept more of what ran when."""
+        facts = [path.stat() for path in sorted((self.rundir.path / "spans").glob("rank-*.jsonl"))]
+        return hash(tuple((one.st_size, one.st_mtime_ns) for one in facts))
+
+    def typical_step_s(self) -> float | None:
+        """Of a run that is over: its median step, as the report has it."""
+        manifest, num = self.manifest, self.curves.num_records
+        if manifest is None or self.unread_bytes:
+            return None
+        if self._typical[0] != num:
+            with contextlib.suppress(EvenerError):
+                records = self.rundir.records(manifest.roster.members[0].rank)
+                self._typical = num, step_s_of_one(records, manifest)
+        return self._typical[1]
 
     def _take_up(self) -> None:
         try:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from evener.core.units import count, seconds
 from evener.report.figures import PART_COLOURS
+from evener.report.smooth import smoothed
 from evener.watch import view
 from evener.watch.compare import row_of
 from evener.watch.health import Health, health
 from evener.watch.pages import SIGNS
 from evener.watch.reader import Reader
-from evener.watch.series import smoothed
 from evener.watch.view import Strip
 
 PARTS = {
@@ -104,7 +104,7 @@ def _curve(reader: Reader, width: int) -> list[Text]:
     points = reader.curves.shared["loss"].points()
     if len(points) < 3:
         return []
-    values = smoothed(points.means, max(2.0, view.SMOOTH * len(points)))
+    values = smoothed(points.means)
     labels = [f"{max(values):.3g}", f"{min(values):.3g}"]
     margin = max(map(len, labels)) + 1
     cells = plotted(points.steps, values, max(8, width - margin - 1), CURVE_LINES)

@@ -7,7 +7,6 @@ run goes on, and a curve that is drawn in so much time.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -131,21 +130,3 @@ class Series:
                                    (self._lows, np.minimum, np.inf), (self._highs, np.maximum, -np.inf)):  # fmt: skip
             values[:half], values[half:] = both(values[::2], values[1::2]), none
         self.width *= 2
-
-
-def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """Each the mean of all, of which those further away count less: 1/e of it after `span` points, on either side.
-
-    >>> smoothed([2.0, 2.0, 2.0], 5.0), [round(value, 3) for value in smoothed([0.0, 1.0], 1 / 0.6931471805599453)]
-    ([2.0, 2.0, 2.0], [0.333, 0.667])
-    """
-    keep = float(np.exp(-1 / span))
-    sums, ones = (_decaying(of, keep) for of in (values, [1.0] * len(values)))
-    back, ones_back = (_decaying(of, keep)[::-1] for of in (values[::-1], [1.0] * len(values)))
-    both = zip(values, sums, back, ones, ones_back, strict=True)
-    return [(before + after - value) / (weight + more - 1) for value, before, after, weight, more in both]
-
-
-def _decaying(values: Sequence[float], keep: float) -> list[float]:
-    """Sums of all up to each, of which every step back keeps so much."""
-    return list(itertools.accumulate(values, lambda total, value: keep * total + value))

@@ -49,10 +49,20 @@ def serve(
 
 
 def address(one: socket.socket, host: str, token: str) -> str:
-    """What a person opens."""
-    port = one.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{LOOPBACK[0] if host in ('0.0.0.0', '::') else shown}:{port}/?token={token}"  # noqa: S104
+    """What a person opens; where all of this machine's addresses listen, the one by which others reach it."""
+    found = _outward() if host in ("0.0.0.0", "::") else host  # noqa: S104
+    shown = f"[{found}]" if ":" in found else found
+    return f"http://{shown}:{one.getsockname()[1]}/?token={token}"
+
+
+def _outward() -> str:
+    """The address from which this machine would send to any other; the loopback's where it reaches none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(("192.0.2.1", 9))  # nothing is sent: of a datagram this only looks up the way [RFC 5737]
+        except OSError:
+            return LOOPBACK[0]
+        return str(one.getsockname()[0])
 
 
 class _Ending(uvicorn.Server):

@@ -46,7 +46,8 @@ from evener.watch.reader import Reader
 
 ALIVE_S = 15.0
 ANSWER_S = 2.0  # what takes longer goes on behind the answer
-MEANWHILE = {**dict.fromkeys(("stop", "save"), "asked: its step is finished first"), "sample": "it is thinking"}
+WRITES_EVERY_S = 2.0  # looks for a newer checkpoint
+MEANWHILE = {**dict.fromkeys(("stop", "save"), "asked: its step is finished first"), "sample": "it begins to write"}
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -77,6 +78,7 @@ class Server:
         text = "".join(f"{name}\0{content}\0" for name, content in sorted(self._assets.items()))
         self._version = f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._acting: dict[tuple[str, str], Future[str]] = {}
+        self._writing: set[str] = set()  # runs whose model writes after every checkpoint
 
     def app(self) -> Starlette:
         """Without what keeps others out: see guard.py."""
@@ -99,10 +101,10 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         await self._hub.do(self._hub.find)
-        reading = asyncio.create_task(self._hub.run())
+        tasks = asyncio.create_task(self._hub.run()), asyncio.create_task(self._write_on())
         yield
         self._hub.close()
-        await reading
+        await asyncio.gather(*tasks)
         self._hub.end()
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -207,9 +209,9 @@ class Server:
         reader = self._hub.readers.get(key)
         if what not in known or reader is None or not known[what][0](reader):
             return _none()
-        answer = self._acting.get((key, what))
-        if answer is None or answer.done():
-            answer = self._acting[key, what] = _in_background(known[what][1], reader)
+        answer = self._act(key, what, known[what][1])
+        if what == "sample":
+            self._writing.add(key)
         try:
             told = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_S)
             return JSONResponse({"told": told})
@@ -217,6 +219,21 @@ class Server:
             return JSONResponse({"told": MEANWHILE[what]}, 202)
         except EvenerError as error:
             return JSONResponse({"told": f"{error}{'; ' if error.hint else ''}{error.hint}"}, 409)
+
+    def _act(self, key: str, what: str, do: Callable[[Reader], str]) -> Future[str]:
+        """Begin it, or wait with whoever asked for the same before."""
+        answer = self._acting.get((key, what))
+        if answer is None or answer.done():
+            answer = self._acting[key, what] = _in_background(do, self._hub.readers[key])
+        return answer
+
+    async def _write_on(self) -> None:
+        """Whoever was asked to write once does so again after each checkpoint, as long as the page is there."""
+        while not self._hub.is_closing:
+            for key in self._writing:
+                if await self._hub.do(self._hub.readers[key].has_not_written):
+                    self._act(key, "sample", self._actions.sample)
+            await self._hub.news(WRITES_EVERY_S)
 
     def _view(self, request: Request, page: str) -> View | None:
         """What a page shows; None where there is no such page or run."""

@@ -19,16 +19,16 @@ from evener.report.figures import PART_COLOURS, PART_NAMES, SERIES_COLOURS
 from evener.report.hosts import host_table
 from evener.report.markup import Fact
 from evener.report.predicted import percent
+from evener.report.smooth import smoothed
 from evener.watch.health import Health, predicted
 from evener.watch.reader import Reader
-from evener.watch.series import Points, smoothed
+from evener.watch.series import Points
 
 RECENT = 20  # steps over which rates are taken
 MAX_EVENTS = 100
 MAX_STRIPS = 16
-SMOOTH = 0.02  # of a curve: span of the smoothed line
 TABLE_ROWS = 10
-AXES = {"step": "step", "tokens": "tokens", "time": "time in steps"}
+AXES = {"step": "step", "tokens": "tokens", "time": "time spent in steps"}
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,32 @@ def tokens_per_step(reader: Reader) -> float | None:
     return sum(record.tokens for record in newest if record.step >= last.step - 1) or None
 
 
-def recent_step_s(reader: Reader) -> float | None:
-    """A step of the newest ones: their median; where one of them costs what the others do not, their mean."""
+def step_s(reader: Reader) -> float | None:
+    """A step of the newest ones: their median; where one of them costs what the others do not, their mean. Of a run
+    that is over, of all.
+    """
     manifest = reader.manifest
+    if reader.is_over and (found := reader.typical_step_s()) is not None:
+        return found
     every = manifest.roster.sync.every if manifest else 1
     walls_s = [record.wall_s for record in reader.curves.leader][-max(RECENT, every) :]
     return sum(walls_s) / len(walls_s) if every > 1 and walls_s else median(walls_s)
 
 
 def tokens_per_s(reader: Reader) -> float | None:
-    """Of the newest steps."""
-    tokens, step_s = tokens_per_step(reader), recent_step_s(reader)
-    return tokens / step_s if tokens and step_s else None
+    """In such a step."""
+    tokens, took_s = tokens_per_step(reader), step_s(reader)
+    return tokens / took_s if tokens and took_s else None
+
+
+def cost(reader: Reader, rank: int) -> StepCost:
+    """A rank's mean step, of the newest ones; of a run that is over, of all."""
+    return reader.curves.typical(rank) if reader.is_over else reader.curves.now(rank, RECENT)
 
 
 def communication(reader: Reader) -> float | None:
-    """Share of the newest steps, on average over ranks, in which they exchanged or waited."""
-    costs = [record.cost for records in reader.curves.newest.values() for record in list(records)[-RECENT:]]
+    """Share of a step, on average over ranks, in which they exchanged or waited."""
+    costs = [cost(reader, rank) for rank in reader.curves.newest]
     total_s = sum(cost.total_s for cost in costs)
     if len(reader.curves.newest) < 2 or not total_s:
         return None
@@ -90,13 +99,22 @@ def communication(reader: Reader) -> float | None:
 
 def left_s(reader: Reader) -> float | None:
     """Until the run is over."""
-    manifest, last, step_s = reader.manifest, reader.curves.last, recent_step_s(reader)
-    if manifest is None or last is None or step_s is None:
+    manifest, last, each_s = reader.manifest, reader.curves.last, step_s(reader)
+    if manifest is None or last is None or each_s is None or reader.is_over:
         return None
     began = [float(event["time"]) for event in reader.events if event.get("event") == "start"]
     spent_s = last.ended - (began[-1] if began else manifest.started)
     train = manifest.spec.train
-    return seconds_left(step_s, max(0, train.steps - reader.curves.done), train.max_s, spent_s)
+    return seconds_left(each_s, max(0, train.steps - reader.curves.done), train.max_s, spent_s)
+
+
+def newest_loss(reader: Reader) -> tuple[int, str] | None:
+    """(steps taken, loss) of the last step whose loss was a number."""
+    last = reader.curves.last
+    if last is not None and last.loss is not None:
+        return last.step + 1, f"{last.loss:.4f}"
+    points = reader.curves.shared["loss"].points()
+    return (points.steps[-1] + 1, f"{points.means[-1]:.4f}") if len(points) else None
 
 
 def validation(reader: Reader) -> Points:
@@ -133,31 +151,29 @@ def facts(reader: Reader, health: Health) -> list[Fact]:
     manifest, option = reader.manifest, predicted(reader)
     if manifest is None:
         return []
-    losses, vals = reader.curves.shared["loss"].points().means, validation(reader)
-    loss = reader.curves.last.loss if reader.curves.last else None
-    if loss is None and losses:
-        loss = losses[-1]
-    rate, step_s, share, remaining_s = (
-        tokens_per_s(reader),
-        recent_step_s(reader),
-        communication(reader),
-        left_s(reader),
-    )
-    at = f"after step {vals.steps[-1] + 1:,}; best {min(vals.means):.4f}" if len(vals) else ""
+    vals, newest = validation(reader), newest_loss(reader)
+    rate, each_s, share = tokens_per_s(reader), step_s(reader), communication(reader)
+    at, no_plan = "", "not predicted: evener probe measures what that takes"
+    if len(vals):
+        is_best = vals.means[-1] <= min(vals.means)
+        at = f"after step {vals.steps[-1] + 1:,}" + (", the best" if is_best else f"; best {min(vals.means):.4f}")
+    of_what = "of all steps" if reader.is_over else "of the newest steps"
     shown = [
-        Fact("loss", None if loss is None else f"{loss:.4f}", f"after {plural(reader.curves.done, 'step')}"),
+        Fact("loss", newest[1] if newest else None, f"after {plural(newest[0] if newest else 0, 'step')}"),
         Fact("validation loss", f"{vals.means[-1]:.4f}" if len(vals) else None, at),
         Fact("tokens/s", None if rate is None else count(rate), _beside(rate, option.tokens_per_s, count) if option
-             else "not predicted"),
-        Fact("step", None if step_s is None else seconds(step_s), _beside(step_s, option.step_s, seconds) if option
-             else ""),
-        Fact("communication", None if share is None else f"{share:.0%}", "of the newest steps, waiting included"),
+             else no_plan),
+        Fact("step", None if each_s is None else seconds(each_s), _beside(each_s, option.step_s, seconds) if option
+             else f"median {of_what}"),
+        Fact("communication", None if share is None else f"{share:.0%}",
+             f"{of_what}, waiting included" + _bytes_sent(reader)),
     ]  # fmt: skip
     if health.is_over:
         took = None if manifest.ended is None else seconds(manifest.ended - manifest.started)
-        shown.append(Fact("took", took, _bytes_sent(reader)))
+        shown.append(Fact("took", took))
     else:
-        shown.append(Fact("left", None if remaining_s is None else seconds(remaining_s), _bytes_sent(reader)))
+        remaining_s = left_s(reader)
+        shown.append(Fact("left", None if remaining_s is None else seconds(remaining_s)))
     return shown if manifest.world_size > 1 else [fact for fact in shown if fact.name != "communication"]
 
 
@@ -167,7 +183,7 @@ def _beside(measured: float | None, expected: float, told: Callable[[float], str
 
 def _bytes_sent(reader: Reader) -> str:
     last = reader.curves.last
-    return f"a rank sends {size(last.bytes)} a step" if last is not None and last.bytes else ""
+    return f"; a rank sends {size(last.bytes)}" if last is not None and last.bytes else ""
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -188,7 +204,7 @@ class Axis:
                 unit, factor = ("hours", 3600.0) if spent_s[-1] > 7200 else ("minutes", 60.0)
                 if spent_s[-1] < 120:
                     unit, factor = "seconds", 1.0
-                self.title = f"{unit} in steps"
+                self.title = f"{unit} spent in steps"
                 self._times = np.array([-1, *steps]), np.array([0.0, *(spent_s / factor)])
 
     def of(self, steps: Sequence[int]) -> list[float]:
@@ -203,7 +219,7 @@ def loss(reader: Reader, kind: str = "step") -> Plot | None:
     points, vals, axis = reader.curves.shared["loss"].points(), validation(reader), Axis(reader, kind)
     if not len(points) and not len(vals):
         return None
-    smooth, lines, bands = smoothed(points.means, _span(points)), list[Line](), list[Band]()
+    smooth, lines, bands = smoothed(points.means), list[Line](), list[Band]()
     if len(points):
         bands, lines = _raw(points, axis, SERIES_COLOURS[0], "each step", reader.curves.shared["loss"].width)
         lines.append(Line("training, smoothed", SERIES_COLOURS[0], axis.of(points.steps), smooth))
@@ -227,7 +243,7 @@ def speed(reader: Reader, kind: str = "step") -> Plot | None:
     colour, width = SERIES_COLOURS[2], reader.curves.shared["wall_s"].width
     raw = Points(points.steps, rates, lows, highs)
     bands, lines = _raw(raw, axis, colour, "each step", width)
-    smooth = [tokens / wall_s for wall_s in smoothed(points.means, _span(points))]
+    smooth = [tokens / wall_s for wall_s in smoothed(points.means)]
     lines.append(Line("smoothed", colour, axis.of(points.steps), smooth))
     option = predicted(reader)
     high = 1.25 * max(percentile(rates, 0.98), option.tokens_per_s if option else 0.0)
@@ -299,10 +315,6 @@ def _raw(points: Points, axis: Axis, colour: str, name: str, width: int) -> tupl
     return [], [Line(name, colour, xs, points.means, faint=True)]
 
 
-def _span(points: Points) -> float:
-    return max(2.0, SMOOTH * len(points))
-
-
 def _each(width: int) -> str:
     return f"Each point stands for {width} steps; the band reaches from the least to the greatest." if width > 1 else ""
 
@@ -347,8 +359,8 @@ def hosts(reader: Reader) -> list[list[str]]:
     for host in dict.fromkeys([*manifest.roster.hosts, *there]):
         members = [(i, member) for i, member in enumerate(manifest.roster.members) if member.host == host]
         share = sum(shares[i] for i, _ in members if i < len(shares))
-        computes = [cost.compute_s for _, member in members if member.rank in reader.curves.newest
-                    and (cost := reader.curves.now(member.rank, RECENT)).compute_s is not None]  # fmt: skip
+        computes = [mean.compute_s for _, member in members if member.rank in reader.curves.newest
+                    and (mean := cost(reader, member.rank)).compute_s is not None]  # fmt: skip
         machine = machines.get(host)
         rows.append([
             host,
@@ -357,7 +369,7 @@ def hosts(reader: Reader) -> list[list[str]]:
             ", ".join(dict.fromkeys(member.dtype for _, member in members)),
             seconds(max(computes)) if computes else "not measured",
             f"{machine.cpu}, {plural(machine.cores, 'core')}, {_memory(machine)}" if machine else "",
-            "takes part" if host in there else "is away",
+            "took part" if reader.is_over else "takes part" if host in there else "is away",
         ])  # fmt: skip
     return rows
 
@@ -365,7 +377,7 @@ def hosts(reader: Reader) -> list[list[str]]:
 def machines(reader: Reader, now: float) -> tuple[list[str], list[list[str]]]:
     """(head, rows): what each told of itself just now; what it sends, of what its links carry where that is known."""
     prediction = reader.plan.prediction if reader.plan else None
-    fresh = {host: [told] for host, told in reader.vitals.items() if now - told.time < FRESH_S}
+    fresh = {host: [told] for host, told in reader.vitals.items() if now - told.time < FRESH_S and not reader.is_over}
     head, rows = host_table(fresh)
     if prediction is not None and "sent" in head:
         known = {host: max(wire.bandwidth_Bps for wire in wires.values())

@@ -55,6 +55,9 @@
   function lost(text) {
     gone.textContent = text;
     gone.hidden = !text;
+    if (!text) return;
+    document.title = `⚠ not up to date · ${document.title.replace(/^⚠ not up to date · /, "")}`;
+    document.getElementById("icon").href = "/static/warn.svg";
   }
 
   // --- the stream ---

@@ -1,0 +1,36 @@
+"""A smoothed curve, beside numpy's own fit of a line at each of its points."""
+
+import random
+
+import numpy as np
+import pytest
+
+from evener.report.smooth import FIRST_SPAN, GROWS, LEAST_SPAN, averaged, smoothed
+
+
+def fitted(values: list[float], n: int, span: float) -> float:
+    """At n, of the line that fits best where a point so far away counts exp(-away / span)."""
+    places = np.arange(len(values))
+    weights = np.exp(-np.abs(places - n) / span)
+    return float(np.polyval(np.polyfit(places, values, 1, w=np.sqrt(weights)), n))
+
+
+def test_it_is_numpys_weighted_fit():
+    rng = random.Random(3)
+    values = [rng.random() for _ in range(20)]
+    spans = [min(LEAST_SPAN, FIRST_SPAN + GROWS * n) for n in range(20)]
+    assert smoothed(values) == pytest.approx([fitted(values, n, span) for n, span in enumerate(spans)])
+
+
+def test_an_average_is_the_weighted_mean_by_definition():
+    """Σ w_i x_i / Σ w_i with w_i = exp(-|n - i| / span), written out."""
+    rng = random.Random(3)
+    values, span = [rng.random() for _ in range(20)], 4.0
+    for n, found in enumerate(averaged(values, span)):
+        weights = np.exp(-np.abs(np.arange(len(values)) - n) / span)
+        assert found == pytest.approx(float(np.average(values, weights=weights)))
+
+
+@pytest.mark.parametrize("values", [[], [1.5], [1.5, 2.5]])
+def test_of_few_points_it_is_the_points(values):
+    assert smoothed(values) == pytest.approx(values)
