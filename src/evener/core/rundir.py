@@ -188,17 +188,17 @@ class RunDir:
             ) from None
         return from_stored(text, Manifest, FORMAT, self.manifest_path, BEFORE)
 
-    def records(self, rank: int) -> list[StepRecord]:
-        """Rank's records in order. A half-written last line, which a kill leaves, is passed over."""
-        return stored_lines(self.steps_path(rank), StepRecord)
+    def records(self, rank: int, tail_bytes: int | None = None) -> list[StepRecord]:
+        """Rank's records in order [all]. A half-written last line, which a kill leaves, is passed over."""
+        return stored_lines(self.steps_path(rank), StepRecord, tail_bytes)
 
     def vitals(self, host: str) -> list[Vitals]:
         """What a host told of itself, in order."""
         return stored_lines(self.vitals_path(host), Vitals)
 
-    def spans(self, rank: int) -> list[StepSpans]:
-        """What rank kept of when what happened, in order; a half-written last line is passed over."""
-        return stored_lines(self.spans_path(rank), StepSpans)
+    def spans(self, rank: int, tail_bytes: int | None = None) -> list[StepSpans]:
+        """What rank kept of when what happened, in order [all]; a half-written last line is passed over."""
+        return stored_lines(self.spans_path(rank), StepSpans, tail_bytes)
 
     def recorded_ranks(self) -> list[int]:
         """Ranks that ever wrote a record, ascending."""

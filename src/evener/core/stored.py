@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +11,7 @@ import msgspec
 
 from evener.core.decoding import from_json, lines_from_json
 from evener.core.errors import CheckpointError
-from evener.core.files import read_file
+from evener.core.files import open_file, read_file
 
 T = TypeVar("T")
 
@@ -45,12 +46,12 @@ def read_stored(path: Path, kind: type[T]) -> T:
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
 
-def stored_lines(path: Path, kind: type[T]) -> list[T]:
-    """What a file of JSON lines holds, nothing where there is none; CheckpointError where it is damaged. A half-written
-    last line, which a kill leaves, is passed over.
+def stored_lines(path: Path, kind: type[T], tail_bytes: int | None = None) -> list[T]:
+    """What a file of JSON lines holds [all], nothing where there is none; CheckpointError where it is damaged. A
+    half-written last line, which a kill leaves, is passed over.
     """
     try:
-        lines = read_file(path).split(b"\n")
+        lines = _tail(path, tail_bytes) if tail_bytes else read_file(path).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -59,3 +60,12 @@ def stored_lines(path: Path, kind: type[T]) -> list[T]:
         return lines_from_json(lines[:-1], kind)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def _tail(path: Path, num_bytes: int) -> list[bytes]:
+    """Its last lines, with what stands behind them."""
+    with open_file(path) as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - num_bytes)
+        file.seek(begin)
+        lines = file.read().split(b"\n")
+    return lines[1:] if begin else lines

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -59,7 +60,7 @@ def typical(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> Typic
     ranks = range(manifest.world_size)  # places among them, from here on
     ours = [{place: of_step[numbers[place]] for place in ranks} for of_step in steps
             if of_step.keys() == set(numbers) and first_of(of_step).step >= manifest.since]  # fmt: skip
-    warm = _warm(ours, manifest)
+    warm = in_rounds(ours[min(WARMUP_STEPS, len(ours) // 4) :], manifest.roster.sync.every)
     walls = [of_step[0].wall_s for of_step in warm]
     syncs = [least for of_step in warm if (least := least_sync_s(of_step)) is not None]
     step_p50_s, sync_p50_s = median(walls), median(syncs)
@@ -82,15 +83,23 @@ def typical(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> Typic
     )
 
 
-def step_s_of_one(records: Sequence[StepRecord], manifest: Manifest) -> float | None:
-    """The same median by one rank's records alone: all ranks take a step in the same time."""
-    by_step = {record.step: record for record in records if record.step >= manifest.since}
-    ours = [{0: record} for _, record in sorted(by_step.items())]
-    return median([of_step[0].wall_s for of_step in _warm(ours, manifest)])
+class Wall(msgspec.Struct, frozen=True, kw_only=True):
+    """As much of a StepRecord."""
+
+    step: int
+    wall_s: float
 
 
-def _warm(steps: Sequence[dict[int, StepRecord]], manifest: Manifest) -> list[dict[int, StepRecord]]:
-    return in_rounds(steps[min(WARMUP_STEPS, len(steps) // 4) :], manifest.roster.sync.every)
+def step_p50_s(walls: Iterable[Wall], manifest: Manifest) -> float | None:
+    """The same median from one rank's alone: all take a step in the same time."""
+    by_step = {wall.step: wall.wall_s for wall in walls if wall.step >= manifest.since}
+    steps = sorted(by_step)
+    rounds: dict[int, list[float]] = {}
+    for step in steps[min(WARMUP_STEPS, len(steps) // 4) :]:
+        rounds.setdefault(step // manifest.roster.sync.every, []).append(by_step[step])
+    complete = [one for one in rounds.values() if len(one) == manifest.roster.sync.every]
+    means = [sum(one) / len(one) for one in complete or [[*chain(*rounds.values())]] if one]
+    return median(means)
 
 
 def least_sync_s(of_step: dict[int, StepRecord]) -> float | None:

@@ -38,6 +38,7 @@ from evener.report.worth import worth
 
 SILENT_S = 60.0  # a running job that wrote nothing for so long (or for 20 steps) is not running any more
 SILENT_STEPS = 20
+TAIL_BYTES = 1 << 20  # of each rank's records, for the picture of a step: more than a thousand steps, in 20 ms
 Text: TypeAlias = "dict[str, Text] | list[Text] | str"  # nested facts, each in words
 MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "bad", "no word": "bad"}
 
@@ -244,7 +245,7 @@ def _memory(summary: Summary) -> Fact:
 def one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
     """The picture of a step; None where nobody has kept when what ran, or that is damaged: a page can do without."""
     try:
-        timeline = read_timeline(rundir, most=LAST)
+        timeline = read_timeline(rundir, most=LAST, tail_bytes=TAIL_BYTES)
     except (UsageError, CheckpointError):
         return None
     return moment(timeline, {rank: manifest.roster.name_of(rank) for rank in timeline.error_s})

@@ -136,13 +136,14 @@ class Timeline:
 
 
 def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None = None,
-                  also: Collection[int] = ()) -> Timeline:  # fmt: skip
+                  also: Collection[int] = (), tail_bytes: int | None = None) -> Timeline:  # fmt: skip
     """Of the steps that are wanted [all], the newest `most`, and some others also. UsageError where none of them was
-    kept.
+    kept. `tail_bytes`: of each rank's records that are read [all], and an eighth as much of what ran when; a step whose
+    record lies before is divided less.
     """
     manifest, ranks = rundir.manifest(), rundir.recorded_ranks()
-    spans = {rank: _newest(rundir.spans(rank)) for rank in ranks}
-    records = {rank: {(one.step, one.epoch): one for one in rundir.records(rank)} for rank in ranks}
+    spans = {rank: _newest(rundir.spans(rank, tail_bytes and tail_bytes // 8)) for rank in ranks}
+    records = {rank: {(one.step, one.epoch): one for one in rundir.records(rank, tail_bytes)} for rank in ranks}
     steps = sorted({one.step for of_rank in spans.values() for one in of_rank})
     recorded = ranges(steps)
     if not steps:

@@ -26,7 +26,8 @@ from evener.core.files import open_file, read_file, write_atomic
 from evener.core.plan import Plan, find_plan
 from evener.core.rundir import Manifest, RunDir, event_of
 from evener.core.step import StepRecord
-from evener.core.typical import step_s_of_one
+from evener.core.stored import stored_lines
+from evener.core.typical import Wall, step_p50_s
 from evener.core.vitals import Vitals
 from evener.watch.curves import MAX_RANKS, Curves, KeptCurves
 
@@ -122,8 +123,8 @@ class Reader:
             return None
         if self._typical[0] != num:
             with contextlib.suppress(EvenerError):
-                records = self.rundir.records(manifest.roster.members[0].rank)
-                self._typical = num, step_s_of_one(records, manifest)
+                walls = stored_lines(self.rundir.steps_path(manifest.roster.members[0].rank), Wall)
+                self._typical = num, step_p50_s(walls, manifest)
         return self._typical[1]
 
     def _take_up(self) -> None:

@@ -1,0 +1,25 @@
+"""The median step by one rank's walls alone is the one of the summary, of all ranks."""
+
+import msgspec
+import pytest
+
+from evener.core.roster import parse_sync
+from evener.core.stored import stored_lines
+from evener.core.typical import Wall, step_p50_s
+from evener.report.summary import summarize
+
+WAYS = [(3, "ddp", 0), (61, "ddp", 20), (61, "diloco:10", 0), (7, "diloco:10", 0)]
+
+
+@pytest.mark.parametrize(("steps", "sync", "since"), WAYS)
+def test_it_is_that_of_the_summary(tmp_path, write_run, steps, sync, since):
+    run = write_run(tmp_path / "run", [{}, {"compute_s": 0.15}], steps=steps)
+    lines = [msgspec.structs.replace(record, wall_s=record.wall_s * (1 + 0.01 * (7 * record.step % 13)))
+             for record in run.records(0)]  # fmt: skip
+    run.steps_path(0).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    manifest = run.manifest()
+    roster = msgspec.structs.replace(manifest.roster, sync=parse_sync(sync))
+    run.write_manifest(msgspec.structs.replace(manifest, roster=roster, since=since))
+    found = summarize(run)
+    assert found.step_p50_s is not None
+    assert step_p50_s(stored_lines(run.steps_path(0), Wall), run.manifest()) == pytest.approx(found.step_p50_s)
