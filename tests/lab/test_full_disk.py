@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from evener.core.rundir import RunDir
+from evener.lab import disk
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, come_home, rank_on, wait_until, worlds_of
 
@@ -19,10 +21,11 @@ FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--thre
          "--eval-every=0", "--dropout=0", "--checkpoint-every=20", "--shares=equal")  # fmt: skip
 
 
-@pytest.mark.parametrize("full", ["a", "c"])
+@pytest.mark.parametrize(("full", "words_fit"), [("a", False), ("c", False), ("a", True)])
 def test_whose_disk_is_full_the_others_do_without_until_there_is_room(
-    make_lab: MakeLab, tmp_path: Path, corpus: Path, full: str
+    make_lab: MakeLab, tmp_path: Path, corpus: Path, full: str, words_fit: bool
 ) -> None:
+    """Also where its agent can still write down what it says, and only checkpoints do not fit."""
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, **{name: HostSpec(disk="1GB") for name in "abc"})
     evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
@@ -49,6 +52,10 @@ def test_whose_disk_is_full_the_others_do_without_until_there_is_room(
         wait_until(lambda: others in worlds(), "the others go on", WITHIN_S)
         before = saved()
         wait_until(lambda: saved() > before, "they save", WITHIN_S)
+        if words_fit:
+            home = lab.host(full).home
+            disk.resize(home, shutil.disk_usage(home).used + (4 << 20))
+            wait_until(lambda: any(event["event"] == "run.no-room" for event in events()), "it says so", WITHIN_S)
         lab.host(full).fill_disk(False)
         wait_until(lambda: worlds()[-1] == set("abc"), "it is let in again", WITHIN_S)
         assert ranks == {name: rank_on(lab.host(name)) for name in others}, "the same ranks"

@@ -19,7 +19,15 @@ def test_it_is_numpys_weighted_fit():
     rng = random.Random(3)
     values = [rng.random() for _ in range(20)]
     spans = [min(LEAST_SPAN, FIRST_SPAN + GROWS * n) for n in range(20)]
-    assert smoothed(values) == pytest.approx([fitted(values, n, span) for n, span in enumerate(spans)])
+    fits = [min(max(fitted(values, n, span), min(values)), max(values)) for n, span in enumerate(spans)]
+    assert smoothed(values) == pytest.approx(fits)
+
+
+def test_it_leaves_the_values_on_neither_side():
+    """A line through a slow first step would go on below all others, to rates that are negative."""
+    values = [10.0, *5 * [0.1]]
+    assert min(smoothed(values)) == pytest.approx(0.1)
+    assert min(averaged(values)) > 0.1
 
 
 def test_an_average_is_the_weighted_mean_by_definition():

@@ -19,7 +19,7 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
-from evener.core.world import FOLLOWS, LEFT, OVER, REFUSED, REGROUP, Meeting, World
+from evener.core.world import FOLLOWS, LEFT, NO_ROOM, OVER, REFUSED, REGROUP, Meeting, World
 from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
 from evener.worker.membership.back import Regroup, going_back
@@ -273,6 +273,8 @@ def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
         ("HopelessError('no')", 1, OVER),
         ("RunError('no')", 1, 1),
         ("RunError('no', of_rank=2)", 1, REGROUP),
+        ("NoRoomError('no')", 1, NO_ROOM),
+        ("NoRoomError('no')", 0, OVER),
         ("torch_says", 1, FOLLOWS),
     ],
 )

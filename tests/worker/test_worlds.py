@@ -257,16 +257,34 @@ def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(tmp_path: Pa
             os.posix_fallocate(file.fileno(), 0, 1 << 29)
         (tmp_path / "c" / "go").write_text(str(NO_ROOM))
         fleet.until_in(1, "ab")
-        assert "No space left on device" in (tmp_path / "c" / "log").read_text()
+        (event,) = RunDir(tmp_path / "c").events()
+        assert (event["event"], event["host"]) == ("run.no-room", "c")
         (tmp_path / "c" / "go").unlink()
         (tmp_path / "ballast").unlink()
-        fleet.until(lambda: "this host can take part again" in (tmp_path / "c" / "log").read_text())
+        fleet.until(lambda: "this host has room again" in (tmp_path / "c" / "log").read_text())
         fleet.until(lambda: (tmp_path / "a" / "host" / "waiting").exists())
         next(one for one in fleet.ranks("a")).kill()
         fleet.until_in(2, "abc")
         for name in "abc":
             (tmp_path / name / "go").write_text("0")
         assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
+    finally:
+        for name, agent in fleet.agents.items():
+            if agent.poll() is None:
+                fleet.kill(name)
+
+
+def test_without_room_on_the_first_of_two_the_other_goes_on(tmp_path: Path) -> None:
+    """It is no cut: the first says so."""
+    fleet = Hosts(tmp_path, "ab", lambda home: [str(tmp_path / "rank.py"), str(home / "go")])
+    try:
+        fleet.until_in(0, "ab")
+        (tmp_path / "a" / "host" / "needs").write_text(str(1 << 60))
+        (tmp_path / "a" / "go").write_text(str(NO_ROOM))
+        fleet.until_in(1, "b")
+        assert f"its checkpoints need {(1 << 60) / 1e9:.2f} GB" in (tmp_path / "a" / "log").read_text()
+        (tmp_path / "b" / "go").write_text("0")
+        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0]
     finally:
         for name, agent in fleet.agents.items():
             if agent.poll() is None:

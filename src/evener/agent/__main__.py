@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import math
 import os
@@ -23,7 +22,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -44,6 +43,7 @@ from evener.core.world import (
     KILLED_FILE,
     LEFT,
     LOST,
+    NEEDS_FILE,
     NO_ROOM,
     OVER,
     REFUSED,
@@ -59,7 +59,9 @@ LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
 SAY_S = 0.2  # between statements, where nothing new is to be said
 PATIENCE_S = 600.0  # with a disk that refuses
-ROOM_BYTES = 32 << 20  # that a disk which was too full for checkpoints must have more of before they are tried again
+# A disk that was too full for checkpoints: until they are tried again, longer each time; and by how much more room,
+# where not even a rank could write down how much it takes.
+ROOM_AGAIN_S, MOST_ROOM_AGAIN_S, ROOM_BYTES = 2.0, 300.0, 32 << 20
 LINGER_S = 10.0  # that a host stays for others that may not know yet that the run has ended
 # Until ranks that have ended are started again to be let in: longer each time, if they have not trained for so long.
 AGAIN_S, MOST_AGAIN_S, LASTING_S = 1.0, 60.0, 2.0
@@ -76,6 +78,8 @@ class Agent:
         self._spec_path, self._spec_is_of = folder / AGENT_FILE, 0  # when it was written
         self._is_spec_news = False  # by what others say, and not written down yet
         self._kept_out, self._leaves = folder / KEPT_OUT_FILE, ""  # why this host leaves, by its agent
+        self._takes: int | None = None  # bytes that must be free, where its ranks had no room for checkpoints
+        self._room_at, self._no_rooms = 0.0, 0  # not looked for before; how often there was none
         kept = read_stored(self._path, Kept) if self._path.exists() else Kept(World(number=0, hosts=spec.first))
         if strange := sorted({*kept.world.voters} - spec.hosts.keys()):
             told = f"{self._path} names {', '.join(strange)}, whom {self._spec_path} does not have"
@@ -89,7 +93,6 @@ class Agent:
         self._gossip = Gossip(spec.key.encode(), self._hear)
         self._news = asyncio.Event()  # somebody said something
         self._refusal, self._refused_at = "", 0.0  # as long as nothing can be written down, this host says nothing
-        self._too_little: int | None = None  # bytes that were free when its ranks had no room for checkpoints
         self._kept: Kept | None = None  # as it is on the disk
         self._ranks: Ranks | None = None
         self._failures: list[dict[str, Any]] = []  # of the last world that failed here
@@ -157,7 +160,7 @@ class Agent:
     def _look(self) -> int | None:
         """`_try_look`, or OSError."""
         now, council = time.monotonic(), self._council
-        self._await_room()
+        self._look_for_room(now)
         self._read_spec()
         if self._is_spec_news:  # before any world that has them is kept
             write_atomic(self._spec_path, msgspec.json.encode(self._spec))
@@ -185,7 +188,7 @@ class Agent:
         match council.phase:
             case Phase.WAITING | Phase.READY if self._regroup() == Phase.LEAVING:
                 council.phase = Phase.LEAVING
-            case Phase.LEAVING if not council.is_member and self._linger(now):
+            case Phase.LEAVING if not council.is_member and self._takes is None and self._linger(now):
                 print(f"evener: this host has left the run: {self._leaves or self._kept_out.read_text()}", flush=True)
                 return LEFT
             case Phase.WAITING if council.is_member and not council.is_cut_off(now):
@@ -205,17 +208,29 @@ class Agent:
                 return 0 if self._linger(now) else None
         return None
 
-    def _await_room(self) -> None:
-        """OSError as long as there is none for what its ranks would save."""
-        if self._too_little is not None:
-            if shutil.disk_usage(self._folder).free < self._too_little + ROOM_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._too_little = None
+    def _has_no_room(self) -> None:
+        """For what its ranks would save: others go on without this host until it has."""
+        told, free = self._folder / NEEDS_FILE, shutil.disk_usage(self._folder).free
+        self._takes = free + ROOM_BYTES
+        with contextlib.suppress(OSError, ValueError):
+            self._takes = int(told.read_text())
+            told.unlink()
+        self._room_at = time.monotonic() + min(ROOM_AGAIN_S * 2 ** min(self._no_rooms, 10), MOST_ROOM_AGAIN_S)
+        self._no_rooms += 1
+        self._council.phase, self._council.why = Phase.LEAVING, ""  # it has not given up
+        error = f"{self._spec.host} has {free / 1e9:.2f} GB free, its checkpoints need {self._takes / 1e9:.2f} GB"
+        print(f"evener: {error}", flush=True)
+        with contextlib.suppress(OSError):
+            RunWriter(self._folder).add_event("run.no-room", host=self._spec.host, error=error,
+                                              hint="it takes part again when there is room")  # fmt: skip
 
-    def _has_no_room(self) -> NoReturn:
-        """From now on, as where the disk refuses this host's own words."""
-        self._too_little = shutil.disk_usage(self._folder).free
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def _look_for_room(self, now: float) -> None:
+        if self._takes is None or now < self._room_at or shutil.disk_usage(self._folder).free < self._takes:
+            return
+        self._takes, council = None, self._council
+        print("evener: this host has room again", flush=True)
+        if council.phase == Phase.LEAVING:
+            council.phase = self._regroup() if council.is_member else Phase.WAITING
 
     def _read_spec(self) -> None:
         """Whoever adds a host to the run writes it down on all others."""
@@ -273,10 +288,10 @@ class Agent:
             failures = self._ranks.failures()
             refused = [one for one in failures if one["exitcode"] == REFUSED]
             self._end_ranks()
+            council.phase = Phase.WAITING
             if NO_ROOM in {one["exitcode"] for one in failures}:
                 self._has_no_room()
-            council.phase = Phase.WAITING
-            if refused:
+            elif refused:
                 rank = first_rank_of(self._spec) + refused[0]["local_rank"]
                 self._leave(f"rank {rank} ended with exit code {REFUSED}")
         elif len(self._ranks.sayings()) == self._spec.hosts[self._spec.host].num_ranks:
@@ -307,7 +322,7 @@ class Agent:
         codes = {one["exitcode"] for one in failures}
         if NO_ROOM in codes:
             self._has_no_room()
-        if status == 0:
+        elif status == 0:
             council.phase = Phase.DONE
         elif codes == {REGROUP} or status == TOLD_TO_END:
             council.phase = self._regroup()
@@ -392,7 +407,8 @@ class Agent:
 
     def _regroup(self) -> Phase:
         """The next world is one with this host, unless it is kept out."""
-        return Phase.LEAVING if self._leaves or self._kept_out.exists() else Phase.REGROUP
+        is_away = self._leaves or self._takes is not None or self._kept_out.exists()
+        return Phase.LEAVING if is_away else Phase.REGROUP
 
     def _end_ranks(self) -> None:
         if time.monotonic() - self._in_since > LASTING_S:

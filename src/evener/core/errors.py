@@ -42,7 +42,9 @@ class UsageError(EvenerError):
 
 
 class NoRoomError(UsageError):
-    """What was asked for is more than a disk has room for now."""
+    """What was asked for is more than a disk has room for now: it takes `needed` bytes."""
+
+    needed = 0
 
 
 class DataError(EvenerError):

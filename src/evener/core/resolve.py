@@ -177,7 +177,9 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, own_bytes_per_pa
     needed += shape.num_params() * own_bytes_per_param * 3  # the newest two, and one in the making
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise NoRoomError(
+        error = NoRoomError(
             f"{place}: {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
             hint="another --out, or a smaller --keep",
         )
+        error.needed = needed
+        raise error

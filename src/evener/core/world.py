@@ -20,6 +20,7 @@ PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.p
 WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
 KILLED_FILE = "host/killed.json"  # which ranks there were killed last, and when
 KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
+NEEDS_FILE = "host/needs"  # bytes that must be free for ranks that had too little room
 SAVE_FILE = "host/save"  # there where somebody has asked for a checkpoint now, until one is written
 # Exit statuses of ranks, as their agent understands them; any other is a failure that may have been chance.
 REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)

@@ -21,14 +21,14 @@ from evener.core.errors import EvenerError, RunError, UsageError
 from evener.core.failure import CONSEQUENCE
 from evener.core.plan import HostPlan, Plan
 from evener.core.rundir import RunDir
-from evener.core.world import LEFT, OVER
+from evener.core.world import LEFT, NO_ROOM, OVER
 from evener.launch.scripts import hint_of, wants_gpu
 
 LAST_LINES = 15  # that are shown
 SEARCHED_LINES = 200  # a C++ stack stands below what it is about
 CUT_OFF = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
 ENDED_S = 10.0  # after which a failure is nothing that a stop brought about; the clocks of hosts are not one
-NO_ROOM = re.compile("No space left on device|Disk quota exceeded")
+FULL = re.compile("No space left on device|Disk quota exceeded")
 FULL_S = 5.0  # between a rank's end and the next look at the disk's room
 OOM_S = 10.0  # between a look at the kernel's counter and a rank's end
 TOLD_TO_END = 143  # an agent that ended its ranks because another host's had failed
@@ -197,7 +197,7 @@ def _said(rundir: RunDir, plan: Plan, states: Mapping[str, State]) -> Failure | 
     if plan.kind == "train":
         for state in states.values():
             for one in state.get("failures", []):
-                if one["exitcode"] in (UsageError.exit_status, OVER) and (
+                if one["exitcode"] in (UsageError.exit_status, NO_ROOM, OVER) and (
                     told := _printed(rundir, plan, state, one["rank"])
                 ):
                     return _told(rundir, plan, states, one["rank"], one["time"], UsageError, *told)
@@ -219,7 +219,7 @@ def _told(rundir: RunDir, plan: Plan, states: Mapping[str, State], rank: int, at
     """What a rank itself says of its failure. What was asked for in vain is told as if this program had found it."""
     host = plan.host_of(rank).name
     log, is_refusal = rundir.log_path(host, rank), kind.exit_status == UsageError.exit_status
-    if NO_ROOM.search(error):
+    if FULL.search(error):
         how, hint = f"disk.space: the disk of {host} is full: {error}", f"{_make_room(plan.host(host))}; {hint}"
     elif is_refusal and plan.is_here:
         how = error

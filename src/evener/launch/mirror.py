@@ -37,7 +37,7 @@ from evener.core.watch import Look
 from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-POLL_S = 0.1
+POLL_S, UNHEARD_S = 0.1, 60.0  # for what other hosts say
 MAX_BACK = 20  # times that a host that went down is started again
 SILENCE_S = 12.0  # a host that follows tells several times a second
 
@@ -143,9 +143,11 @@ class HostMirror:
         return "lost" in state and "supervisor" in state and not state["stopped"]
 
     def _shall_begin_again(self) -> bool:
-        """Once that is known."""
-        while (is_wanted := self._is_wanted_back()) is None and not self._stop.wait(POLL_S):
-            pass
+        """Once that is known, if it is in time."""
+        until = time.monotonic() + UNHEARD_S
+        while (is_wanted := self._is_wanted_back()) is None and time.monotonic() < until:
+            if self._stop.wait(POLL_S):
+                break
         return bool(is_wanted)
 
     def catch_up(self) -> None:
@@ -302,10 +304,12 @@ class Mirror:
 
     def _goes_on(self) -> bool | None:
         """Is it running on any host, so that who comes back takes part again? None: some have not been heard yet."""
-        if any(host.state is None and host.error is None for host in self.hosts.values()):
-            return None
-        states = [host.state for host in self.hosts.values() if host.error is None and host.state is not None]
-        return self.plan.outlives_hosts and any(state["state"] == "running" for state in states)
+        if not self.plan.outlives_hosts:
+            return False
+        states = [host.state for host in self.hosts.values() if host.error is None]
+        if any(state is not None and state["state"] == "running" for state in states):
+            return True
+        return None if None in states else False
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is news, or after a while."""

@@ -108,7 +108,15 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             return str(event.get("what"))
         case "sync.fidelity":
             return f"step {step}: {event.get('why')}"
-        case "run.hang" | "run.cut-off" | "run.leaves" | "host.failed" | "supervisor.lost" | "checkpoint.damaged":
+        case (
+            "run.hang"
+            | "run.cut-off"
+            | "run.leaves"
+            | "run.no-room"
+            | "host.failed"
+            | "supervisor.lost"
+            | "checkpoint.damaged"
+        ):
             return str(event.get("error"))
         case "run.goes-on":
             return f"it goes on, {seconds(event.get('after_s'))} after that was told"

@@ -28,15 +28,16 @@ def smoothed(values: Sequence[float]) -> list[float]:
     t0, t1, below = weights @ y, (weights * away) @ y, s0 * s2 - s1 * s1
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.where(below > 0, (s2 * t0 - s1 * t1) / below, t0 / s0)
-    return [float(value) for value in found]
+    return [float(value) for value in np.clip(found, y.min(initial=np.inf), y.max(initial=-np.inf))]
 
 
-def averaged(values: Sequence[float], span: float) -> list[float]:
-    """Each the mean of all, weighed in the same way: for what has no slope to speak of.
+def averaged(values: Sequence[float], span: float | None = None) -> list[float]:
+    """Each the mean of all, weighed in the same way: for what has no slope to speak of, and outliers.
 
     >>> averaged([2.0, 2.0, 2.0], 5.0), [round(value, 3) for value in averaged([0.0, 1.0], 1 / 0.6931471805599453)]
     ([2.0, 2.0, 2.0], [0.333, 0.667])
     """
+    span = max(LEAST_SPAN, SPAN * len(values)) if span is None else span
     weights = _weights(len(values), np.full(len(values), span))[1]
     return [float(value) for value in weights @ np.asarray(values, dtype=np.float64) / weights.sum(1)]
 

@@ -12,7 +12,7 @@ from evener.core.units import count, seconds
 from evener.report.beside import differences
 from evener.report.chart import Chart, Line
 from evener.report.figures import PART_NAMES, SERIES_COLOURS
-from evener.report.smooth import smoothed
+from evener.report.smooth import averaged, smoothed
 from evener.watch import view
 from evener.watch.health import health
 from evener.watch.pages import SIGNS, Pieces, plot, render, told_of_all
@@ -54,7 +54,7 @@ def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Piec
     """Curves, figures, and what differs."""
     shown = dict(list(readers.items())[:MAX_COMPARED])
     return {
-        "loss": plot("loss", _over(shown, axis, "loss, smoothed", lambda reader: _smooth(reader, "loss"))),
+        "loss": plot("loss", _over(shown, axis, "loss, smoothed", _loss)),
         "validation": plot("validation", _over(shown, axis, "validation loss", view.validation)),
         "speed": plot("speed", _over(shown, axis, "tokens/s, smoothed", _speed, from_zero=True)),
         "figures": render("table.html", head=FIGURES, rows=[_figures(*one, now) for one in shown.items()]),
@@ -64,14 +64,14 @@ def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Piec
     }  # fmt: skip
 
 
-def _smooth(reader: Reader, name: str) -> Points:
-    points = reader.curves.shared[name].points()
+def _loss(reader: Reader) -> Points:
+    points = reader.curves.shared["loss"].points()
     return Points(points.steps, smoothed(points.means), points.lows, points.highs)
 
 
 def _speed(reader: Reader) -> Points:
-    points, tokens = _smooth(reader, "wall_s"), view.tokens_per_step(reader)
-    rates = [tokens / wall_s for wall_s in points.means] if tokens else []
+    points, tokens = reader.curves.shared["wall_s"].points(), view.tokens_per_step(reader)
+    rates = [tokens / wall_s for wall_s in averaged(points.means)] if tokens else []
     return Points(points.steps if rates else [], rates, rates, rates)
 
 

@@ -62,7 +62,7 @@ def health(reader: Reader, now: float) -> Health:
     if manifest.verdict == "stopped":
         return Health("stopped", f"after {done}.", command=resume)
     failure = first_failure(reader.events)
-    if failure is not None and failure.get("event") in CONSEQUENCES and now - float(failure["time"]) < TOLD_S:
+    if failure is not None and _is_to_be_explained(failure, reader, now):
         return Health("no word", f"{tell(failure, manifest).what}; whose host tells why.")
     if manifest.verdict == "failed" or (failure is not None and _has_ended(reader)):
         told = tell(failure, manifest) if failure else None
@@ -110,6 +110,14 @@ def _has_ended(reader: Reader) -> bool:
     """On all hosts, by what their supervisors said last?"""
     hosts = reader.plan.hosts if reader.plan else []
     return bool(hosts) and all(reader.states.get(host.name, {}).get("state") == "ended" for host in hosts)
+
+
+def _is_to_be_explained(failure: dict[str, Any], reader: Reader, now: float) -> bool:
+    """Has a rank lost its peer just now, and nobody gone on since?"""
+    at, last = float(failure["time"]), reader.curves.last
+    goes_on = any(event.get("event") == "world" and float(event["time"]) > at for event in reader.events)
+    goes_on |= last is not None and last.ended > at
+    return failure.get("event") in CONSEQUENCES and abs(now - at) < TOLD_S and not goes_on
 
 
 def _hang(events: Sequence[dict[str, Any]], last: StepRecord | None) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ FIND_EVERY_S = 5.0
 SAYS_EVERY_S = 5.0  # what a clock changes, and no file: how long it is silent
 COST = 0.0012  # of a processor, for each part of what is drawn of one view
 WORDS_EVERY_S = 0.9  # a step is told within two seconds
-MOST_S = 15.0
+MOST_S, MOST_MOMENT_S = 15.0, 300.0
 MEANWHILE_S = 2.0  # between two drawings, while what is there is being read
 BUDGET_S = 0.15  # of reading at a time, while others wait for an answer
 
@@ -119,6 +119,10 @@ class Hub:
             await asyncio.wait_for(event.wait(), timeout_s)
         except TimeoutError:
             return
+
+    def is_seen(self, key: str) -> bool:
+        """Does any tab show this run alone?"""
+        return any(view.kind == "run" and view.keys == (key,) for view in self._views)
 
     def is_drawn(self, view: View) -> bool:
         """Was anything of it made for a tab that looks at it now?"""
@@ -218,6 +222,6 @@ def _rest_s(group: str, shown: dict[str, Reader], cost_s: float) -> float:
     """Until a part of a view that took so long to draw may be drawn again."""
     if group == "words":
         return WORDS_EVERY_S
-    if group == "moment":  # of a long run there are many, all of which are read
-        return cost_s / COST
+    if group == "moment":  # of many ranks it takes a while
+        return min(MOST_MOMENT_S, cost_s / COST)
     return MEANWHILE_S if any(reader.unread_bytes for reader in shown.values()) else min(MOST_S, cost_s / COST)

@@ -38,6 +38,7 @@ KEPT = "watch.summary"
 CHUNK_BYTES = 1 << 20
 WORTH_KEEPING = 16 << 20  # bytes of records that are read in about a tenth of a second
 KEEP_EVERY_S = 60.0
+WALLS_BYTES = 64 << 20  # of one rank's records, for the median of a run that is over: some 100,000 steps
 LINE_BYTES = 1 << 16  # more than any line of vitals has
 
 Identity = tuple[int, int, int]  # inode, bytes, when it was written
@@ -77,7 +78,7 @@ class Reader:
         self._seen: dict[Path, Identity | None] = {}
         self._decoder = json_decoder(StepRecord)
         self._kept_at, self._unkept_bytes = time.monotonic(), 0
-        self._typical: tuple[int, float | None] = (-1, None)  # records that were read then, and see `typical_step_s`
+        self._typical: tuple[Any, float | None] = (None, None)  # of which records, and see `typical_step_s`
         self._take_up()
 
     def look(self, budget_s: float = 0.1) -> bool:
@@ -109,22 +110,29 @@ class Reader:
 
     def has_not_written(self) -> bool:
         """Is there a checkpoint that is newer than all its samples?"""
-        return max(self.rundir.checkpoint_steps(), default=0) > max(self.samples, default=0)
+        with contextlib.suppress(OSError):
+            return max(self.rundir.checkpoint_steps(), default=0) > max(self.samples, default=0)
+        return False
 
     def spans_version(self) -> int:
         """Another number where the ranks have kept more of what ran when."""
-        facts = [path.stat() for path in sorted((self.rundir.path / "spans").glob("rank-*.jsonl"))]
-        return hash(tuple((one.st_size, one.st_mtime_ns) for one in facts))
+        found = []
+        for path in sorted((self.rundir.path / "spans").glob("rank-*.jsonl")):
+            with contextlib.suppress(OSError):  # it is gone
+                found.append((path.stat().st_size, path.stat().st_mtime_ns))
+        return hash(tuple(found))
 
     def typical_step_s(self) -> float | None:
         """Of a run that is over: its median step, as the report has it."""
-        manifest, num = self.manifest, self.curves.num_records
+        manifest = self.manifest
         if manifest is None or self.unread_bytes:
             return None
-        if self._typical[0] != num:
+        of_what = self.curves.num_records, manifest.since, manifest.ended
+        if self._typical[0] != of_what:
+            self._typical = of_what, None
             with contextlib.suppress(EvenerError):
-                walls = stored_lines(self.rundir.steps_path(manifest.roster.members[0].rank), Wall)
-                self._typical = num, step_p50_s(walls, manifest)
+                walls = stored_lines(self.rundir.steps_path(manifest.roster.members[0].rank), Wall, WALLS_BYTES)
+                self._typical = of_what, step_p50_s(walls, manifest)
         return self._typical[1]
 
     def _take_up(self) -> None:

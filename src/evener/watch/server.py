@@ -46,7 +46,7 @@ from evener.watch.reader import Reader
 
 ALIVE_S = 15.0
 ANSWER_S = 2.0  # what takes longer goes on behind the answer
-WRITES_EVERY_S = 2.0  # looks for a newer checkpoint
+WRITES_EVERY_S = 0.5  # looks for a newer checkpoint
 MEANWHILE = {**dict.fromkeys(("stop", "save"), "asked: its step is finished first"), "sample": "it begins to write"}
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
@@ -104,7 +104,7 @@ class Server:
         tasks = asyncio.create_task(self._hub.run()), asyncio.create_task(self._write_on())
         yield
         self._hub.close()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._hub.end()
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -228,12 +228,17 @@ class Server:
         return answer
 
     async def _write_on(self) -> None:
-        """Whoever was asked to write once does so again after each checkpoint, as long as the page is there."""
+        """Whoever was asked to write once does so again after each checkpoint, as long as somebody looks; not where it
+        failed, until it is asked again.
+        """
         while not self._hub.is_closing:
-            for key in self._writing:
-                if await self._hub.do(self._hub.readers[key].has_not_written):
+            for key in tuple(self._writing):
+                before = self._acting.get((key, "sample"))
+                if before is not None and before.done() and before.exception() is not None:
+                    self._writing.discard(key)
+                elif self._hub.is_seen(key) and await self._hub.do(self._hub.readers[key].has_not_written):
                     self._act(key, "sample", self._actions.sample)
-            await self._hub.news(WRITES_EVERY_S)
+            await asyncio.sleep(WRITES_EVERY_S)
 
     def _view(self, request: Request, page: str) -> View | None:
         """What a page shows; None where there is no such page or run."""

@@ -19,7 +19,7 @@ from evener.report.figures import PART_COLOURS, PART_NAMES, SERIES_COLOURS
 from evener.report.hosts import host_table
 from evener.report.markup import Fact
 from evener.report.predicted import percent
-from evener.report.smooth import smoothed
+from evener.report.smooth import averaged, smoothed
 from evener.watch.health import Health, predicted
 from evener.watch.reader import Reader
 from evener.watch.series import Points
@@ -243,7 +243,7 @@ def speed(reader: Reader, kind: str = "step") -> Plot | None:
     colour, width = SERIES_COLOURS[2], reader.curves.shared["wall_s"].width
     raw = Points(points.steps, rates, lows, highs)
     bands, lines = _raw(raw, axis, colour, "each step", width)
-    smooth = [tokens / wall_s for wall_s in smoothed(points.means)]
+    smooth = [tokens / wall_s for wall_s in averaged(points.means)]
     lines.append(Line("smoothed", colour, axis.of(points.steps), smooth))
     option = predicted(reader)
     high = 1.25 * max(percentile(rates, 0.98), option.tokens_per_s if option else 0.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,7 +12,7 @@ from types import TracebackType
 
 from evener.core.errors import DataError, EvenerError, HopelessError, NoRoomError, RunError, UsageError
 from evener.core.failure import is_consequence
-from evener.core.world import FOLLOWS, NO_ROOM, OVER, REFUSED, REGROUP, hosts_come_and_go, told_meeting
+from evener.core.world import FOLLOWS, NEEDS_FILE, NO_ROOM, OVER, REFUSED, REGROUP, hosts_come_and_go, told_meeting
 
 OURS = str(Path(__file__).parents[1])
 
@@ -26,15 +28,21 @@ def tell_in_words() -> None:
 
 def exit_status(error: EvenerError) -> int:
     """Of a rank that ends with it. Where hosts come and go, it tells its agent whether another world would help, and
-    without whom: what a host refuses after others have trained is its own.
+    without whom: what a host refuses after others have trained is its own. How much room it has too little is written
+    down beside.
     """
     if not hosts_come_and_go():
         return error.exit_status
     if isinstance(error, RunError) and error.of_rank is not None:  # another one's
         return REGROUP
+    if isinstance(error, UsageError | DataError) and not told_meeting().world.number:
+        return OVER
+    if isinstance(error, NoRoomError):
+        with contextlib.suppress(OSError):
+            Path(os.environ["EVENER_WORLD"]).with_name(Path(NEEDS_FILE).name).write_text(str(error.needed))
+        return NO_ROOM
     if isinstance(error, UsageError | DataError):
-        later = NO_ROOM if isinstance(error, NoRoomError) else REFUSED
-        return later if told_meeting().world.number else OVER
+        return REFUSED
     return OVER if isinstance(error, HopelessError) else 1
 
 
