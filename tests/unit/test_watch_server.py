@@ -8,6 +8,7 @@ import re
 import stat
 import string
 import threading
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -19,7 +20,7 @@ from evener.core.files import write_atomic
 from evener.watch.guard import HEADERS, Guard, user_token
 from evener.watch.hub import Hub, View
 from evener.watch.reader import Reader
-from evener.watch.server import Actions, Server
+from evener.watch.server import WRITES_EVERY_S, Actions, Server
 
 from ..conftest import wait_until
 
@@ -327,3 +328,39 @@ def test_prometheus_reads_the_metrics(serve):
     assert parts["compute"] == pytest.approx(0.1)
     states = {sample.labels["state"] for sample in families["evener_state"].samples if sample.value}
     assert len(states) == 1
+
+
+def test_whoever_was_asked_to_write_goes_on_while_somebody_looks_and_it_can(serve):
+    """After each checkpoint; not where it failed, until it is asked again."""
+    written, can = [], [True]
+
+    def sample(reader):
+        written.append(step := max(reader.rundir.checkpoint_steps()))
+        if not can[0]:
+            raise HostError("no memory")
+        reader.samples[step] = "text"
+        return "written"
+
+    client, hub, (run,) = serve(actions=Actions(sample=sample, can_sample=lambda reader: True))
+
+    def save(step):
+        run.checkpoint_path(step).mkdir(parents=True)
+
+    save(10)
+    assert let_in(client).post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE}).json() == {
+        "told": "written"
+    }
+    with hub.watched(View("run", ("one",))):
+        save(20)
+        wait_until(lambda: written == [10, 20])
+        can[0] = False
+        save(30)
+        wait_until(lambda: written == [10, 20, 30])
+        time.sleep(4 * WRITES_EVERY_S)
+        assert written == [10, 20, 30]
+        can[0] = True
+        client.post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE})
+        wait_until(lambda: written[3:] == [30])
+    save(40)
+    time.sleep(4 * WRITES_EVERY_S)
+    assert written == [10, 20, 30, 30]

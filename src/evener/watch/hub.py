@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -82,7 +83,11 @@ class Hub:
                 await self._wanted.wait()
                 continue
             began = time.monotonic()
-            is_more = await self.do(self._look_all, set(self._views))
+            try:
+                is_more = await self.do(self._look_all, set(self._views))
+            except Exception:  # a bug, of one view: the others go on
+                traceback.print_exc()
+                is_more = False
             self._tell()
             if not is_more:
                 await asyncio.sleep(max(0.05, LOOK_EVERY_S - (time.monotonic() - began)))
