@@ -22,8 +22,8 @@ from tests.lab.conftest import MakeLab, come_home, command_lines, rank_on, wait_
 pytestmark = pytest.mark.slow
 WITHIN_S = 300.0  # of a machine as busy as it likes
 FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",
-         "--eval-every=0", "--dropout=0", "--checkpoint-every=5", "--shares=equal", "--lr=3e-4",
-         "--min-lr=3e-4", "--warmup=0")  # fmt: skip
+         "--eval-every=0", "--dropout=0", "--checkpoint-every=5", "--shares=equal", "--lr=3e-5",
+         "--min-lr=3e-5", "--warmup=0")  # fmt: skip
 
 
 def pids_of(host: Host, program: str) -> list[int]:

@@ -19,8 +19,8 @@ from tests.lab.conftest import MakeLab, wait_until
 pytestmark = pytest.mark.slow
 WITHIN_S = 240.0  # of a machine as busy as it likes
 FLAGS = ("--model=tiny", "--batch=16", "--dtype=fp32", "--threads=1", "--eval-tokens=256", "--eval-every=0",
-         "--dropout=0", "--checkpoint-every=0", "--verify-every=0", "--warmup=0", "--lr=3e-4",
-         "--min-lr=3e-4")  # fmt: skip
+         "--dropout=0", "--checkpoint-every=0", "--verify-every=0", "--warmup=0", "--lr=3e-5",
+         "--min-lr=3e-5")  # fmt: skip
 
 
 def test_a_host_that_is_cut_gets_a_smaller_share(

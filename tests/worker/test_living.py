@@ -23,7 +23,7 @@ class Living(Training):
 
     @classmethod
     def flags(cls, corpus: Path) -> list[str]:
-        return [*super().flags(corpus), "--min-lr", "3e-4", "--warmup", "0"]
+        return [*super().flags(corpus), "--min-lr", "3e-5", "--warmup", "0"]
 
 
 class Drifting(Living):

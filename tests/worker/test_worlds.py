@@ -348,7 +348,7 @@ class Training(Hosts):
 
     @classmethod
     def flags(cls, corpus: Path) -> list[str]:
-        train = f"--model tiny --batch 12 --steps {cls.STEPS} --lr 3e-4 --dtype fp32 --dropout 0 --shares equal"
+        train = f"--model tiny --batch 12 --steps {cls.STEPS} --lr 3e-5 --dtype fp32 --dropout 0 --shares equal"
         return f"--data {corpus} {train} --device cpu --threads 1 --eval-every 0 --checkpoint-every 20".split()
 
     def losses(self) -> dict[int, float]:
