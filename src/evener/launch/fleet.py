@@ -34,7 +34,7 @@ from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.spec import MachineSpec
 from evener.core.units import size
-from evener.core.world import AGENT_FILE, KEPT_FILE, KEPT_OUT_FILE, KILLED_FILE, SAVE_FILE, memory_file
+from evener.core.world import AGENT_FILE, KEPT_FILE, KEPT_OUT_FILE, KILLED_FILE, NEEDS_FILE, SAVE_FILE, memory_file
 from evener.hosts.doctor import Survey, survey
 from evener.hosts.seen import AS_THE_FLEET_SAYS
 from evener.hosts.session import REMOTE, RemoteError, Session, Sessions, for_each, open_session
@@ -260,7 +260,7 @@ def start_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attac
         "attached": str(_hold_path(rundir)) if attached else None,
     }
     of_ranks = [memory_file(local_rank) for local_rank in range(host.num_ranks)]
-    of_before = (CLUSTER_FILE, KEPT_FILE, KEPT_OUT_FILE, KILLED_FILE, SAVE_FILE, *of_ranks)
+    of_before = (CLUSTER_FILE, KEPT_FILE, NEEDS_FILE, KEPT_OUT_FILE, KILLED_FILE, SAVE_FILE, *of_ranks)
     files = dict.fromkeys(of_before, None) | files_of_members(plan, host)
     if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()

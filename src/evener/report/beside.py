@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from evener.core.prediction import Prediction
 from evener.core.rundir import Manifest, RunDir
 from evener.core.spec import FLAGS
 from evener.core.step import StepRecord, aligned, first_of
@@ -174,7 +175,8 @@ def outcomes(both: Beside) -> Facts:
         ("peak memory", [_memory(run) for run in runs]),
         ("training time", [seconds(curve.spent_s[-1] if curve.spent_s else None) for curve in curves]),
     ]  # fmt: skip
-    costs = [_cost(run, curve) for run, curve in zip(runs, curves, strict=True)]
+    costs = [cost(run.prediction if curve.spent_s else None, run.manifest, curve.spent_s[-1] if curve.spent_s else 0.0)
+             for run, curve in zip(runs, curves, strict=True)]  # fmt: skip
     if any(kwh is not None for kwh, _ in costs):
         found.append(("electricity", ["not known" if kwh is None else f"{kwh:.3g} kWh" for kwh, _ in costs]))
     if any(money is not None for _, money in costs):
@@ -199,14 +201,16 @@ def _memory(run: Summary) -> str:
     return size(max(result.peak_memory_bytes)) if result and result.peak_memory_bytes else "not measured"
 
 
-def _cost(run: Summary, curve: Curve) -> tuple[float | None, float | None]:
-    """(kWh, money) of its steps, by what its fleet file says of its hosts; None where that does not say it of all."""
-    if run.prediction is None or not curve.spent_s:
+def cost(prediction: Prediction | None, manifest: Manifest, spent_s: float) -> tuple[float | None, float | None]:
+    """(kWh, money) of so many seconds of a run's steps, by what its fleet file says of its hosts; None where that does
+    not say it of all.
+    """
+    if prediction is None:
         return None, None
-    hosts = [run.prediction.cluster.hosts.get(name) for name in run.manifest.roster.hosts]
+    hosts = [prediction.cluster.hosts.get(name) for name in manifest.roster.hosts]
     watts = [host.watts for host in hosts if host is not None and host.watts is not None]
     prices = [host.price_per_h for host in hosts if host is not None and host.price_per_h is not None]
-    hours = curve.spent_s[-1] / 3600
+    hours = spent_s / 3600
     return (hours * sum(watts) / 1000 if len(watts) == len(hosts) else None,
             hours * sum(prices) if len(prices) == len(hosts) else None)  # fmt: skip
 

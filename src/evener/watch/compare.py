@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evener.core.units import count, seconds
-from evener.report.beside import differences
+from evener.report.beside import cost, differences
 from evener.report.chart import Chart, Line
 from evener.report.figures import PART_NAMES, SERIES_COLOURS
 from evener.report.smooth import averaged, smoothed
@@ -57,7 +57,7 @@ def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Piec
         "loss": plot("loss", _over(shown, axis, "loss, smoothed", _loss)),
         "validation": plot("validation", _over(shown, axis, "validation loss", view.validation)),
         "speed": plot("speed", _over(shown, axis, "tokens/s, smoothed", _speed, from_zero=True)),
-        "figures": render("table.html", head=FIGURES, rows=[_figures(*one, now) for one in shown.items()]),
+        "figures": _known_columns(FIGURES, [_figures(*one, now) for one in shown.items()]),
         "parts": render("table.html", head=["run", *PART_NAMES.values(), "sum"],
                         rows=[_parts(*one) for one in shown.items()]),
         "differences": _differences(shown),
@@ -97,12 +97,15 @@ def _over(readers: Mapping[str, Reader], axis: str, title: str, curve: Callable[
 
 
 FIGURES = ["run", "state", "steps", "loss", "best validation loss", "tokens/s", "step", "communication", "processes",
-           "hosts", "agree by", "training time"]  # fmt: skip
+           "hosts", "agree by", "training time", "electricity", "price"]  # fmt: skip
 
 
 def _figures(key: str, reader: Reader, now: float) -> list[str]:
     manifest, vals, newest = reader.manifest, view.validation(reader), view.newest_loss(reader)
     share, rate, walls_s = view.communication(reader), view.tokens_per_s(reader), reader.curves.shared["wall_s"].sums
+    plan, kwh, money = reader.plan, None, None
+    if manifest is not None and plan is not None:
+        kwh, money = cost(plan.prediction, manifest, sum(walls_s))
     return [
         key,
         health(reader, now).word,
@@ -116,7 +119,15 @@ def _figures(key: str, reader: Reader, now: float) -> list[str]:
         ", ".join(manifest.roster.hosts) if manifest else "–",
         str(manifest.roster.sync) if manifest else "–",
         seconds(sum(walls_s)) if walls_s else "–",
+        "–" if kwh is None else f"{kwh:.3g} kWh",
+        "–" if money is None else f"{money:.2f}",
     ]
+
+
+def _known_columns(head: list[str], rows: list[list[str]]) -> str:
+    """A table without the columns of which nothing is known of any run."""
+    kept = [i for i in range(len(head)) if any(row[i] != "–" for row in rows)]
+    return render("table.html", head=[head[i] for i in kept], rows=[[row[i] for i in kept] for row in rows])
 
 
 def _parts(key: str, reader: Reader) -> list[str]:
