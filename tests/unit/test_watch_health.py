@@ -18,7 +18,7 @@ from evener.core.runwriter import RunWriter
 from evener.core.step import StepCost
 from evener.core.vitals import Vitals
 from evener.watch import view
-from evener.watch.compare import row_of
+from evener.watch.compare import compare_pieces, row_of
 from evener.watch.health import health
 from evener.watch.metrics import exposition
 from evener.watch.pages import all_pieces, rank_pieces, status, word_pieces
@@ -51,15 +51,16 @@ def add_steps(run: RunWriter, num: int, **cost: float) -> None:
             file.write(lines)
 
 
-def predict(run: RunWriter, step_s: float) -> None:
-    """The planner had said so."""
+def predict(run: RunWriter, step_s: float, **of_host: float) -> None:
+    """The planner had said so, and the fleet file that of each host."""
     roster = run.manifest().roster
     seats = [Seat(host=member.host, device=member.device) for member in roster.members]
     parts = StepCost(**(MEASURED | {"compute_s": step_s - STEP_S + 0.1}))
     cost = RankCost(cost=parts, sync_s=0.0, bytes=0, memory_bytes=None)
     option = Option(name="ddp", roster=roster, ranks=[cost for _ in seats], step_s=step_s, tokens_per_s=1024 / step_s,
                     speedup_vs_best_host=None, bytes_per_rank=0, loss_penalty=0.0)  # fmt: skip
-    cluster = Cluster(seats=seats, hosts={"h": HostRates(tokens_per_s={"fp32": 1e4})})
+    rates = HostRates(tokens_per_s={"fp32": 1e4}, **of_host)
+    cluster = Cluster(seats=seats, hosts={"h": rates, **dict.fromkeys(roster.hosts, rates)})
     prediction = Prediction(job=job_of(model="tiny"), cluster=cluster, verdict="", recommended="ddp", chosen="ddp",
                             options=[option])  # fmt: skip
     host = HostPlan(name="h", host=Host(address="local"), node_rank=0, first_rank=0, num_ranks=2, address="127.0.0.1",
@@ -233,3 +234,12 @@ def test_no_event_ends_the_page(tmp_path, write_run, events, verdict):
     assert all_pieces(reader, "time", SOON)["events"]
     assert row_of("run", reader, SOON)["key"] == "run"
     assert "evener_steps" in exposition({"run": reader})
+
+
+def test_beside_each_other_they_tell_what_they_cost(run):
+    """60 steps on one host of 400 W that costs 36 an hour; of none of them, no such column."""
+    assert "kWh" not in compare_pieces({"one": read(run)}, "step", SOON)["figures"]
+    predict(run, 0.1, watts=400.0, price_per_h=36.0)
+    told = compare_pieces({"one": read(run)}, "step", SOON)["figures"]
+    assert f"{400 * 60 * STEP_S / 3.6e6:.3g} kWh" in told
+    assert f">{36 * 60 * STEP_S / 3600:.2f}<" in told
