@@ -37,6 +37,11 @@ raise SystemExit(int(go.read_text() or 0) if go.exists() else 9)
 """
 
 
+def own_go(home: Path) -> list[str]:
+    """The same, where each host's ranks wait for a file of their own."""
+    return [str(home.parent / "rank.py"), str(home / "go")]
+
+
 class Hosts:
     """A run's agents."""
 
@@ -118,8 +123,8 @@ class Hosts:
 def hosts(tmp_path: Path) -> Iterator[Callable[[str], Hosts]]:
     made: list[Hosts] = []
 
-    def make(names: str) -> Hosts:
-        made.append(Hosts(tmp_path, names))
+    def make(names: str, program: Callable[[Path], list[str]] | None = None) -> Hosts:
+        made.append(Hosts(tmp_path, names, program))
         return made[-1]
 
     yield make
@@ -225,70 +230,59 @@ def test_what_fails_always_ends(hosts: Callable[[str], Hosts]) -> None:
 
 
 @pytest.mark.parametrize(("status", "times"), [("2", 1), ("1", 4)])
-def test_what_fails_always_on_one_host_the_others_do_without(tmp_path: Path, status: str, times: int) -> None:
+def test_what_fails_always_on_one_host_the_others_do_without(
+    hosts: Callable[..., Hosts], tmp_path: Path, status: str, times: int
+) -> None:
     """At once where its ranks refuse after all have trained; else after the fourth time in a row."""
-    fleet = Hosts(tmp_path, "abc", lambda home: [str(tmp_path / "rank.py"), str(home / "go")])
-    try:
-        fleet.until_in(0, "abc")
-        next(one for one in fleet.ranks("b")).kill()
-        fleet.until_in(1, "abc")
-        (tmp_path / "c" / "go").write_text(status)
-        assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
-        fleet.until_in(1 + times, "ab")
-        (event,) = RunDir(tmp_path / "c").events()
-        assert (event["event"], event["host"]) == ("run.leaves", "c")
-        told = f"c leaves the run: rank 2 ended with exit code {status}"
-        assert event["error"] == told + " 4 times, and nothing was saved in between" * (times > 1)
-        for name in "ab":
-            (tmp_path / name / "go").write_text("0")
-        assert [fleet.agents[name].wait(TIMEOUT_S) for name in "ab"] == [0, 0]
-    finally:
-        for name, agent in fleet.agents.items():
-            if agent.poll() is None:
-                fleet.kill(name)
+    fleet = hosts("abc", own_go)
+    fleet.until_in(0, "abc")
+    next(one for one in fleet.ranks("b")).kill()
+    fleet.until_in(1, "abc")
+    (tmp_path / "c" / "go").write_text(status)
+    assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
+    fleet.until_in(1 + times, "ab")
+    (event,) = RunDir(tmp_path / "c").events()
+    assert (event["event"], event["host"]) == ("run.leaves", "c")
+    told = f"c leaves the run: rank 2 ended with exit code {status}"
+    assert event["error"] == told + " 4 times, and nothing was saved in between" * (times > 1)
+    for name in "ab":
+        (tmp_path / name / "go").write_text("0")
+    assert [fleet.agents[name].wait(TIMEOUT_S) for name in "ab"] == [0, 0]
 
 
-def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(tmp_path: Path) -> None:
+def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(
+    hosts: Callable[..., Hosts], tmp_path: Path
+) -> None:
     """What its agent writes down fits there all the time."""
-    fleet = Hosts(tmp_path, "abc", lambda home: [str(tmp_path / "rank.py"), str(home / "go")])
-    try:
-        fleet.until_in(0, "abc")
-        with (tmp_path / "ballast").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, 1 << 29)
-        (tmp_path / "c" / "go").write_text(str(NO_ROOM))
-        fleet.until_in(1, "ab")
-        (event,) = RunDir(tmp_path / "c").events()
-        assert (event["event"], event["host"]) == ("run.no-room", "c")
-        (tmp_path / "c" / "go").unlink()
-        (tmp_path / "ballast").unlink()
-        fleet.until(lambda: "this host has room again" in (tmp_path / "c" / "log").read_text())
-        fleet.until(lambda: (tmp_path / "a" / "host" / "waiting").exists())
-        next(one for one in fleet.ranks("a")).kill()
-        fleet.until_in(2, "abc")
-        for name in "abc":
-            (tmp_path / name / "go").write_text("0")
-        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
-    finally:
-        for name, agent in fleet.agents.items():
-            if agent.poll() is None:
-                fleet.kill(name)
+    fleet = hosts("abc", own_go)
+    fleet.until_in(0, "abc")
+    with (tmp_path / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 29)
+    (tmp_path / "c" / "go").write_text(str(NO_ROOM))
+    fleet.until_in(1, "ab")
+    (event,) = RunDir(tmp_path / "c").events()
+    assert (event["event"], event["host"]) == ("run.no-room", "c")
+    (tmp_path / "c" / "go").unlink()
+    (tmp_path / "ballast").unlink()
+    fleet.until(lambda: "this host has room again" in (tmp_path / "c" / "log").read_text())
+    fleet.until(lambda: (tmp_path / "a" / "host" / "waiting").exists())
+    next(one for one in fleet.ranks("a")).kill()
+    fleet.until_in(2, "abc")
+    for name in "abc":
+        (tmp_path / name / "go").write_text("0")
+    assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
 
 
-def test_without_room_on_the_first_of_two_the_other_goes_on(tmp_path: Path) -> None:
+def test_without_room_on_the_first_of_two_the_other_goes_on(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     """It is no cut: the first says so."""
-    fleet = Hosts(tmp_path, "ab", lambda home: [str(tmp_path / "rank.py"), str(home / "go")])
-    try:
-        fleet.until_in(0, "ab")
-        (tmp_path / "a" / "host" / "needs").write_text(str(1 << 60))
-        (tmp_path / "a" / "go").write_text(str(NO_ROOM))
-        fleet.until_in(1, "b")
-        assert f"its checkpoints need {(1 << 60) / 1e9:.2f} GB" in (tmp_path / "a" / "log").read_text()
-        (tmp_path / "b" / "go").write_text("0")
-        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0]
-    finally:
-        for name, agent in fleet.agents.items():
-            if agent.poll() is None:
-                fleet.kill(name)
+    fleet = hosts("ab", own_go)
+    fleet.until_in(0, "ab")
+    (tmp_path / "a" / "host" / "needs").write_text(str(1 << 60))
+    (tmp_path / "a" / "go").write_text(str(NO_ROOM))
+    fleet.until_in(1, "b")
+    assert f"its checkpoints need {(1 << 60) / 1e9:.2f} GB" in (tmp_path / "a" / "log").read_text()
+    (tmp_path / "b" / "go").write_text("0")
+    assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0]
 
 
 def test_where_all_leave_the_run_has_failed(hosts: Callable[[str], Hosts]) -> None:

@@ -286,8 +286,8 @@ def _in_figures(chart: Chart) -> Markup:
     """A few points of each line; where two lines have none at the same place, the nearest before it."""
     name = "after step" if chart.x_title == "step" else chart.x_title
     everywhere = sorted({x for line in chart.lines for x in line.x})
-    shown = {everywhere[i] for i in _spread(len(everywhere))}
-    shown |= {line.x[i] for line in chart.lines for i in _spread(len(line.x)) if len(line.x) <= MOST_ROWS}
+    shown = {everywhere[i] for i in spread(len(everywhere))}
+    shown |= {line.x[i] for line in chart.lines for i in spread(len(line.x)) if len(line.x) <= MOST_ROWS}
     cell, head = Markup('<td class="number" data-label="{}">{}</td>'), Markup('<th class="number">{}</th>')
     rows = []
     for x in sorted(shown):
@@ -305,8 +305,12 @@ def _in_figures(chart: Chart) -> Markup:
              Markup().join(rows))  # fmt: skip
 
 
-def _spread(num: int) -> list[int]:
-    """Places of a few that are spread over all, the first and the last among them."""
+def spread(num: int) -> list[int]:
+    """Places of a few that are spread over all, the first and the last among them.
+
+    >>> spread(3), spread(1000)[:3]
+    ([0, 1, 2], [0, 111, 222])
+    """
     most = min(MOST_ROWS, num)
     return sorted({round(i * (num - 1) / max(1, most - 1)) for i in range(most)})
 

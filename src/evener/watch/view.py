@@ -13,7 +13,7 @@ from evener.core.progress import seconds_left
 from evener.core.rundir import Manifest
 from evener.core.step import StepCost
 from evener.core.units import count, median, percentile, plural, seconds, size
-from evener.report.chart import Band, Chart, Line
+from evener.report.chart import Band, Chart, Line, spread
 from evener.report.events import Told, tell
 from evener.report.figures import PART_COLOURS, PART_NAMES, SERIES_COLOURS
 from evener.report.hosts import host_table
@@ -27,7 +27,6 @@ from evener.watch.series import Points
 RECENT = 20  # steps over which rates are taken
 MAX_EVENTS = 100
 MAX_STRIPS = 16
-TABLE_ROWS = 10
 AXES = {"step": "step", "tokens": "tokens", "time": "time spent in steps"}
 
 
@@ -325,9 +324,7 @@ def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
     >>> _some([5, 6, 7])
     [(0, 5), (1, 6), (2, 7)]
     """
-    num = min(TABLE_ROWS, len(steps))
-    chosen = sorted({round(i * (len(steps) - 1) / max(1, num - 1)) for i in range(num)})
-    return [(i, steps[i]) for i in chosen]
+    return [(i, steps[i]) for i in spread(len(steps))]
 
 
 # --- who does what ----------------------------------------------------------------------------------------------------
