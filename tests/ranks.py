@@ -39,11 +39,12 @@ class Ended:
 
 
 class Server:
-    """This program, for whoever gives it jobs."""
+    """This program, for whoever gives it jobs; `within` is a command that starts another one."""
 
-    def __init__(self, env: dict[str, str]) -> None:
-        self._process = subprocess.Popen([sys.executable, __file__], env=env, stdin=subprocess.PIPE,
+    def __init__(self, env: dict[str, str], within: tuple[str, ...] = ()) -> None:
+        self._process = subprocess.Popen([*within, sys.executable, __file__], env=env, stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, text=True)  # fmt: skip
+        self.pid = self._process.pid
 
     def run(self, folder: Path, args: list[str], ranks: int = 1, env: dict[str, str] | None = None,
             **what: str) -> Ended:  # fmt: skip
@@ -61,6 +62,8 @@ class Server:
 
 
 def preload() -> None:
+    import torch._dynamo  # noqa: F401  (by the first optimizer of a process)
+
     import evener.worker.loop
     import evener.worker.run
     import evener.worker.sync.choose  # noqa: F401

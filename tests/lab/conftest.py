@@ -51,12 +51,13 @@ def pair(make_lab: MakeLab) -> Lab:
     return make_lab(a=HostSpec(), b=HostSpec())
 
 
-def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], within_s: float = TIMEOUT_S) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], within_s: float = TIMEOUT_S,
+               every_s: float = 0.1) -> None:  # fmt: skip
     """Poll with a deadline. `what` was waited for, or what there is to be seen when it did not come."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, what() if callable(what) else what
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def come_home(run: RunDir) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tests.lab.conftest import MakeLab, come_home, rank_on, wait_until, worlds_o
 pytestmark = pytest.mark.slow
 WITHIN_S = 300.0  # of a machine as busy as it likes
 FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",
-         "--eval-every=0", "--dropout=0", "--checkpoint-every=20", "--shares=equal")  # fmt: skip
+         "--eval-every=0", "--dropout=0", "--checkpoint-every=5", "--shares=equal")  # fmt: skip
 
 
 @pytest.mark.parametrize(("full", "words_fit"), [("a", False), ("c", False), ("a", True)])
@@ -27,7 +27,7 @@ def test_whose_disk_is_full_the_others_do_without_until_there_is_room(
 ) -> None:
     """Also where its agent can still write down what it says, and only checkpoints do not fit."""
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
-    lab = make_lab(file, **{name: HostSpec(disk="1GB") for name in "abc"})
+    lab = make_lab(file, **{name: HostSpec(rate="20Mbit", disk="1GB") for name in "abc"})
     evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
     argv = [*evener, "train", "--fleet", str(file), "--data", str(corpus), *FLAGS, "--out=run"]
     with (tmp_path / "told").open("wb") as told:

@@ -44,6 +44,9 @@ def _dotted(raw: bytes) -> str:
     return socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
 
 
+OFTEN_S = 0.01  # from look to look: some sockets are there for a moment
+
+
 @pytest.mark.parametrize("membership", ["fixed", "restart", "live"])
 def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path, membership: str) -> None:  # noqa: F811
     """From before the launch until steps are taken, whenever somebody looks: store, Gloo, agents, and the look at the
@@ -67,7 +70,7 @@ def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path, 
     run = f"runs/{membership}"
     command = fleet.start("train", "--data", str(corpus), *FLAGS, "--membership", membership, "--out", run, "--detach")
     try:
-        wait_until(is_started, "it is started")
+        wait_until(is_started, "it is started", every_s=OFTEN_S)
         plan = find_plan(fleet.rundir(run))
         assert command.wait() == 0, command.told()
         assert plan is not None
@@ -77,7 +80,7 @@ def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path, 
             look()
             return all(any(path.stat().st_size for path in folder.glob("*")) for folder in folders)
 
-        wait_until(trains, "both take steps")
+        wait_until(trains, "both take steps", every_s=OFTEN_S)
         for host, place in zip(hosts, plan.hosts, strict=True):
             assert place.address == host.address
             assert {one.address for one in seen[host.name]} == {host.address}

@@ -27,7 +27,7 @@ def test_a_host_is_added_to_a_run_that_goes_on(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
-    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    lab = make_lab(file, **{name: HostSpec(rate="20Mbit") for name in "abc"})
     argv = [*EVENER, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
     with (tmp_path / "told").open("wb") as told:
         running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)
@@ -83,7 +83,7 @@ def test_a_host_is_added_to_a_run_that_goes_on(
 def test_a_host_is_added_while_another_one_is_off(make_lab: MakeLab, tmp_path: Path, corpus: Path) -> None:
     """Who is off hears of it when it is back, and is in a world with a host of which nobody had told it."""
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
-    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    lab = make_lab(file, **{name: HostSpec(rate="20Mbit") for name in "abc"})
     argv = [*EVENER, "train", "--fleet", str(file), "--hosts=a,b", "--data", str(corpus), *FLAGS, "--out=run"]
     with (tmp_path / "told").open("wb") as told:
         running = subprocess.Popen(argv, cwd=tmp_path, stdout=told, stderr=told)

@@ -33,7 +33,7 @@ def test_a_run_on_a_fleet_is_seen_saved_and_stopped_from_the_page(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, page: Page, watch: Callable[..., Watched]  # noqa: F811
 ) -> None:  # fmt: skip
     """A rank is killed meanwhile, and the page tells who is let in again."""
-    lab = make_lab(tmp_path / "fleet.toml", a=HostSpec(), b=HostSpec())
+    lab = make_lab(tmp_path / "fleet.toml", a=HostSpec(rate="20Mbit"), b=HostSpec(rate="20Mbit"))
     fleet = Fleet(lab, tmp_path / "fleet.toml", tmp_path)
     fleet.ok("train", "--data", str(corpus), *FLAGS, "--out", "run", "--detach")
     run = fleet.rundir("run")

@@ -61,9 +61,9 @@ class Started:
         wait_until(lambda: not self.processes(), lambda: f"{self.processes()} {self.told()}")
 
 
-def long_run(corpus: Path, ranks: int, out: str = "run") -> list[str]:
+def long_run(corpus: Path, ranks: int, out: str = "run", compiled: str = "off") -> list[str]:
     """What starts a run that would take hours."""
-    flags = ["--ranks", str(ranks), "--steps", "1000000", "--eval-every", "0", "--out", out]
+    flags = ["--ranks", str(ranks), "--steps", "1000000", "--eval-every", "0", "--out", out, "--compile", compiled]
     return ["train", "--data", str(corpus), *TINY, *flags]
 
 
@@ -72,8 +72,8 @@ def begin(tmp_path, corpus):
     """Starts a run of some ranks that would take hours, and returns it some steps after its start."""
     begun = []
 
-    def begin(ranks: int) -> Started:
-        begun.append(Started(tmp_path, *long_run(corpus, ranks)))
+    def begin(ranks: int, compiled: str = "off") -> Started:
+        begun.append(Started(tmp_path, *long_run(corpus, ranks, compiled=compiled)))
         begun[-1].wait_for_steps(ranks - 1, 4)
         return begun[-1]
 
@@ -135,7 +135,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, begin, ranks):
-    started = begin(ranks)
+    started = begin(ranks, "auto" if ranks == 1 else "off")  # a compiled model, where there is a compiler
     run = started.run
     started.process.send_signal(signal.SIGINT)
     assert started.process.wait(TIMEOUT_S) == 130
@@ -294,7 +294,7 @@ def test_what_only_the_worker_can_see_is_one_line_too_and_leaves_nothing(tmp_pat
 
 def test_max_s_stops_and_saves(tmp_path, corpus):
     done = evener(
-        tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "1000000", "--max-s", "1", "--out", "run", "--json"
+        tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "100000", "--max-s", "1", "--out", "run", "--json"
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "stopped"

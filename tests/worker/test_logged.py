@@ -38,7 +38,8 @@ def test_ctrl_c_ends_the_run_and_the_logger_hears_all_of_it(tmp_path, corpus):
     started = Started(tmp_path, *long_run(corpus, 2), "--log", "tensorboard")
     try:
         started.wait_for_steps(1, 4)
-        wait_until(lambda: scalars(started.run, "train/loss"), started.told)  # while it goes on
+        folder = started.run.path / "tensorboard"
+        wait_until(lambda: folder.exists() and scalars(started.run, "train/loss"), started.told)  # while it goes on
         started.process.send_signal(signal.SIGINT)
         assert started.process.wait(TIMEOUT_S) == 130
         started.wait_gone()

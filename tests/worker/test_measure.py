@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import statistics
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,8 @@ from evener.core.rundir import RunDir
 from evener.core.step import PARTS
 from evener.report.summary import summarize
 
-from ..conftest import module_argv
+from ..conftest import ENV, wait_until
+from ..ranks import Server
 
 
 def test_parts_sum_to_the_step_within_one_percent(tmp_path, train):
@@ -75,11 +78,32 @@ def test_waiting_is_charged_to_the_rank_that_waits(tmp_path, run_script):
 
 
 LARGEST_SEGMENT = 1 << 16  # bytes, on a loopback
-WIDE = "--model tiny --width 256"
+WIDE = "--model tiny --width 256 --block-size 16 --batch 6"  # few tokens: what is exchanged does not depend on them
 TABLES = "--model d4 --width 256 --num-heads 4 --num-layers 2 --block-size 64"  # a head of its own, value embeddings
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Server]:
+    """Ranks that have a loopback which nobody else uses."""
+    own = ("unshare", "--map-root-user", "--net")
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare (util-linux)")
+    tried = subprocess.run([*own, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"no network namespace of one's own here: {tried.stderr.strip()}")
+    server = Server(ENV, (*own, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"))
+    wait_until(lambda: Path(f"/proc/{server.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink())
+    yield server
+    server.close()
+
+
+def sent(server: Server) -> tuple[int, int]:
+    """Bytes out of the server's loopback so far, and segments that were sent again."""
+    [loopback] = [line for line in Path(f"/proc/{server.pid}/net/dev").read_text().splitlines() if "lo:" in line]
+    [_, tcp] = [line for line in Path(f"/proc/{server.pid}/net/snmp").read_text().splitlines() if "Tcp:" in line]
+    return int(loopback.split()[9]), int(tcp.split()[12])
+
+
 @pytest.mark.parametrize(
     ("sync", "ranks", "flags"),
     [
@@ -94,30 +118,20 @@ TABLES = "--model d4 --width 256 --num-heads 4 --num-layers 2 --block-size 64"  
         ("diloco:10:streamed", 2, WIDE),
     ],
 )
-def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, sync, ranks, flags):
+def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, alone, sync, ranks, flags):
     """What the strategy states for every rank and step, against the counter of a loopback that nobody else uses.
 
     Where a receiver has to wait for its processor its queue overflows, and TCP sends again what it lost.
     """
     flags = f"--data {corpus} {flags} --sync {sync} --shares equal --eval-tokens 64 --threads 1"
-    argv = " ".join(module_argv(ranks, "evener.worker", []))
-    source = f"""
-set -e
-ip link set lo up
-export GLOO_SOCKET_IFNAME=docker0  # a run on one machine takes the loopback whatever is set or resolved
-sent() {{  # bytes out of this namespace's loopback, and segments that were sent again
-    echo $(awk '/lo:/ {{ print $10 }}' /proc/net/dev) $(awk '/Tcp: [0-9]/ {{ print $13 }}' /proc/net/snmp)
-}}
-run() {{ {argv} {flags} --out {tmp_path}/$1 --steps $2 > {tmp_path}/$1.log 2>&1; }}
-sent; run short 5; sent; run long 35; sent
-"""
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--net", "sh", "-c", source], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0 and "unshare" in done.stderr:
-        pytest.skip(f"no network namespace of one's own here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr + (tmp_path / "short.log").read_text()
-    (a, _), (b, at_first), (c, at_last) = (map(int, line.split()) for line in done.stdout.splitlines())
+    env = {"GLOO_SOCKET_IFNAME": "docker0"}  # a run on one machine takes the loopback whatever is set or resolved
+    seen = [sent(alone)]
+    for name, steps in (("short", 5), ("long", 35)):
+        argv = [*flags.split(), "--out", str(tmp_path / name), "--steps", str(steps)]
+        ended = alone.run(tmp_path / f"said-{name}", argv, ranks, env, module="evener.worker")
+        assert not any(ended.statuses), ended.said("err")
+        seen.append(sent(alone))
+    (a, _), (b, at_first), (c, at_last) = seen
     counted = (c - b) - (b - a)  # of 30 steps; what starting and ending costs is in both
     long_bytes, short_bytes = (
         sum(record.bytes for rank in range(ranks) for record in RunDir(tmp_path / name).records(rank))

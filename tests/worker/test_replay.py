@@ -16,25 +16,25 @@ from safetensors.torch import load_file, save_file
 from evener.core.files import digest_of
 from evener.core.rundir import RunDir
 
-from ..conftest import ENV, Started
+from ..conftest import ENV
 
 FLAGS = ("--steps", "30", "--checkpoint-every", "10", "--eval-every", "0", "--lr", "0.001", "--keep", "3")
 
 
-def start_run(out, corpus, *args, ranks=2):
+def start_run(server, out, corpus, *args, ranks=2):
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--out", str(out), "--threads", "1",
              "--dtype", "fp32", "--shares", "equal", *FLAGS, *args]  # fmt: skip
-    started = Started(out, ranks, flags)
-    assert started.wait() == 0, started.text()
-    return started.dir
+    ended = server.run(out.with_name(f"{out.name}-said"), flags, ranks, module="evener.worker")
+    assert not any(ended.statuses), ended.said("err")
+    return RunDir(out)
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory, corpus):
+def original(tmp_path_factory, corpus, server):
     """Two ranks, on a corpus of their own, which tests copy and change."""
     place = tmp_path_factory.mktemp("replay")
     shutil.copytree(corpus, place / "corpus")
-    return start_run(place / "run", place / "corpus")
+    return start_run(server, place / "run", place / "corpus")
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def tamper(run, rank, step, **values):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_ranks_run_is_that_of_one_process(original, tmp_path, corpus):
+def test_the_ranks_run_is_that_of_one_process(original, tmp_path, corpus, server):
     """Beside it an uninterrupted run of one process, which is what a replay has to come to."""
-    alone = start_run(tmp_path / "alone", corpus, ranks=1).records(0)
+    alone = start_run(server, tmp_path / "alone", corpus, ranks=1).records(0)
     before = files(original.path)
     for first, flags in ((20, ("10",)), (10, ("20",)), (0, ("30",)), (10, ("5", "--from-step", "10"))):
         found = replay(original, *flags)
@@ -83,7 +83,7 @@ def test_the_ranks_run_is_that_of_one_process(original, tmp_path, corpus):
             assert step["grad_norm"] == pytest.approx(alone[step["step"]].grad_norm, rel=1e-4)
         assert 0 <= found["verdict"]["largest_loss"] < 1e-6
     assert files(original.path) == before
-    assert {path.name for path in tmp_path.iterdir()} == {"alone", "alone.log"}
+    assert {path.name for path in tmp_path.iterdir()} == {"alone", "alone-said"}
 
 
 def test_it_tells_a_person(original, tmp_path):
@@ -186,23 +186,23 @@ def test_a_wrong_reduction_is_found(tmp_path, corpus, run_script):
 
 
 @pytest.mark.parametrize(("flags", "kind"), [(("--dtype", "bf16"), "bf16 rounds"), (("--sync", "int8"), "--sync int8")])
-def test_what_is_not_exact_is_compared_loosely(tmp_path, corpus, flags, kind):
-    found = replay(start_run(tmp_path / "run", corpus, *flags), "20")
+def test_what_is_not_exact_is_compared_loosely(tmp_path, corpus, flags, kind, server):
+    found = replay(start_run(server, tmp_path / "run", corpus, *flags), "20")
     assert found["passes"]
     assert found["tolerance"]["why"].startswith(kind)
     assert found["tolerance"]["later"][0] > 2 * found["verdict"]["largest_loss"]
 
 
-def test_dropout_of_one_rank_is_drawn_again_and_of_two_refused(tmp_path, corpus):
-    alone = start_run(tmp_path / "one", corpus, "--dropout", "0.1", ranks=1)
+def test_dropout_of_one_rank_is_drawn_again_and_of_two_refused(tmp_path, corpus, server):
+    alone = start_run(server, tmp_path / "one", corpus, "--dropout", "0.1", ranks=1)
     for num_steps in (10, 30):
         assert replay(alone, num_steps)["verdict"]["largest_loss"] == 0.0
-    two = start_run(tmp_path / "two", corpus, "--dropout", "0.1", "--steps", "3")
+    two = start_run(server, tmp_path / "two", corpus, "--dropout", "0.1", "--steps", "3")
     refused = verify(two, "--replay", "2", status=2).stderr
     assert "cannot be replayed: it trained with dropout, which each of its ranks drew for itself" in refused
 
 
-def test_what_cannot_be_replayed_says_why(run, tmp_path, corpus, run_script):
+def test_what_cannot_be_replayed_says_why(run, tmp_path, corpus, run_script, server):
     far = verify(run, "--replay", "31", status=2).stderr
     assert "no checkpoint is followed by 31 recorded steps: 30 after step 0, 20 after step 10, 10 after step 20" in far
     assert "hint:  --replay 30" in far
@@ -211,7 +211,7 @@ def test_what_cannot_be_replayed_says_why(run, tmp_path, corpus, run_script):
     assert "--from-step" in verify(run, "--from-step", "3", status=2).stderr
     assert "not a run directory" in verify(tmp_path, "--replay", "3", status=2).stderr
 
-    drifts = start_run(tmp_path / "drifts", corpus, "--sync", "diloco:2", "--steps", "4")
+    drifts = start_run(server, tmp_path / "drifts", corpus, "--sync", "diloco:2", "--steps", "4")
     assert "its replicas drift apart" in verify(drifts, "--replay", "2", status=2).stderr
 
     def manifest(**changes):
