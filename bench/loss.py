@@ -1,7 +1,8 @@
 """What does each way of agreeing cost in loss, at equal tokens? Real runs on local ranks, beside one process alone.
 
     python bench/loss.py --data FOLDER [--shape small|char] [--syncs ddp,int8,…] [--ranks 2] [--seeds 1,2,3]
-                         [--batch 16] [--steps 2000] [--minutes M]     run what is missing, for at most so long
+                         [--batch 16] [--steps 2000] [--dtype bf16|fp32] [--minutes M]
+                                                                       run what is missing, for at most so long
     python bench/loss.py --table                                       what is there
 
 Loss does not depend on the link, so no network is needed: the ranks train here, with the Sync that a fleet would have.
@@ -35,7 +36,7 @@ SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "powersgd:16", "
          "diloco:10:int8", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30:int8",
          "diloco:30:int4")  # fmt: skip
 LAST = 100  # steps whose losses are the training loss
-Key = tuple[str, str, str, int, int, int, int]  # corpus, shape, sync, ranks, batch, steps, seed
+Key = tuple[str, str, str, str, int, int, int, int]  # corpus, shape, dtype, sync, ranks, batch, steps, seed
 Line = dict[str, Any]  # what a run came to, in RESULTS
 
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens that all ranks have together")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--minutes", type=float, help="begin no run that would end later")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -64,7 +66,7 @@ def run_missing(options: argparse.Namespace) -> None:
     # Seed by seed, so that a bench that was stopped has compared all of them.
     for seed in map(int, options.seeds.split(",")):
         for sync, ranks in ways:
-            key = (options.data.name, options.shape, sync, ranks, options.batch, options.steps, seed)
+            key = (options.data.name, options.shape, options.dtype, sync, ranks, options.batch, options.steps, seed)
             if key in {key_of(row) for row in rows()}:
                 continue
             left_s = (options.minutes or 1e9) * 60 - (time.monotonic() - began)
@@ -80,13 +82,13 @@ def run_missing(options: argparse.Namespace) -> None:
 
 def run(data: Path, key: Key) -> Line:
     """One run to its end, as its line."""
-    corpus, shape, sync, ranks, batch, steps, seed = key
+    corpus, shape, dtype, sync, ranks, batch, steps, seed = key
     threads = max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "data": data, "model": "char", "dropout": 0, "steps": steps, "seed": seed, "batch": batch,
             "threads": threads, "lr": 1e-3, "eval-every": 0, "eval-tokens": load_corpus(data).num_tokens("val"),
-            "checkpoint-every": 0, "verify-every": 200, "device": "cpu", "compile": "off",
+            "checkpoint-every": 0, "verify-every": 200, "device": "cpu", "compile": "off", "dtype": dtype,
             "shares": ":".join(["1"] * ranks), "out": f"{folder}/run",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()] + SHAPES[shape]
@@ -102,7 +104,7 @@ def run(data: Path, key: Key) -> Line:
         assert manifest.result is not None
         return {
             "corpus": corpus, "shape": shape, "sync": sync, "ranks": ranks, "batch": batch, "steps": steps,
-            "seed": seed, "params": manifest.num_params, "dtype": manifest.roster.dtypes,
+            "seed": seed, "params": manifest.num_params, "dtype": dtype,
             "val_loss": manifest.result.val_loss,
             "train_loss": statistics.mean(record.loss for record in records[-LAST:] if record.loss is not None),
             "bytes_per_step": statistics.mean(record.bytes for record in records),
@@ -116,7 +118,16 @@ def rows() -> list[Line]:
 
 
 def key_of(row: Line) -> Key:
-    return (row["corpus"], row["shape"], row["sync"], row["ranks"], row["batch"], row["steps"], row["seed"])
+    return (
+        row["corpus"],
+        row["shape"],
+        row["dtype"],
+        row["sync"],
+        row["ranks"],
+        row["batch"],
+        row["steps"],
+        row["seed"],
+    )
 
 
 def print_table() -> None:

@@ -6,9 +6,12 @@ import json
 import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from evener.core.roster import parse_sync
+from evener.core.roster import Member, Roster, parse_sync
+from evener.core.shape import preset_shape
+from evener.core.spec import RunSpec, TrainSpec
 from evener.plan import penalty
 from evener.plan.penalty import MEASURED, Measured, Watch, loss_penalty
 
@@ -17,10 +20,10 @@ ROWS = [json.loads(line) for line in BENCH.read_text().splitlines()]
 OURS = [row for row in MEASURED if row.source.startswith("bench/loss.py")]
 
 
-def measured(sync: str, ranks: int, batch: int = 16) -> dict[int, dict]:
+def measured(sync: str, ranks: int, batch: int = 16, dtype: str = "bf16") -> dict[int, dict]:
     return {row["seed"]: row for row in ROWS
-            if (row["sync"], row["ranks"], row["batch"], row["shape"], row["steps"]) ==
-            (sync, ranks, batch, "small", 2000)}  # fmt: skip
+            if (row["sync"], row["ranks"], row["batch"], row["dtype"], row["shape"], row["steps"]) ==
+            (sync, ranks, batch, dtype, "small", 2000)}  # fmt: skip
 
 
 def batch_of(row: Measured) -> int:
@@ -30,7 +33,8 @@ def batch_of(row: Measured) -> int:
 @pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.sync}-{row.ranks}-{batch_of(row)}")
 def test_our_own_are_those_of_the_bench(row):
     batch = batch_of(row)
-    alone, found = measured("one process", 1, batch), measured(row.sync, row.ranks, batch)
+    dtype = row.dtype or "bf16"
+    alone, found = measured("one process", 1, batch, dtype), measured(row.sync, row.ranks, batch, dtype)
     seeds = sorted(alone.keys() & found.keys())
     mine, theirs = (statistics.mean(one[seed]["val_loss"] for seed in seeds) for one in (found, alone))
     assert row.penalty == round(mine / theirs - 1, 4) != 0  # 0 is what costs nothing
@@ -42,11 +46,11 @@ def test_our_own_are_those_of_the_bench(row):
 
 
 def test_what_the_bench_measured_is_in_the_table():
-    ours = {(row.sync, row.ranks, batch_of(row)) for row in OURS}
-    for sync, ranks, batch in {(row["sync"], row["ranks"], row["batch"]) for row in ROWS if row["ranks"] > 1}:
-        compared = measured(sync, ranks, batch).keys() & measured("one process", 1, batch).keys()
-        if compared and loss_penalty(parse_sync(sync), 10**6, ranks)[1] != "exact":
-            assert (sync, ranks, batch) in ours
+    ours = {(row.sync, row.ranks, batch_of(row), row.dtype or "bf16") for row in OURS}
+    for sync, *how in {(row["sync"], row["ranks"], row["batch"], row["dtype"]) for row in ROWS if row["ranks"] > 1}:
+        compared = measured(sync, *how).keys() & measured("one process", 1, *how[1:]).keys()
+        if compared and loss_penalty(parse_sync(sync), 10**6, how[0])[1] != "exact":
+            assert (sync, *how) in ours
 
 
 def test_packed_has_the_loss_of_ddp_to_the_last_digit():
@@ -100,6 +104,42 @@ def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back()
     told = [i for i, error in enumerate(errors) if watch.hear(error) is not None]
     assert told == [10, 24]  # when most of the latest five are beyond
     assert all(watch.hear(error) is None for error in [within] * 5 + [beyond, within] * 2)
+
+
+def test_no_run_is_called_beyond_what_was_measured_in_it():
+    """Each of the bench's, of two ranks and of more, which code twice."""
+    told = [(row["sync"], row["ranks"], error) for row in ROWS if row.get("errors")
+            for watch in [Watch(parse_sync(row["sync"]), row["ranks"])] for error in row["errors"]
+            if watch.hear(error) is not None]  # fmt: skip
+    assert told == []
+    assert {row["ranks"] for row in ROWS if row.get("errors") and row["sync"] == "int8"} == {2, 3}
+
+
+def test_what_two_codings_lose_adds_up_as_squares_do():
+    """Where three ranks were measured it is no more than that; where they were not, so much."""
+    int4, int8 = parse_sync("int4"), parse_sync("int8")
+    assert penalty.most_error(int4, 3) == penalty.most_error(int4, 9) == 2**0.5 * penalty.most_error(int4, 2)
+    assert 1 < penalty.most_error(int8, 3) / penalty.most_error(int8, 2) < 2**0.5
+    assert penalty.most_error(int8, 5) == penalty.most_error(int8, 3)
+
+
+def test_bf16_was_measured_of_gradients_that_are_bf16_numbers():
+    bf16 = parse_sync("bf16")
+    told = {dtypes: loss_penalty(bf16, 10**6, 2, dtypes=dtypes)[0] for dtypes in ("bf16", "fp32", "bf16 and fp32")}
+    assert [dtypes for dtypes, found in told.items() if found is not None] == ["bf16"]
+    assert loss_penalty(parse_sync("int8"), 10**6, 2, dtypes="fp32")[0] > 0
+
+
+@pytest.mark.parametrize(("ranks", "budget", "told"), [(3, 1.0, ""), (4, 1.0, "costs 1.7% of loss, more than 1.0%"),
+                                                       (3, 0.0, "not exact, and no loss may be spent"),
+                                                       (5, 1.0, "nobody measured what it costs in loss")])  # fmt: skip
+def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(ranks, budget, told):
+    train = TrainSpec(batch=16, steps=2000, loss_budget=budget)
+    members = [Member(rank=rank, host="a", device="cpu", dtype="bf16", micro_batch=1, share=0) for rank in range(ranks)]
+    members[0] = msgspec.structs.replace(members[0], share=16)
+    roster = Roster(members=members, sync=parse_sync("diloco:10:int8:streamed"), backend="gloo")
+    shape = preset_shape("char", 65, num_layers=5, num_heads=4, width=128)
+    assert penalty.no_more_chosen(roster, RunSpec(train=train), shape) == told
 
 
 def test_where_nothing_was_measured_nothing_is_beyond_it():

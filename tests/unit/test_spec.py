@@ -57,6 +57,7 @@ def test_to_flags_and_back(spec):
         (["--stesp", "3"], "--stesp: no such flag", 'did you mean "--steps"?'),
         (["--batch", "0"], "--batch '0': expected a whole number >= 1", ""),
         (["--lr", "-1"], "--lr '-1': expected a number >= 0.0", ""),
+        (["--loss-budget", "-1"], "--loss-budget '-1': expected a number >= 0.0", ""),
         (["--lr", "inf"], "--lr inf: expected a finite number", ""),
         (["--steps", "many"], "--steps 'many': expected a whole number, got text", ""),
         (["--block-size=NULL"], "--block-size 'NULL': expected a whole number", ""),

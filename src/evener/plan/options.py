@@ -15,6 +15,7 @@ from evener.core.units import listed, size
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
+from evener.plan.penalty import too_dear
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gradients, is_thin
 
 CANDIDATES = tuple(map(parse_sync, (
@@ -334,10 +335,4 @@ def objection(option: Option, loss_budget: float) -> str:
         return "train cannot run it yet"
     if harms_fp16(option.roster):
         return "what is left to send would be of another loss scale than the next step's"
-    if option.loss_penalty is None:
-        return "nobody measured what it costs in loss"
-    if not loss_budget and not option.is_exact:
-        return "not exact, and no loss may be spent"
-    if option.loss_penalty > loss_budget:
-        return f"costs {option.loss_penalty:.1%} of loss, more than {loss_budget:.1%}"
-    return ""
+    return too_dear(option.loss_penalty, loss_budget, is_exact=option.is_exact)

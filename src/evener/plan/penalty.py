@@ -18,7 +18,9 @@ from collections import deque
 import msgspec
 
 from evener.core.prediction import EXACT
-from evener.core.roster import SyncSpec, parse_sync
+from evener.core.roster import Roster, SyncSpec, parse_sync
+from evener.core.shape import GPTShape
+from evener.core.spec import RunSpec
 from evener.core.units import median, plural
 from evener.plan.sync import STRATEGIES
 
@@ -40,6 +42,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     least_steps: int  # of shorter runs it says nothing
     least_tokens: int = 0  # and of fewer in a step, of all ranks together
     most_error: float | None = None  # of the exact sum, the largest that was seen meanwhile: see Fidelity
+    dtype: str | None = None  # in which it was computed, where that counts
     source: str
 
 
@@ -50,18 +53,18 @@ def _published(ranks: int, num_params: float, penalty: float) -> Measured:
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
 
 
-def _ours(sync: str, penalty: float, seeds: int, most_error: float | None = None, *, ranks: int = 2,
-          batch: int = 16) -> Measured:  # fmt: skip
+def _ours(sync: str, penalty: float, seeds: int, most_error: float | None = None, *, ranks: int = 2, batch: int = 16,
+          dtype: str | None = None) -> Measured:  # fmt: skip
     """[bench/loss.jsonl: the mean of its seeds, beside one process]"""
     drifts = parse_sync(sync).kind == "diloco"
     told = f"{ranks} ranks, 2000 steps of {batch} × 256 tokens, {plural(seeds, 'seed')}"
     return Measured(sync=sync, ranks=ranks, num_params=1_025_536, penalty=penalty, least_steps=2000 if drifts else 0,
-                    least_tokens=batch * 256 if drifts else 0, most_error=most_error,
+                    least_tokens=batch * 256 if drifts else 0, most_error=most_error, dtype=dtype,
                     source=f"bench/loss.py: 1.0M parameters, {told}")  # fmt: skip
 
 
 MEASURED = (
-    _ours("bf16", -0.0008, 3, 0.0),  # these gradients were bf16 numbers anyway
+    _ours("bf16", -0.0008, 3, 0.0, dtype="bf16"),  # these gradients were bf16 numbers anyway
     _ours("int8", 0.004, 3, 0.0224),
     _ours("int8", 0.0043, 1, 0.0246, ranks=3),
     _ours("int4", 0.0199, 3, 0.2405),
@@ -81,10 +84,10 @@ MEASURED = (
 )
 
 
-def loss_penalty(
-    sync: SyncSpec, num_params: int, num_ranks: int, num_steps: int | None = None, num_tokens: int | None = None
-) -> tuple[float | None, str]:
-    """(relative penalty, source): EXACT's is 0, None where nobody measured it. `num_tokens`: of a step.
+def loss_penalty(sync: SyncSpec, num_params: int, num_ranks: int, num_steps: int | None = None,
+                 num_tokens: int | None = None, dtypes: str | None = None) -> tuple[float | None, str]:  # fmt: skip
+    """(relative penalty, source): EXACT's is 0, None where nobody measured it. `num_tokens`: of a step; `dtypes`: in
+    which its ranks compute, as a Roster says it.
 
     >>> from evener.core.roster import DDP
     >>> loss_penalty(DDP, 10**8, 4), loss_penalty(parse_sync("powersgd:1"), 10**8, 4)[0]
@@ -94,7 +97,10 @@ def loss_penalty(
     """
     if STRATEGIES[sync.kind].is_exact:
         return 0.0, EXACT
-    found = sorted(_rows_of(sync, num_ranks, num_steps, num_tokens), key=lambda row: (row.num_params, row.least_tokens))
+    least = num_ranks if sync.kind == "diloco" else 2
+    found = sorted(
+        _rows_of(sync, least, num_steps, num_tokens, dtypes), key=lambda row: (row.num_params, row.least_tokens)
+    )
     rows = list({row.num_params: row for row in found}.values())  # of each model that with the most tokens
     if not rows:
         return None, "not measured"
@@ -108,16 +114,35 @@ def loss_penalty(
     return nearest.penalty if is_alike else max(0.0, nearest.penalty), nearest.source
 
 
-def _rows_of(
-    sync: SyncSpec, num_ranks: int, num_steps: int | None = None, num_tokens: int | None = None
-) -> list[Measured]:
+def too_dear(penalty: float | None, loss_budget: float, *, is_exact: bool) -> str:
+    """Why a way that loses so much is not taken; "" where it may be. Of `loss_budget` 0.01 is 1 %."""
+    if penalty is None:
+        return "nobody measured what it costs in loss"
+    if not loss_budget and not is_exact:
+        return "not exact, and no loss may be spent"
+    if penalty > loss_budget:
+        return f"costs {penalty:.1%} of loss, more than {loss_budget:.1%}"
+    return ""
+
+
+def no_more_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
+    """Why `--sync auto` would not take the way that a run goes on with, among these ranks; "" where it would."""
+    sync, num_ranks = roster.sync, roster.world_size
+    tokens = roster.batch * shape.block_size
+    found, _ = loss_penalty(sync, shape.num_params(), num_ranks, spec.train.steps, tokens, roster.dtypes)
+    return too_dear(found, spec.train.loss_budget / 100, is_exact=STRATEGIES[sync.kind].is_exact)
+
+
+def _rows_of(sync: SyncSpec, num_ranks: int, num_steps: int | None = None, num_tokens: int | None = None,
+             dtypes: str | None = None) -> list[Measured]:  # fmt: skip
     """Of as many ranks, or the next larger number that was measured, with no more steps and tokens. Tables that go row
     by row lose nothing.
     """
-    name, least = str(msgspec.structs.replace(sync, sparse=False)), num_ranks if sync.kind == "diloco" else 2
-    rows = [row for row in MEASURED if row.sync == name and row.ranks >= least
+    name = str(msgspec.structs.replace(sync, sparse=False))
+    rows = [row for row in MEASURED if row.sync == name and row.ranks >= num_ranks
             and (num_steps is None or num_steps >= row.least_steps)
-            and (num_tokens is None or num_tokens >= row.least_tokens)]  # fmt: skip
+            and (num_tokens is None or num_tokens >= row.least_tokens)
+            and (dtypes is None or row.dtype in (None, dtypes))]  # fmt: skip
     ranks = min((row.ranks for row in rows), default=None)
     return [row for row in rows if row.ranks == ranks]
 
@@ -125,10 +150,17 @@ def _rows_of(
 def most_error(sync: SyncSpec, num_ranks: int) -> float:
     """Up to which its penalty holds: the largest that was seen where that was measured, infinite where nobody looked.
 
-    Of bf16 what rounding alone may make.
+    More than two ranks code their gradients and then the sums (`worker.sync.narrow`), and what two codings lose adds up
+    as squares do: where two ranks alone were measured that is √2 times as much. Of bf16 what rounding alone may make.
     """
-    known = [row.most_error + HALF_A_DIGIT for row in _rows_of(sync, num_ranks) if row.most_error is not None]
-    return BF16_ROUNDING if sync.kind == "bf16" else max(known, default=math.inf)
+    if sync.kind == "bf16":
+        return BF16_ROUNDING
+    codes_twice = sync.kind in ("int8", "int4") and num_ranks > 2
+    least = num_ranks if sync.kind == "diloco" else 3 if codes_twice else 2
+    known = [row.most_error + HALF_A_DIGIT for row in _rows_of(sync, least) if row.most_error is not None]
+    if codes_twice and not known:
+        return math.sqrt(2) * most_error(sync, 2)
+    return max(known, default=math.inf)
 
 
 class Watch:

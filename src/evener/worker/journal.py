@@ -27,10 +27,10 @@ from evener.core.rundir import SAMPLERS, Contention, Manifest, Rank, Result, cod
 from evener.core.runwriter import RunWriter
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
-from evener.core.units import count
+from evener.core.units import count, plural
 from evener.core.version import __version__
 from evener.core.world import OVER
-from evener.plan.penalty import Watch
+from evener.plan.penalty import Watch, no_more_chosen
 from evener.worker.group import Group
 from evener.worker.mistakes import exit_status
 
@@ -98,8 +98,8 @@ class Journal:
             flush=True,
         )
         if remark:
-            self._dir.add_event("remark", what=remark)
-            print(remark, flush=True)
+            self._remark(remark)
+        self._tell_if_too_dear(roster)
 
     def entered(self, roster: Roster, step: int, lost_s: float) -> None:
         """Ranks that live on are in another world, with `step` under way or next; it cost them so long."""
@@ -115,6 +115,8 @@ class Journal:
             self._dir.write_manifest(self._manifest)
         if self._group.rank == 0:
             self._tell_world(step, epoch=roster.epoch, lost_s=lost_s)
+            if roster.world_size != was.world_size:
+                self._tell_if_too_dear(roster)
             if roster.sync != was.sync:  # others had heard of it before the world was lost
                 self._tell_sync(roster, step, was, "the ranks of the world before had chosen it")
 
@@ -137,6 +139,20 @@ class Journal:
         world = self._group.world
         assert world is not None
         self._dir.add_event("world", step=step, number=world.number, hosts=world.hosts, why=world.why, **facts)
+
+    def _remark(self, what: str) -> None:
+        self._dir.add_event("remark", what=what)
+        print(what, flush=True)
+
+    def _tell_if_too_dear(self, roster: Roster) -> None:
+        """Replicas that drift go on so, however many they are now: what was chosen may cost more than it should."""
+        assert self._manifest is not None
+        spec, shape, sync = self._manifest.spec, self._manifest.shape, roster.sync
+        if spec.train.sync != "auto" or shape is None or sync.kind != "diloco":
+            return
+        if why := no_more_chosen(roster, spec, shape):
+            these = plural(roster.world_size, "rank")
+            self._remark(f"--sync auto goes on with {sync}; it would not begin with it among {these}: {why}")
 
     def heard(self, records: Sequence[StepRecord]) -> None:
         """All ranks have told of these steps."""
