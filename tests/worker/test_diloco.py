@@ -6,12 +6,18 @@ import json
 import shutil
 from statistics import median
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from evener.core.machine import this_machine
+from evener.core.roster import NO_SYNC, Seat, first_roster
 from evener.core.rundir import RunDir, read_checkpoint
+from evener.core.runwriter import RunWriter
+from evener.core.spec import parse_args
 from evener.worker.own import load_own
+from tests.conftest import flags_of
 
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
 CODED = ("", ":int8", ":int4")
@@ -292,6 +298,35 @@ def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
     assert [record.step for record in run.records(0)] == list(range(40))
     assert run.records(0)[-1].loss < 0.9 * run.records(0)[0].loss
     assert [event["step"] for event in run.events() if event["event"] == "own.dropped"] == [stopped]
+
+
+@pytest.mark.parametrize("was", ["diloco:6:int8:streamed", "int8"])
+def test_what_ranks_kept_that_agreed_another_way_is_dropped(tmp_path, train, was):
+    """The run's newest manifest is of a rank alone, which ended before its first checkpoint."""
+    train(tmp_path / "run", *FLAGS, "--sync", was, "--max-s", "0", ranks=2)
+    run = RunWriter(tmp_path / "run")
+    manifest = run.manifest()
+    alone = msgspec.structs.replace(manifest.roster, sync=NO_SYNC)
+    run.write_manifest(msgspec.structs.replace(manifest, roster=alone))
+    train(tmp_path / "run", *FLAGS, "--sync", "diloco:30", "--resume", ranks=2)
+    assert run.manifest().result.replicas_agree is True
+    assert [record.step for record in run.records(0)] == list(range(40))
+    assert len([event for event in run.events() if event["event"] == "own.dropped"]) == 1
+
+
+@pytest.mark.parametrize(("budget", "num"), [("0", 1), ("1", 0)])
+def test_a_run_says_where_auto_would_not_begin_with_the_way_that_it_goes_on_with(tmp_path, corpus, server, budget, num):
+    """Among more replicas, or with a smaller budget than before: theirs go on drifting."""
+    flags = f"--batch 64 --steps 2000 --eval-every 0 --max-s 0 --loss-budget {budget} --sync".split()
+    spec = parse_args([*flags, "diloco:10:int8:streamed"])
+    seat = Seat(host=this_machine().host, device="cpu")
+    (tmp_path / "roster.json").write_bytes(msgspec.json.encode(first_roster(spec, [seat] * 2, 64)))
+    env = {"EVENER_ROSTER": str(tmp_path / "roster.json")}
+    argv = [*flags_of(corpus, tmp_path / "run"), *flags, "auto"]
+    ended = server.run(tmp_path / "said", argv, 2, env, module="evener.worker")
+    assert ended.statuses == [0, 0], ended.said("err")
+    told = [event["what"] for event in RunDir(tmp_path / "run").events() if event["event"] == "remark"]
+    assert len([what for what in told if "would not begin with it among 2 ranks: not exact" in what]) == num
 
 
 def test_what_a_run_ends_with_is_one_model_whatever_its_last_step(tmp_path, train):

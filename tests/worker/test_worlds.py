@@ -94,10 +94,13 @@ class Hosts:
     def until(self, is_so: Callable[[], bool]) -> float:
         began = time.monotonic()
         while not is_so():
-            logs = {name: [(self.folder / name / "log").read_text()[-3000:], self.told(name)] for name in self.agents}
-            assert time.monotonic() - began < TIMEOUT_S, logs
+            assert time.monotonic() - began < TIMEOUT_S, self.logs()
             time.sleep(0.05)
         return time.monotonic() - began
+
+    def logs(self) -> dict[str, list[str]]:
+        """The ends of what agents and ranks said."""
+        return {name: [(self.folder / name / "log").read_text()[-3000:], self.told(name)] for name in self.agents}
 
     def until_in(self, world: int, names: str) -> None:
         size = len(names)
@@ -367,6 +370,35 @@ def alone(training: type[Training], corpus: Path, out: Path) -> list[float]:
     argv = [sys.executable, *WORKER, *training.flags(corpus), "--out", str(out)]
     subprocess.run(argv, env=ENV, check=True, capture_output=True, timeout=TIMEOUT_S)
     return [record.loss or 0.0 for record in RunDir(out).records(0)]
+
+
+class Drifting(Training):
+    """Whose replicas agree for the first time long after it ended."""
+
+    STEPS = 400
+
+    @classmethod
+    def flags(cls, corpus: Path) -> list[str]:
+        other = {"3e-5": "0.003", "20": "1000"}  # --lr, --checkpoint-every
+        return [other.get(word, word) for word in super().flags(corpus)] + ["--sync", "diloco:500"]
+
+
+def test_what_drifting_replicas_have_learned_is_not_lost_where_a_host_leaves(tmp_path: Path, corpus: Path) -> None:
+    fleet = Drifting(tmp_path, corpus)
+    try:
+        fleet.until(lambda: len(fleet.records(0)) > 40)
+        (tmp_path / "c" / "host" / "kept-out").write_text("wanted elsewhere")
+        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, LEFT]
+    finally:
+        for name, agent in fleet.agents.items():
+            if agent.poll() is None:
+                fleet.kill(name)
+    [_, left] = [event["step"] for event in RunDir(tmp_path / "a").events() if event["event"] == "world"]
+    losses = fleet.losses()
+    first, before, after = (sum(losses[step] for step in range(begin, begin + 5)) / 5
+                            for begin in (0, left - 5, left))  # fmt: skip
+    assert before < first - 1
+    assert after < before + (first - before) / 4, (first, before, after)
 
 
 def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Path) -> None:

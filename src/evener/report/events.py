@@ -9,7 +9,7 @@ from typing import Any
 
 from evener.core.roster import Roster, shares_text
 from evener.core.rundir import Manifest
-from evener.core.units import seconds
+from evener.core.units import plural, seconds
 
 FAILURES = ("failure", "run.nonfinite", "run.diverged")
 CONSEQUENCES = ("run.peer-exit",)  # a rank that lost its peer is loud, and not the one that failed
@@ -121,10 +121,10 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
         case "run.goes-on":
             return f"it goes on, {seconds(event.get('after_s'))} after that was told"
         case "own.dropped":
-            return f"step {step}: other ranks than before: they go on from the weights that were agreed on last"
+            return f"step {step}: other ranks or another way than before: they go on from what was agreed on last"
         case "own.missing":
-            whose = _names(event.get("ranks"), roster)
-            return f"step {step}: what {whose} had not sent yet was kept on a machine that is no more here"
+            whose = plural(event.get("num", 0), "rank")
+            return f"step {step}: what {whose} had not sent yet was kept where this run is no more"
         case "rebalanced":
             shares = shares_text(event.get("shares", []))
             return f"step {step}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")

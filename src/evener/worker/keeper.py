@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from evener.core.decoding import from_json
@@ -28,7 +29,7 @@ from evener.worker import checkpoint as checkpoints
 from evener.worker import rng
 from evener.worker.arithmetic import rounding_of
 from evener.worker.group import Group
-from evener.worker.own import forget_after, load_own, ranks_that_left, save_own
+from evener.worker.own import forget_after, heirs, load_own, ranks_that_kept, save_own
 from evener.worker.spans import Spans
 from evener.worker.statetree import pack
 from evener.worker.sync import Sync
@@ -95,37 +96,42 @@ class Keeper:
     def restore_own(self, resume: Checkpoint | None) -> None:
         """Once the Sync is in place: what this rank alone remembered, and what ranks did that are no more.
 
-        Ranks that drifted apart take it up together or not at all.
+        Ranks that drifted apart take it up together or not at all. Gradients that were not sent are any rank's to send.
         """
         if resume is None:
             return
         group, step = self._group, resume.step
         if group.local_rank == 0:
             forget_after(self._dir, step)
-        mine = load_own(self._dir, group.number, step)
-        told = group.gather(b"1" if mine else b"")
-        if self._sync.replica != "drifting":
-            gone = [rank for rank in ranks_that_left(self._dir, step) if rank not in group.numbers]
-            seen = [from_json(text, list[int]) for text in group.gather(msgspec.json.encode(gone))]
-            theirs = [load_own(self._dir, rank, step) for rank in gone
-                      if group.rank == min(i for i, one in enumerate(seen) if rank in one)]  # fmt: skip
-            self._sync.load_own_state((mine or {}).get("sync", {}), [state["sync"] for state in theirs if state])
-        elif mine and all(told) and resume.world_size == group.world_size:
-            self._trained.load_states(mine["states"])
-            self._sync.load_own_state(mine["sync"], [])
-        elif group.rank == 0:
-            self._dir.add_event("own.dropped", step=step)
-        if group.rank == 0 and any(told) and not all(told):
-            missing = [rank for rank, one in zip(group.numbers, told, strict=True) if not one]
-            self._dir.add_event("own.missing", step=step, ranks=missing)
+        here = ranks_that_kept(self._dir, step)
+        seen = [from_json(text, list[int]) for text in group.gather(msgspec.json.encode(here))]
+        mine = load_own(self._dir, group.number, step) if group.number in here else None
+        if self._sync.replica == "drifting":
+            takes = group.gather(b"1" if mine and self._sync.takes(mine["sync"]) else b"")
+            if mine and all(takes) and resume.world_size == group.world_size:
+                self._trained.load_states(mine["states"])
+                self._sync.load_own_state(mine["sync"], [])
+            elif group.rank == 0:
+                self._dir.add_event("own.dropped", step=step)
+            return
+        theirs = [load_own(self._dir, number, step) for number in heirs(group.numbers, seen)[group.rank]]
+        self._sync.load_own_state((mine or {}).get("sync", {}), [state["sync"] for state in theirs if state])
+        num = resume.world_size - len({number for one in seen for number in one})
+        if group.rank == 0 and self._sync.own_state() and num > 0 and resume.world_size > 1:
+            self._dir.add_event("own.missing", step=step, num=num)
 
-    def save(self, step: int, val_loss: float | None) -> None:
+    def save(self, step: int, val_loss: float | None, concludes: bool = False) -> None:
         """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be.
 
-        Where hosts come and go they begin again with it whatever happens: all replicas have agreed on it.
+        Where hosts come and go they begin again with it whatever happens: all replicas have agreed on it. Where other
+        ranks are about to do so (`concludes`), replicas that drifted become one model first, or what each has learned
+        would be lost.
         `val_loss` is that of the replicas as they are: where they have drifted, it is not that of what is saved.
         """
         if step != self._saved_step:
+            if concludes and not self._sync.is_agreed():
+                self.conclude(step)
+                val_loss = None
             with self._spans.during("checkpoint"):
                 self._save(step, val_loss)
             self._spans.flush()  # a rank that dies after this has told what came before
@@ -227,9 +233,9 @@ class Keeper:
         return True
 
     def _round_unlike(self) -> bool:
-        """Do ranks compute on devices that round differently?"""
-        model = this_machine().cpu if self._sync.rounds_by_model else ""
-        return len(set(self._group.gather(f"{rounding_of(self._group.device)} {model}".encode()))) > 1
+        """Do ranks compute on devices that round differently, or divide a sum among other numbers of threads?"""
+        own = f"{this_machine().cpu} {torch.get_num_threads()}" if self._sync.rounds_by_model else ""
+        return len(set(self._group.gather(f"{rounding_of(self._group.device)} {own}".encode()))) > 1
 
     def _reconcile(self, step: int, weights: dict[str, Tensor]) -> bool:
         """Replicas on unlike devices differ by what these round differently: a little, and then all take rank 0's.

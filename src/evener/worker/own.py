@@ -4,12 +4,14 @@
 
 Rank 0's checkpoint holds all that replicas have in common. What is a rank's own, such as gradients that a code has not
 sent yet, is as large as the model: it does not travel, but stays on the rank's machine. A run that goes on with the
-same ranks goes on bit for bit. Ranks that are no more leave theirs to the first rank of their machine.
+same ranks goes on bit for bit. Ranks that are no more, or have another number, leave theirs to the first rank of their
+machine: what had not been sent yet of gradients any rank may send.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,26 @@ def forget_after(rundir: RunDir, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def ranks_that_left(rundir: RunDir, step: int) -> list[int]:
+def ranks_that_kept(rundir: RunDir, step: int) -> list[int]:
     """Ranks whose own state of this step is here."""
     found = (re.fullmatch(r"rank-(\d+)", path.parent.name) for path in (rundir.path / "own").glob(f"*/{_name(step)}"))
     return sorted(int(name[1]) for name in found if name)
+
+
+def heirs(numbers: Sequence[int], seen: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Whose own state each rank takes up beside its own, by place: that of ranks that are no more, or have another
+    number, goes to the first rank that sees it. `numbers`: the ranks'; `seen`: by ranks_that_kept, what each sees.
+
+    >>> heirs([0, 1], [[0, 1, 2], [0, 1, 2]])  # on one machine: one rank less
+    [[2], []]
+    >>> heirs([0, 1], [[1], [2]])  # on two of three machines
+    [[1], [2]]
+    """
+    owned = {number for number, one in zip(numbers, seen, strict=True) if number in one}
+    found: list[list[int]] = [[] for _ in numbers]
+    for number in sorted({number for one in seen for number in one} - owned):
+        found[next(rank for rank, one in enumerate(seen) if number in one)].append(number)
+    return found
 
 
 def _folder(rundir: RunDir, rank: int) -> Path:

@@ -210,7 +210,7 @@ class Run:
                 if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
                     if who.together(engine.recorder.flush):
                         return self._finish(keeper, "stopped", done, step.val_loss)
-                    who.together(keeper.save, done, step.val_loss)
+                    who.together(keeper.save, done, step.val_loss, who.begins_anew(engine.recorder))
                     who.after_save(engine.recorder)
             return self._finish(keeper, "finished", train.steps, step.val_loss)
 

@@ -68,6 +68,9 @@ class Membership(Protocol):
         in.
         """
 
+    def begins_anew(self, recorder: Recorder) -> bool:
+        """Do all begin anew, in another world, from the checkpoint that is due now?"""
+
     def after_save(self, recorder: Recorder) -> None:
         """A checkpoint is there: hosts may be let in."""
 

@@ -66,13 +66,16 @@ class Fixed:
         """
         if recorder.leaves:
             recorder.flush()
-            keeper.save(step, None)
+            keeper.save(step, None, concludes=True)
             raise Regroup
         if recorder.saves:
             self._stops = recorder.flush()
-            keeper.save(step, None)
+            keeper.save(step, None, concludes=self.begins_anew(recorder))
             self.after_save(recorder)
             recorder.begin()
+
+    def begins_anew(self, recorder: Recorder) -> bool:
+        return recorder.regroups
 
     def after_save(self, recorder: Recorder) -> None:
         if recorder.regroups:

@@ -195,6 +195,9 @@ class Live(Fixed):
             recorder.begin()
         self._saves_at = None
 
+    def begins_anew(self, recorder: Recorder) -> bool:
+        return False
+
     def after_save(self, recorder: Recorder) -> None:
         pass
 

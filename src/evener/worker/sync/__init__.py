@@ -27,7 +27,8 @@ class Traits:
     is_lossy: bool = False  # what it loses in one step is sent with another
     keeps_norm: bool = True  # sums are as long as the exact ones, within a few percent
     takes: tuple[str, ...] = ()  # of LEFT_OF_GRADIENTS, what it goes on with itself
-    rounds_by_model: bool = False  # processors of different models, though they have the same units, round differently
+    # Processors of different models, though they have the same units, round differently, and with other threads.
+    rounds_by_model: bool = False
 
 
 class Backward(Protocol):
@@ -130,6 +131,9 @@ class Sync(Protocol):
 
     def own_state(self) -> dict[str, Any]:
         """What this rank alone remembers, such as what it has not sent yet; empty where that is nothing."""
+
+    def takes(self, state: dict[str, Any]) -> bool:
+        """Can it go on with this, as a rank remembered it that may have agreed another way?"""
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         """Go on with what this rank remembered, once `wrap` was called. `others`: of ranks that are no more."""

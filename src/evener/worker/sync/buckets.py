@@ -198,8 +198,14 @@ class Buckets:
 
     def own_state(self) -> dict[str, Any]:
         names = {parameter: name for name, parameter in self._module.named_parameters()}
-        waits = {UNUSED: {names[parameter]: flat for parameter, flat in self._left}} if self._left else {}
-        return self._reduction.own_state(names) | waits
+        waits: dict[str, Tensor] = {}
+        for parameter, flat in self._left:  # one may have several: of its gradients, and of sums
+            name = names[parameter]
+            waits[name] = waits[name] + flat if name in waits else flat
+        return self._reduction.own_state(names) | ({UNUSED: waits} if waits else {})
+
+    def takes(self, state: dict[str, Any]) -> bool:
+        return True
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         parameters = dict(self._module.named_parameters())

@@ -317,11 +317,15 @@ class DiLoCo:
         ended.
         """
         return self.state_dict() | {
+            "way": str(self._spec),
             "weights": {name: parameter.detach() for parameter, name in self._names.items()},
             "agreed": self._by_name("agreed"),
             "tokens": [[fragment.tokens, fragment.of_all] for fragment in self._fragments],
             "left": self._narrow.own_state(self._names) if self._narrow else {},
         }
+
+    def takes(self, state: dict[str, Any]) -> bool:
+        return state.get("way") == str(self._spec)
 
     @torch.no_grad()
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
