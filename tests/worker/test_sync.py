@@ -6,6 +6,7 @@ import json
 import types
 from itertools import pairwise
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,10 +16,12 @@ from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.report.summary import summarize
 from evener.worker.clock import HostClock
+from evener.worker.sync import Traits
 from evener.worker.sync.alone import Alone
 from evener.worker.sync.buckets import Buckets
 from evener.worker.sync.choose import make_sync
 from evener.worker.sync.codes import Scaled
+from evener.worker.sync.ddp import AllReduce
 from evener.worker.sync.lane import Lane, Slots
 from evener.worker.sync.narrow import Narrow
 from evener.worker.sync.packed import Packed
@@ -192,6 +195,19 @@ def test_a_strategy_that_would_do_nothing_or_harm_is_refused(sync, dtype, told):
         make_sync(roster, None, None, lambda part: None, nn.Linear(100, 100))
 
 
+@pytest.mark.parametrize("sync", ["packed", "ddp+sparse", "int8", "powersgd:4"])
+def test_weights_that_are_not_fp32_are_refused_but_by_ddp(sync):
+    """What packs, codes or copies them would round them, each rank what it got."""
+    member = Member(rank=0, host="a", device="cpu", dtype="fp32", share=1, micro_batch=1)
+    module = nn.Sequential(nn.Embedding(30, 20), nn.Linear(20, 20)).double()
+    roster = Roster(members=[member, member], sync=parse_sync(sync), backend="gloo")
+    group = types.SimpleNamespace(world_size=2)
+    with pytest.raises(UsageError, match=r"0\.weight is torch\.float64"):
+        make_sync(roster, group, None, lambda part: None, module)
+    ddp = msgspec.structs.replace(roster, sync=parse_sync("ddp"))
+    assert isinstance(make_sync(ddp, group, HostClock(), lambda part: None, module), Buckets)
+
+
 CHANGES = """
 import os, runpy, sys
 from evener.core.roster import parse_sync
@@ -341,6 +357,35 @@ def test_what_another_way_had_not_sent_goes_out_with_the_next_gradients(exchange
     assert kept + sum(float(flat.mean()) for _, flat in lane.left_over()) == 1111.0
     buckets.load_own_state({"agreed": {}, "left": {"mine": {}}}, [])  # replicas that drifted kept something else
     assert buckets._left == []
+
+
+def test_what_is_left_of_a_parameter_twice_is_kept_whole():
+    """As of a rank that had left something of its gradients and of sums before its way changed."""
+    group = types.SimpleNamespace(world_size=2, rank=0)
+    buckets = Buckets(group, HostClock(), lambda part: None, AllReduce(group, HostClock()))
+    buckets._module = nn.ParameterDict({"weight": torch.zeros(4)})
+    weight = buckets._module["weight"]
+    buckets._left = [(weight, torch.ones(4)), (weight, 10 * torch.ones(4))]
+    buckets.load_own_state(buckets.own_state(), [])
+    assert sum(float(flat.sum()) for _, flat in buckets._left) == 44.0
+
+
+def test_a_table_that_goes_whole_is_coded_from_the_second_pass_on_also_where_a_way_begins_in_a_run():
+    """A change of the way has no rehearsal."""
+    group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
+    tables = [nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(6, 4))]
+    coded: list[tuple[nn.Parameter, ...]] = []
+    exchange = types.SimpleNamespace(traits=Traits(), run=lambda slots: coded.append(slots.parameters) or 0)
+    lane = Lane(group, HostClock(), exchange, frozenset(tables))
+    lane._rows = types.SimpleNamespace(run=lambda table: (0, len(table) == 6))
+    gradients = torch.zeros(56)
+    bucket = types.SimpleNamespace(
+        parameters=lambda: tables, index=lambda: 0, buffer=lambda: gradients,
+        gradients=lambda: [gradients[:32].view(8, 4), gradients[32:].view(6, 4)])  # fmt: skip
+    for _ in range(2):
+        lane.start(bucket, is_rehearsal=False, samples=False)
+        lane.finish()
+    assert coded == [(tables[1],)]
 
 
 def test_a_first_gradient_of_zeros_does_not_end_what_powersgd_sends():

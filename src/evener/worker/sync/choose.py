@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from evener.core.errors import UsageError
@@ -45,6 +46,12 @@ def change_sync(sync: Sync, roster: Roster, group: Group, clock: Clock, module: 
 def _check(roster: Roster, module: nn.Module) -> None:
     """UsageError where a strategy would do nothing, or harm."""
     sync = roster.sync
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != torch.float32 and (sync.kind != "ddp" or sync.sparse):
+            raise UsageError(
+                f"--sync {sync}: {name} is {parameter.dtype}: it exchanges gradients of fp32 weights",
+                hint="weights in fp32, and run.autocast() around forward; or --sync ddp",
+            )
     is_thinner = any(is_thin(parameter, sync.rank) for parameter in module.parameters())
     check_useful(sync, has_tables=bool(tables_of(module)), is_thinner=is_thinner)
     if harms_fp16(roster):

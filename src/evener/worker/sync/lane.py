@@ -92,6 +92,7 @@ class Lane:
     def __init__(self, group: Group, clock: Clock, exchange: Exchange, tables: frozenset[nn.Parameter]) -> None:
         self._group, self._clock, self._exchange, self._tables = group, clock, exchange, tables
         self._rows = Rows(group)
+        self._is_new = True  # no pass has been exchanged yet
         self.traits = exchange.traits
         self._jobs = Jobs(group.device)
         self._going: list[Future[None]] = []  # what the present pass has started
@@ -106,6 +107,7 @@ class Lane:
         parameters: Sequence[Any] = bucket.parameters()
         views = [gradient.view(-1) for gradient in bucket.gradients()]
         index, size, self._samples = bucket.index(), bucket.buffer().nbytes, samples
+        sorts_out = is_rehearsal or self._is_new
 
         def job() -> None:
             begin, before = self._clock.mark(), self._bytes
@@ -114,7 +116,7 @@ class Lane:
                 if parameter in self._tables:
                     sent, was_whole = self._rows.run(view.view(parameter.shape))
                     self._bytes += sent
-                    if was_whole and is_rehearsal:  # a head reads it too, or it is short: no rows to choose from
+                    if was_whole and sorts_out:  # a head reads it too, or it is short: no rows to choose from
                         self._tables -= {parameter}
                 else:
                     dense.append((parameter, view))
@@ -138,7 +140,7 @@ class Lane:
     def finish(self) -> None:
         self._jobs.wait(self._going)
         self._num_buckets, self._num_sampled = max(1, len(self._going)), self._num_sampled + self._samples
-        self._going = []
+        self._going, self._is_new = [], False
 
     def abandon(self) -> None:
         self._has_failed = self._has_failed or bool(self._going)
