@@ -4,7 +4,7 @@
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
 with the kernel's counters of what arrives from each host at the others (its records go to who started the run), without
-headers, read at the same place of two steps, or of two rounds where replicas agree every so many steps. Counted where
+headers and what agents say to each other, read at the same place of two steps, or of two rounds where replicas agree every so many steps. Counted where
 it leaves, it would be more: where several connections share a slow cable its queue overflows, on the host itself, too.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
@@ -26,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from evener.core.fleet import load_fleet
+from evener.core.fleet import RENDEZVOUS_PORT, load_fleet
 from evener.core.plan import read_plan, read_prediction
 from evener.core.roster import parse_sync
 from evener.core.rundir import RunDir, code_hash
@@ -127,8 +127,9 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
 
 
 def _begin_counting(lab: Lab) -> None:
+    apart = f"tcp dport != {RENDEZVOUS_PORT} tcp sport != {RENDEZVOUS_PORT}"  # where agents talk
     for host in lab.hosts:
-        rules = "".join(f'  ip saddr {other.address} counter comment "{other.name}"\n' for other in lab.hosts)
+        rules = "".join(f'  ip saddr {other.address} {apart} counter comment "{other.name}"\n' for other in lab.hosts)
         chain = f"chain heard {{\n  type filter hook input priority 0;\n{rules} }}\n"
         host.exec(["nft", "-f", "-"], stdin=f"table inet evener_count {{\n {chain}}}\n")
 
