@@ -4,8 +4,9 @@
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
 with the kernel's counters of what arrives from each host at the others (its records go to who started the run), without
-headers and what agents say to each other, read at the same place of two steps, or of two rounds where replicas agree every so many steps. Counted where
-it leaves, it would be more: where several connections share a slow cable its queue overflows, on the host itself, too.
+headers and what agents say to each other, read at the same place of two steps, or of two rounds where replicas agree
+every so many steps. Counted where it leaves, it would be more: where several connections share a slow cable its queue
+overflows, on the host itself, too.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
 Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go

@@ -373,14 +373,20 @@ def alone(training: type[Training], corpus: Path, out: Path) -> list[float]:
 
 
 class Drifting(Training):
-    """Whose replicas agree for the first time long after it ended."""
+    """Whose replicas agree for the first time long after the test has ended."""
 
-    STEPS = 400
+    STEPS = 1_000_000
 
     @classmethod
     def flags(cls, corpus: Path) -> list[str]:
-        other = {"3e-5": "0.003", "20": "1000"}  # --lr, --checkpoint-every
-        return [other.get(word, word) for word in super().flags(corpus)] + ["--sync", "diloco:500"]
+        other = {"3e-5": "0.001", "20": "1000000"}  # --lr, --checkpoint-every
+        mine = ["--sync", "diloco:500000", "--compile", "off", "--min-lr", "0.001", "--warmup", "0"]
+        return [*[other.get(word, word) for word in super().flags(corpus)], *mine]
+
+
+def last_world(folder: Path) -> int:
+    """The step with which it began."""
+    return max((event["step"] for event in RunDir(folder).events() if event["event"] == "world"), default=0)
 
 
 def test_what_drifting_replicas_have_learned_is_not_lost_where_a_host_leaves(tmp_path: Path, corpus: Path) -> None:
@@ -388,17 +394,18 @@ def test_what_drifting_replicas_have_learned_is_not_lost_where_a_host_leaves(tmp
     try:
         fleet.until(lambda: len(fleet.records(0)) > 40)
         (tmp_path / "c" / "host" / "kept-out").write_text("wanted elsewhere")
-        assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, LEFT]
+        assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
+        fleet.until(lambda: (left := last_world(tmp_path / "a")) > 0 and fleet.records(0)[-1].step > left + 6)
     finally:
         for name, agent in fleet.agents.items():
             if agent.poll() is None:
                 fleet.kill(name)
-    [_, left] = [event["step"] for event in RunDir(tmp_path / "a").events() if event["event"] == "world"]
+    left = last_world(tmp_path / "a")
     losses = fleet.losses()
     first, before, after = (sum(losses[step] for step in range(begin, begin + 5)) / 5
                             for begin in (0, left - 5, left))  # fmt: skip
-    assert before < first - 1
-    assert after < before + (first - before) / 4, (first, before, after)
+    assert before < first - 0.3
+    assert after < (first + before) / 2, (first, before, after)
 
 
 def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Path) -> None:

@@ -262,6 +262,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     tensor_names: list[str]  # of weights.safetensors, in the order of the hashes
     states: dict[str, Any]  # optimizers, schedulers, … by name: trees whose tensors are in state.safetensors
     replica_hashes: list[list[str]]  # [rank][tensor]: what every rank held
+    num_own: int = 0  # ranks that keep beside it what they alone remember, where they train
     files: dict[str, str]  # name: blake2b
 
 

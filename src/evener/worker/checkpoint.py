@@ -46,13 +46,14 @@ def save(
     val_loss: float | None,
     rng_states: list[dict[str, Tensor]],
     replica_hashes: list[list[str]],
+    num_own: int = 0,
 ) -> Path:
     """Write the checkpoint of `step`, or leave everything as it was.
 
     `weights` as `weights_of` gives them, on any device; `replica_hashes[rank]` are of the same tensors in the same
-    order; `states` are state_dicts by name. One of the same step gives way to it. RunError where a weight is not
-    finite: such a checkpoint would be the one to go on from, and nothing can; and where the disk refuses. UsageError
-    where a state holds an object.
+    order; `states` are state_dicts by name; `num_own` ranks keep something beside it. One of the same step gives way to
+    it. RunError where a weight is not finite: such a checkpoint would be the one to go on from, and nothing can; and
+    where the disk refuses. UsageError where a state holds an object.
     """
     if bad := what_is_not_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
@@ -74,6 +75,7 @@ def save(
             tensor_names=list(weights),
             states=trees,
             replica_hashes=replica_hashes,
+            num_own=num_own,
             files={file.name: digest_of(file) for file in sorted(folder.iterdir())},
         )
         write_atomic(folder / "state.json", msgspec.json.encode(checkpoint))

@@ -116,9 +116,9 @@ class Keeper:
             return
         theirs = [load_own(self._dir, number, step) for number in heirs(group.numbers, seen)[group.rank]]
         self._sync.load_own_state((mine or {}).get("sync", {}), [state["sync"] for state in theirs if state])
-        num = resume.world_size - len({number for one in seen for number in one})
-        if group.rank == 0 and self._sync.own_state() and num > 0 and resume.world_size > 1:
-            self._dir.add_event("own.missing", step=step, num=num)
+        num_missing = resume.num_own - len({number for one in seen for number in one})
+        if group.rank == 0 and num_missing > 0:
+            self._dir.add_event("own.missing", step=step, num=num_missing)
 
     def save(self, step: int, val_loss: float | None, concludes: bool = False) -> None:
         """Write the checkpoint of `step`, unless it is there; RunError on all ranks where it cannot be.
@@ -129,7 +129,8 @@ class Keeper:
         `val_loss` is that of the replicas as they are: where they have drifted, it is not that of what is saved.
         """
         if step != self._saved_step:
-            if concludes and not self._sync.is_agreed():
+            if concludes and self._sync.would_conclude():
+                self._check_finite(step, self._sync.agreed(self._trained.weights()))  # else nobody knows whose it was
                 self.conclude(step)
                 val_loss = None
             with self._spans.during("checkpoint"):
@@ -144,9 +145,11 @@ class Keeper:
             self.compare(step)
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
         generators = self._group.gather(safetensors.torch.save(rng.states(self._group.device)))
+        own = self._own()
+        num_own = sum(map(bool, self._group.gather(b"1" if own else b"")))
 
         def write() -> None:
-            self._save_own(step)
+            self._save_own(step, own)
             if self._group.keeps:
                 checkpoints.save(
                     self._dir,
@@ -156,6 +159,7 @@ class Keeper:
                     val_loss=val_loss,
                     rng_states=[safetensors.torch.load(state) for state in generators],
                     replica_hashes=replica_hashes,
+                    num_own=num_own,
                 )
 
         self._group.all_or_none(write)  # nor does any begin the next step's clock while another writes
@@ -182,7 +186,7 @@ class Keeper:
 
     def is_to_conclude(self, step: int) -> bool:
         """Do the replicas become another model where the run ends here?"""
-        return not self._sync.is_agreed() and step != self._saved_step
+        return self._sync.would_conclude() and step != self._saved_step
 
     def conclude(self, step: int) -> None:
         """The run ends here: replicas that drifted become one model.
@@ -190,7 +194,7 @@ class Keeper:
         What each was is kept, so that a run that was stopped goes on as if it had not been. One that has taken all its
         steps, and shall take more, goes on from that model.
         """
-        self._group.all_or_none(lambda: self._save_own(step))
+        self._group.all_or_none(lambda: self._save_own(step, self._own()))
         self._sync.conclude()
 
     def compare(self, step: int) -> bool | None:
@@ -261,13 +265,15 @@ class Keeper:
             self._dir.add_event("replicas.reconciled", step=step, tensors=len(weights), relative=apart)
         return True
 
-    def _save_own(self, step: int) -> None:
-        """Keep what this rank does not have in common with the others, once a step."""
-        if step == self._own_step:
-            return
+    def _own(self) -> dict[str, Any]:
+        """What this rank does not have in common with the others; empty where that is nothing."""
         own: dict[str, Any] = {"sync": self._sync.own_state()}
         if self._sync.replica == "drifting":
             own["states"] = {name: state for name, state in self._trained.state_dicts().items() if name != "sync"}
-        if any(own.values()):
+        return own if any(own.values()) else {}
+
+    def _save_own(self, step: int, own: dict[str, Any]) -> None:
+        """Keep it, once a step."""
+        if own and step != self._own_step:
             save_own(self._dir, self._group.number, step, own)
         self._own_step = step

@@ -102,6 +102,9 @@ class Sync(Protocol):
     def conclude(self) -> None:
         """There is no next step: replicas that drift become one model."""
 
+    def would_conclude(self) -> bool:
+        """Does `conclude` change any of them? On all ranks alike."""
+
     def await_all(self) -> None:
         """Return when nothing is under way. All ranks are at the same step."""
 

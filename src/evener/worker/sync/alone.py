@@ -44,6 +44,9 @@ class Alone:
     def conclude(self) -> None:
         pass
 
+    def would_conclude(self) -> bool:
+        return False
+
     def await_all(self) -> None:
         pass
 

@@ -87,7 +87,7 @@ class Buckets:
         self._arranges = False
         self._is_rehearsal = True  # until `settle`
         self._settles_next = False  # buckets that were made anew are put in the order in which gradients came
-        self._left: list[tuple[nn.Parameter, Tensor]] = []
+        self._left: dict[nn.Parameter, Tensor] = {}  # flat
         self._samples = False
         self._buffers: list[Tensor] = []  # of the step that is measured
         self._mine_sq: list[Tensor] = []
@@ -100,7 +100,7 @@ class Buckets:
     def change(self, reduction: Reduction, bucket_bytes: int | None) -> None:
         """Sums come about in another way, or among others, from here on; what has not been sent yet goes out first."""
         self._is_rehearsal = False
-        self._left += self._reduction.left_over()
+        self._leave(self._reduction.left_over())
         self._reduction = reduction
         self._bucket_MiB = None if bucket_bytes is None else bucket_bytes >> 20
         self._make(all_have_rank_0s_weights=True)
@@ -163,6 +163,9 @@ class Buckets:
     def conclude(self) -> None:
         pass
 
+    def would_conclude(self) -> bool:
+        return False
+
     def take_cost(self) -> Traffic:
         exchanged = self._reduction.take_exchanged()
 
@@ -198,11 +201,8 @@ class Buckets:
 
     def own_state(self) -> dict[str, Any]:
         names = {parameter: name for name, parameter in self._module.named_parameters()}
-        waits: dict[str, Tensor] = {}
-        for parameter, flat in self._left:  # one may have several: of its gradients, and of sums
-            name = names[parameter]
-            waits[name] = waits[name] + flat if name in waits else flat
-        return self._reduction.own_state(names) | ({UNUSED: waits} if waits else {})
+        waits = {UNUSED: {names[parameter]: flat for parameter, flat in self._left.items()}} if self._left else {}
+        return self._reduction.own_state(names) | waits
 
     def takes(self, state: dict[str, Any]) -> bool:
         return True
@@ -214,8 +214,15 @@ class Buckets:
         self._reduction.load_own_state(states, parameters)
         # What another way kept, before a change that was undone, goes out with the next gradients.
         kinds = [kind for kind in LEFT_OF_GRADIENTS if kind not in self._reduction.traits.takes]
-        self._left = [(parameters[name], flat.to(parameters[name].device))
-                      for one in states for kind in kinds for name, flat in one.get(kind, {}).items()]  # fmt: skip
+        self._left = {}
+        self._leave([(parameters[name], flat.to(parameters[name].device))
+                     for one in states for kind in kinds for name, flat in one.get(kind, {}).items()])  # fmt: skip
+
+    def _leave(self, left: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """For the next gradients of these parameters: of one it may be of its gradients, and of sums."""
+        for parameter, more in left:
+            flat = more.reshape(-1)
+            self._left[parameter] = self._left[parameter] + flat if parameter in self._left else flat
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._all if parameter.requires_grad]
@@ -257,9 +264,9 @@ class Buckets:
         if self._is_rehearsal:
             return False
         trained = set(self._parameters)
-        left = [(parameter, flat) for parameter, flat in self._left if parameter in trained]
-        self._left = [(parameter, flat) for parameter, flat in self._left if parameter not in trained]
-        for parameter, flat in left:
+        left = {parameter: flat for parameter, flat in self._left.items() if parameter in trained}
+        self._left = {parameter: flat for parameter, flat in self._left.items() if parameter not in trained}
+        for parameter, flat in left.items():
             more = flat.view(parameter.shape)
             parameter.grad = more if parameter.grad is None else parameter.grad + more
         return bool(left)
@@ -274,7 +281,7 @@ class Buckets:
         for parameter, is_used in zip(self._parameters, mask.tolist(), strict=True):
             if not is_used:
                 if keeps_sums and parameter.grad is not None:
-                    self._left.append((parameter, parameter.grad.reshape(-1) / self._group.world_size))
+                    self._leave([(parameter, parameter.grad / self._group.world_size)])
                 parameter.grad = None
 
     def _start(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -47,7 +47,7 @@ def _check(roster: Roster, module: nn.Module) -> None:
     """UsageError where a strategy would do nothing, or harm."""
     sync = roster.sync
     for name, parameter in module.named_parameters():
-        if parameter.dtype != torch.float32 and (sync.kind != "ddp" or sync.sparse):
+        if parameter.requires_grad and parameter.dtype != torch.float32 and (sync.kind != "ddp" or sync.sparse):
             raise UsageError(
                 f"--sync {sync}: {name} is {parameter.dtype}: it exchanges gradients of fp32 weights",
                 hint="weights in fp32, and run.autocast() around forward; or --sync ddp",

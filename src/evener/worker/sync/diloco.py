@@ -181,6 +181,9 @@ class DiLoCo:
         self._exchange(step)
         self._arrived.clear()
 
+    def would_conclude(self) -> bool:
+        return not self.is_agreed() or bool(self._narrow and self._narrow.left_over())
+
     @torch.no_grad()
     def _exchange(self, step: Callable[[Fragment, Tensor], object]) -> None:
         """All of it at once, while this rank waits; where it failed, what is left of it."""
@@ -304,7 +307,8 @@ class DiLoCo:
         return not any(fragment.of_all for fragment in self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"momentum": self._by_name("momentum"), "rounds": [fragment.rounds for fragment in self._fragments]}
+        return {"way": str(self._spec), "momentum": self._by_name("momentum"),
+                "rounds": [fragment.rounds for fragment in self._fragments]}  # fmt: skip
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -317,7 +321,6 @@ class DiLoCo:
         ended.
         """
         return self.state_dict() | {
-            "way": str(self._spec),
             "weights": {name: parameter.detach() for parameter, name in self._names.items()},
             "agreed": self._by_name("agreed"),
             "tokens": [[fragment.tokens, fragment.of_all] for fragment in self._fragments],
@@ -378,7 +381,9 @@ class DiLoCo:
         }
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        """What `state_dict` says."""
+        """What `state_dict` says. Of another way's fragments and momentum it begins anew."""
+        if not self.takes(state):
+            return
         self._put_all("momentum", state.get("momentum", {}))
         for fragment, rounds in zip(self._fragments, state.get("rounds", ()), strict=False):
             fragment.rounds = rounds
