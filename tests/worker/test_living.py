@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from evener.core.rundir import RunDir
 from tests.conftest import TIMEOUT_S
-from tests.worker.test_worlds import Training, alone, pytestmark  # noqa: F401
+from tests.worker.test_worlds import Training, alone, ended, pytestmark  # noqa: F401
 
 
 class Living(Training):
@@ -48,17 +47,6 @@ def stuck(sync):
 Buckets.abandon = stuck
 raise SystemExit(main())
 """
-
-
-@contextlib.contextmanager
-def ended(fleet: Training) -> Iterator[None]:
-    """All of it, whatever happens."""
-    try:
-        yield
-    finally:
-        for name, agent in fleet.agents.items():
-            if agent.poll() is None:
-                fleet.kill(name)
 
 
 def stop_at(fleet: Training, host: str) -> None:

@@ -365,6 +365,17 @@ class Training(Hosts):
         return max(RunDir(self.folder / name).checkpoint_steps(), default=0)
 
 
+@contextlib.contextmanager
+def ended(fleet: Training) -> Iterator[None]:
+    """All of it, whatever happens."""
+    try:
+        yield
+    finally:
+        for name, agent in fleet.agents.items():
+            if agent.poll() is None:
+                fleet.kill(name)
+
+
 def alone(training: type[Training], corpus: Path, out: Path) -> list[float]:
     """Its losses on one process that nobody disturbs."""
     argv = [sys.executable, *WORKER, *training.flags(corpus), "--out", str(out)]
@@ -391,15 +402,11 @@ def last_world(folder: Path) -> int:
 
 def test_what_drifting_replicas_have_learned_is_not_lost_where_a_host_leaves(tmp_path: Path, corpus: Path) -> None:
     fleet = Drifting(tmp_path, corpus)
-    try:
+    with ended(fleet):
         fleet.until(lambda: len(fleet.records(0)) > 40)
         (tmp_path / "c" / "host" / "kept-out").write_text("wanted elsewhere")
         assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
         fleet.until(lambda: (left := last_world(tmp_path / "a")) > 0 and fleet.records(0)[-1].step > left + 6)
-    finally:
-        for name, agent in fleet.agents.items():
-            if agent.poll() is None:
-                fleet.kill(name)
     left = last_world(tmp_path / "a")
     losses = fleet.losses()
     first, before, after = (sum(losses[step] for step in range(begin, begin + 5)) / 5
@@ -412,7 +419,7 @@ def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Pat
     """A rank is killed, the first host loses its power, is back and let in: every loss is that of one process."""
     undisturbed = alone(Training, corpus, tmp_path / "alone")
     fleet = Training(tmp_path, corpus)
-    try:
+    with ended(fleet):
         fleet.until(lambda: fleet.saved("a") >= 20)
         next(one for one in fleet.ranks("b")).kill()
         fleet.until(lambda: fleet.saved("c") >= 60)
@@ -420,10 +427,6 @@ def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Pat
         fleet.until(lambda: "world 2 is b, c" in (tmp_path / "c" / "log").read_text())
         fleet.start("a")
         assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
-    finally:
-        for name, agent in fleet.agents.items():
-            if agent.poll() is None:
-                fleet.kill(name)
     losses = fleet.losses()
     assert list(losses) == list(range(Training.STEPS))
     assert list(losses.values()) == pytest.approx(undisturbed, rel=1e-5)

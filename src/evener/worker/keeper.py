@@ -107,8 +107,9 @@ class Keeper:
         seen = [from_json(text, list[int]) for text in group.gather(msgspec.json.encode(here))]
         mine = load_own(self._dir, group.number, step) if group.number in here else None
         if self._sync.replica == "drifting":
-            takes = group.gather(b"1" if mine and self._sync.takes(mine["sync"]) else b"")
-            if mine and all(takes) and resume.world_size == group.world_size:
+            way = self._sync.state_dict()["way"]
+            told = group.gather(b"1" if mine and mine["sync"].get("way") == way else b"")
+            if mine and all(told) and resume.world_size == group.world_size:
                 self._trained.load_states(mine["states"])
                 self._sync.load_own_state(mine["sync"], [])
             elif group.rank == 0:

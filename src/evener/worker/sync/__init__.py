@@ -127,16 +127,13 @@ class Sync(Protocol):
         """Is this replica what `agreed` says, so that what was measured of it holds for that?"""
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks remember alike from step to step; empty where that is nothing."""
+        """What all ranks remember alike from step to step; empty where that is nothing. "way": of which it is."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go on with what was remembered."""
 
     def own_state(self) -> dict[str, Any]:
         """What this rank alone remembers, such as what it has not sent yet; empty where that is nothing."""
-
-    def takes(self, state: dict[str, Any]) -> bool:
-        """Can it go on with this, as a rank remembered it that may have agreed another way?"""
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         """Go on with what this rank remembered, once `wrap` was called. `others`: of ranks that are no more."""

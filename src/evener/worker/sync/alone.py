@@ -77,9 +77,6 @@ class Alone:
     def own_state(self) -> dict[str, Any]:
         return {}
 
-    def takes(self, state: dict[str, Any]) -> bool:
-        return True
-
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         """What several ranks had not sent yet of their gradients belongs to the next one's; replicas that drifted had
         something else.

@@ -204,9 +204,6 @@ class Buckets:
         waits = {UNUSED: {names[parameter]: flat for parameter, flat in self._left.items()}} if self._left else {}
         return self._reduction.own_state(names) | waits
 
-    def takes(self, state: dict[str, Any]) -> bool:
-        return True
-
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         parameters = dict(self._module.named_parameters())
         # Replicas that drifted kept something else.

@@ -327,7 +327,8 @@ class DiLoCo:
             "left": self._narrow.own_state(self._names) if self._narrow else {},
         }
 
-    def takes(self, state: dict[str, Any]) -> bool:
+    def _takes(self, state: dict[str, Any]) -> bool:
+        """Did whoever remembered this agree the same way?"""
         return state.get("way") == str(self._spec)
 
     @torch.no_grad()
@@ -382,7 +383,7 @@ class DiLoCo:
 
     def _take_up(self, state: dict[str, Any]) -> None:
         """What `state_dict` says. Of another way's fragments and momentum it begins anew."""
-        if not self.takes(state):
+        if not self._takes(state):
             return
         self._put_all("momentum", state.get("momentum", {}))
         for fragment, rounds in zip(self._fragments, state.get("rounds", ()), strict=False):

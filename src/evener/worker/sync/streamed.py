@@ -75,7 +75,7 @@ class Streamed(DiLoCo):
 
     def _take_up(self, state: dict[str, Any]) -> None:
         super()._take_up(state)
-        if not self.takes(state):
+        if not self._takes(state):
             return
         self._flights = {int(i): Flight(delta.to(self._group.device), 0.0, 0.0, self._fragments[int(i)].held(),
                                         has_arrived=True)
