@@ -19,7 +19,7 @@ from evener.worker.spans import Spans
 from evener.worker.sync.alone import Alone
 from evener.worker.trained import Trained
 
-EXCHANGES = 5  # of a checkpoint
+EXCHANGES = 6  # of a checkpoint
 
 
 class Lossy(Group):
