@@ -3,10 +3,9 @@
     python bench/prediction.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
-with the kernel's counters of what arrives from each host at the others (its records go to who started the run), without
-headers and what agents say to each other, read at the same place of two steps, or of two rounds where replicas agree
-every so many steps. Counted where it leaves, it would be more: where several connections share a slow cable its queue
-overflows, on the host itself, too.
+with the kernel's counters of what each connection between hosts has received, in order and each byte once (where several
+share a slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at
+the same place of two steps, or of two rounds where replicas agree every so many steps.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
 Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -37,7 +37,6 @@ from evener.lab.spec import HostSpec, LabSpec
 from evener.report.summary import summarize
 
 CPUS = {2: 0.9, 3: 0.6}  # of a host, so that all together leave the machine some air
-HEADERS = 20 + 32  # bytes of a packet: IPv4, TCP with time stamps
 RESULTS = Path(__file__).with_name("prediction.jsonl")
 SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8:streamed")
 ACCUMULATIONS = (1, 4)
@@ -68,7 +67,6 @@ def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int,
     fleet = folder / "fleet.toml"
     lab = Lab.up(LabSpec(name=f"grid{num_hosts}", hosts=hosts), out=fleet)
     try:
-        _begin_counting(lab)
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3")
         before = _probed(folder, fleet)
         rows = [one_run(lab, folder, fleet, rate, num_hosts, equal, accumulation, steps, sync)
@@ -127,23 +125,16 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
     }
 
 
-def _begin_counting(lab: Lab) -> None:
-    apart = f"tcp dport != {RENDEZVOUS_PORT} tcp sport != {RENDEZVOUS_PORT}"  # where agents talk
-    for host in lab.hosts:
-        rules = "".join(f'  ip saddr {other.address} {apart} counter comment "{other.name}"\n' for other in lab.hosts)
-        chain = f"chain heard {{\n  type filter hook input priority 0;\n{rules} }}\n"
-        host.exec(["nft", "-f", "-"], stdin=f"table inet evener_count {{\n {chain}}}\n")
-
-
 def _arrived(lab: Lab) -> Counter[str]:
-    """Bytes that came from each host to the others so far."""
-    found = Counter[str]()
+    """Bytes that came from each host to the others so far, over connections that are open."""
+    names, found = {host.address: host.name for host in lab.hosts}, Counter[str]()
     for host in lab.hosts:
-        told = json.loads(host.exec(["nft", "-j", "list", "table", "inet", "evener_count"]).stdout)
-        for rule in (one["rule"] for one in told["nftables"] if "rule" in one):
-            if rule["comment"] != host.name:
-                [counted] = [one["counter"] for one in rule["expr"] if "counter" in one]
-                found[rule["comment"]] += counted["bytes"] - HEADERS * counted["packets"]
+        for line in host.exec(["ss", "-tinHO"]).stdout.splitlines():
+            here, there = (end.rsplit(":", 1) for end in line.split()[3:5])
+            apart = str(RENDEZVOUS_PORT) in (here[1], there[1])  # where agents talk
+            received = re.search(r"\bbytes_received:(\d+)", line)
+            if there[0] in names and there[0] != host.address and received and not apart:
+                found[names[there[0]]] += int(received[1])
     return found
 
 

@@ -81,6 +81,7 @@ def found_of(spec):
             for ours, theirs in zip(plain, parameters):
                 same &= all(torch.equal(one, theirs) for one in gathered(theirs))
                 worst = max(worst, float((ours - theirs).abs().max()))
+    agreed, would = sync.is_agreed(), sync.would_conclude()
     with torch.no_grad():
         for parameter in parameters:
             if rank:
@@ -95,9 +96,10 @@ def found_of(spec):
                        sum(gathered(left[parameter])).view(parameter.shape) for parameter in parameters}
     sync.conclude()
     off = max(float((mean[parameter] - parameter).abs().max()) for parameter in parameters)
-    agreed = sync.agreed(dict(module.named_parameters()))
-    same &= all(torch.equal(agreed[name], parameter) for name, parameter in module.named_parameters())
-    return {"same": same and sync.is_agreed(), "worst": worst, "drifted": drifted, "sent": sent,
+    saved = sync.agreed(dict(module.named_parameters()))
+    same &= all(torch.equal(saved[name], parameter) for name, parameter in module.named_parameters())
+    same &= agreed and sync.is_agreed() and not sync.would_conclude()
+    return {"same": same, "would": would, "worst": worst, "drifted": drifted, "sent": sent,
             "compared": compared, "off": off, "left": most_left, "fragments": len(sync._fragments),
             "num": sum(parameter.numel() for parameter in parameters)}
 
@@ -120,7 +122,9 @@ def test_replicas_agree_to_the_bit_by_the_outer_step_of_torchs_own_sgd(run_scrip
         assert found["same"]
         assert found["drifted"] > 1e-3  # between two outer steps they are apart
         assert found["worst"] < (1e-5 if not code else 1e-2)
-        # At last it is the mean of the replicas by tokens, exactly, and what was left is sent with it.
+        # At last it is the mean of the replicas by tokens, exactly, and what was left is sent with it: a run that ends
+        # where replicas agree has that to send, too.
+        assert found["would"] == bool(code)
         assert found["off"] < 3e-7
         assert (found["left"] > 1e-6) == bool(code)
         # Bytes: all in the step of the exchange, by the formula of the code.

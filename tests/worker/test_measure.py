@@ -121,7 +121,7 @@ def sent(server: Server) -> tuple[int, int]:
         ("packed", 3, f"{WIDE} --dtype bf16"),
         ("int8", 3, WIDE),
         ("int4", 2, WIDE),
-        ("powersgd:24", 2, WIDE),
+        ("powersgd:4", 3, WIDE),
         ("bf16+sparse", 2, TABLES),
         ("diloco:5:int8", 3, WIDE),
         ("diloco:10:streamed", 2, WIDE),

@@ -15,7 +15,7 @@ import msgspec
 from evener.core.collective import Collective
 from evener.core.roster import Kind, Member, Roster, SyncSpec
 from evener.core.shape import MLP_EXPANSION, GPTShape
-from evener.plan.collectives import ring_all_reduce_bytes
+from evener.plan.collectives import GLOO_WORDS_BYTES, ring_all_reduce_bytes
 
 INDEX_BYTES = 4  # of a table's row
 GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
@@ -289,9 +289,9 @@ def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster], Exchange]:
 def _powersgd(shape: GPTShape, roster: Roster) -> Exchange:
     """Each matrix of a bucket as a product of two thin ones: the left factors and the vectors, then the right ones.
 
-    [Vogels et al. 2019]
+    These are so small that what Gloo says beside them counts.   [Vogels et al. 2019]
     """
-    rank = roster.sync.rank
+    rank, words = roster.sync.rank, GLOO_WORDS_BYTES * roster.world_size
     transfers = []
     for bucket in bucketed(exchanged(shape, roster.sync), bucket_bytes(roster)):
         thin = [tensor for tensor in bucket if is_thin(tensor.rows, tensor.columns, rank)]
@@ -299,7 +299,8 @@ def _powersgd(shape: GPTShape, roster: Roster) -> Exchange:
         left, right = (GRADIENT_BYTES * rank * sum(side) for side in
                        ([tensor.rows for tensor in thin], [tensor.columns for tensor in thin]))  # fmt: skip
         ready = bucket[-1].ready
-        transfers += _all_reduces([(left + GRADIENT_BYTES * rest, ready), *([(right, ready)] if thin else [])])
+        sizes = [left + GRADIENT_BYTES * rest, *([right] if thin else [])]
+        transfers += _all_reduces([(size + words, ready) for size in sizes])
     return Exchange(transfers=transfers, coded_bytes=_coded(shape, roster))
 
 

@@ -3,8 +3,9 @@
     M = gradient + what is left    P = orthonormal(Σ M·Q)    Q = Σ Mᵀ·P    sum ≈ P·Qᵀ    left = M - P·(Mᵀ·P)ᵀ
 
 Σ are all-reduces over the ranks; Q is the last step's, at first random and the same everywhere. For a matrix of a rows
-and b columns 2(n-1)/n · 4·r·(a+b) bytes travel. Vectors, and matrices whose shorter side is not above 2r, go as they
-are.   [Vogels, Karimireddy & Jaggi 2019, algorithm 2; what is left is kept for each rank's own part of the product]
+and b columns 2(n-1)/n · 4·r·(a+b) bytes travel, so few that what Gloo says beside them counts. Vectors, and matrices
+whose shorter side is not above 2r, go as they are.
+[Vogels, Karimireddy & Jaggi 2019, algorithm 2; what is left is kept for each rank's own part of the product]
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.plan.collectives import ring_all_reduce_bytes
+from evener.plan.collectives import GLOO_WORDS_BYTES, ring_all_reduce_bytes
 from evener.plan.sync import is_thin as shrinks
 from evener.worker.group import Group
 from evener.worker.sync import Traits
@@ -94,7 +95,8 @@ class PowerSGD:
         dist.all_reduce(flat, group=self._group.gradients)
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view(tensor.shape))
-        return ring_all_reduce_bytes(flat.nbytes, self._group.world_size)
+        num_ranks = self._group.world_size
+        return ring_all_reduce_bytes(flat.nbytes + GLOO_WORDS_BYTES * num_ranks, num_ranks)
 
 
 def is_thin(parameter: Tensor, rank: int) -> bool:
