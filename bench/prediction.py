@@ -3,9 +3,9 @@
     python bench/prediction.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
-with the kernel's counters of what each connection between hosts has received, in order and each byte once (where several
-share a slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at
-the same place of two steps, or of two rounds where replicas agree every so many steps.
+with the kernel's counters of what each connection between hosts has received, each byte once (where several share a
+slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at the
+same place of two steps, or of two rounds where replicas agree every so many steps.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
 Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go

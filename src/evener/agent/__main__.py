@@ -57,7 +57,7 @@ from evener.core.world import (
 
 LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
-SAY_S = 0.2  # between statements, where nothing new is to be said
+SAY_S = 0.2  # between looks, and statements, where nothing is new
 PATIENCE_S = 600.0  # with a disk that refuses
 # A disk that was too full for checkpoints: until they are tried again, longer each time; and by how much more room,
 # where not even a rank could write down how much it takes.
@@ -91,7 +91,7 @@ class Agent:
         if is_back and self._council.is_member:
             self._council.phase, self._council.why = self._regroup(), "its agent was started again"
         self._gossip = Gossip(spec.key.encode(), self._hear)
-        self._news = asyncio.Event()  # somebody said something
+        self._news = asyncio.Event()  # somebody said something new
         self._refusal, self._refused_at = "", 0.0  # as long as nothing can be written down, this host says nothing
         self._kept: Kept | None = None  # as it is on the disk
         self._ranks: Ranks | None = None
@@ -123,7 +123,7 @@ class Agent:
                     self._gossip.say(said_now, others)
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SAY_S / 2):
+                    async with asyncio.timeout(SAY_S):
                         await self._news.wait()
             return status
         finally:
@@ -134,8 +134,7 @@ class Agent:
     def _hear(self, statement: Statement) -> None:
         # A host was added while this one was out of reach: before anything that is said of it.
         self._is_spec_news |= self._go_by(statement.hosts, statement.edition)
-        if statement.host in self._spec.hosts:
-            self._council.hear(statement, time.monotonic())
+        if statement.host in self._spec.hosts and self._council.hear(statement, time.monotonic()):
             self._news.set()
 
     def _try_look(self) -> int | None:

@@ -102,6 +102,11 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
         return self.kept.life, self.count
 
 
+def _news_of(statement: Statement) -> Statement:
+    """Without what each statement has of its own."""
+    return msgspec.structs.replace(statement, count=0, looks={}, looked_at=0.0)
+
+
 class Council:
     """One host's seat. `hear` what others say, then `look`; keep `kept` where that changed, and `say`."""
 
@@ -136,11 +141,13 @@ class Council:
         """Are its ranks in it?"""
         return self.host in self.world.hosts
 
-    def hear(self, statement: Statement, now: float) -> None:
-        """What another host said; an older one than the last is none."""
+    def hear(self, statement: Statement, now: float) -> bool:
+        """What another host said; an older one than the last is none. Is it news, more than that it is still there?"""
         last = self._heard.get(statement.host)
-        if statement.host != self.host and (last is None or statement.age > last[0].age):
-            self._heard[statement.host] = statement, now
+        if statement.host == self.host or (last is not None and statement.age <= last[0].age):
+            return False
+        self._heard[statement.host] = statement, now
+        return last is None or _news_of(statement) != _news_of(last[0])
 
     def say(self, now: float) -> Statement:
         """This host's state."""

@@ -28,7 +28,7 @@ GLOO_SEGMENT_BYTES = 1 << 20  # of a rank's part of an all-reduce: at most so mu
 # 100 Mbit/s, buckets of 4 MiB by packed, bf16 and int8, beside a ring, 2026-11-25. Assumption: more are like 3.
 GLOO_STALL = {"all_gather": (2.0, 1.4, 1.1), "all_to_all": (2.0, 1.5, 1.65), "swap": (1.0, 1.2, 1.2)}
 # What Gloo says beside the data of an all-reduce among n ranks is as if it were so many bytes more, n times: 48 bytes
-# before each message and in two words about it, 4(n-1) messages. *Measured* by TCP's counters, 2 to 4 ranks, torch 2.13.
+# before each message and in two words about it, 4(n-1) messages. *Measured*: TCP's counters, 2 to 4 ranks, torch 2.13.
 GLOO_WORDS_BYTES = 288
 SOCKET_BYTES = 1 << 18  # of a message that a socket's buffers take at once; 2 ranks: 128 KiB has the wire, 512 KiB 0.62
 MOST_STATES, FEW_STATES = 250, 30  # of a search for a ring of 10 hosts or more, before it gives up a bandwidth

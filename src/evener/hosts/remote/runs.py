@@ -28,6 +28,7 @@ STOPPED = "stopped"  # of supervisor.py
 KEPT_OUT = "host/kept-out"  # of core/world.py
 END_S = 5.0  # the supervisor's
 _ranks = {}  # pid: (when it began, its rank on this host)
+_connections = {}  # as `stuck` saw them last
 WHOLE = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
 
 
@@ -185,8 +186,8 @@ def follow(run, have, until_end=True):
     have = have and {path: list(known) for path, known in have.items()}
     while True:
         state = status(run)
-        for path in [] if have is None else _files(run):
-            yield from _news(run, path, have)
+        for path, place in [] if have is None else _files(run):
+            yield from _news(path, place, have)
         if until_end and time.monotonic() >= look_at:
             look_at = time.monotonic() + LOOK_S
             yield {"looks": looks(run, state), "stuck": stuck(), "at": time.monotonic()}
@@ -220,7 +221,14 @@ def looks(run, state):
 
 
 def stuck():
-    """Addresses of machines that do not acknowledge what they were sent, however often it is sent again. Linux."""
+    """Addresses of machines that do not acknowledge what they were sent, however often it is sent again. Linux.
+
+    The kernel's table of connections takes it milliseconds: it is read where a timer for an answer ran out, or one of
+    these was found before.
+    """
+    timeouts = _timeouts()
+    if timeouts is not None and timeouts == _connections.get("timeouts") and not _connections["stuck"]:
+        return []
     found = set()
     for path, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError), open(path) as table:
@@ -231,7 +239,19 @@ def stuck():
                 number = words[2].partition(":")[0]  # 32 bits at a time, as the processor has them
                 parts = [int(number[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(number), 8)]
                 found.add(socket.inet_ntop(family, b"".join(parts)))
+    _connections.update(timeouts=timeouts, stuck=found)
     return sorted(found)
+
+
+def _timeouts():
+    """How often TCP had no answer in time, of all connections so far; None where the kernel does not say."""
+    for line in (_read_file("/proc/net/netstat") or b"").splitlines():
+        words = line.split()
+        if words[0] == b"TcpExt:" and b"TCPTimeouts" in words:
+            place = words.index(b"TCPTimeouts")
+        elif words[0] == b"TcpExt:":
+            return int(words[place])
+    return None
 
 
 def checkpoints(run):
@@ -364,12 +384,16 @@ def _digest_of(path, size=None):
 
 
 def _files(run):
-    found = [path for path in (*WHOLE, "events.jsonl") if os.path.exists(_place(run, path))]
+    """(path, where it lies) of what a run writes; nothing need be there."""
+    joined = _joined(run)
+    for path in (*WHOLE, "events.jsonl"):
+        yield path, _in(run, joined, path)
     for folder in ("steps", "spans", "vitals", "profile", "logs", "replicas"):
-        root = _place(run, folder)
-        if os.path.isdir(root):
-            found += [folder + "/" + name for name in sorted(os.listdir(root)) if not name.startswith(".")]
-    return found
+        root = _in(run, joined, folder)
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(root)):
+                if not name.startswith("."):
+                    yield folder + "/" + name, os.path.join(root, name)
 
 
 def _local_rank_of(pid):
@@ -412,22 +436,30 @@ def _children(pid):
 
 def _place(run, path):
     """Where a file of a run lies: a script may have joined another run directory than the one it was launched into."""
-    joined = None if path.split("/")[0] in ("host", "logs") else _read_file(os.path.join(run, "host", "joined"))
-    return os.path.join(joined.decode() if joined else run, path)
+    return _in(run, _joined(run), path)
 
 
-def _news(run, path, have):
+def _in(run, joined, path):
+    return os.path.join(run if path.split("/")[0] in ("host", "logs") else joined, path)
+
+
+def _joined(run):
+    joined = _read_file(os.path.join(run, "host", "joined"))
+    return joined.decode() if joined else run
+
+
+def _news(path, place, have):
+    known, offset = have.get(path, ["", 0])
     try:
-        file = _open(_place(run, path))
+        facts = os.stat(place)  # most files are as they were, and not even opened
+        if known == _identity(path, facts) and (path in WHOLE or offset == facts.st_size):
+            return
+        file = _open(place)
     except OSError:
         return
     with file:
         facts = os.fstat(file.fileno())
-        # Inode numbers are used again; a file that is replaced time and again is told by its time as well.
-        identity = f"{facts.st_ino} {facts.st_mtime_ns if path in WHOLE else 0}"
-        known, offset = have.get(path, ["", 0])
-        if known == identity and (path in WHOLE or offset == facts.st_size):
-            return
+        identity = _identity(path, facts)
         if known != identity or offset > facts.st_size:
             offset = 0
         file.seek(offset)
@@ -441,6 +473,11 @@ def _news(run, path, have):
                     yield chunk
                 offset += len(chunk)
                 have[path] = [identity, offset]
+
+
+def _identity(path, facts):
+    """Inode numbers are used again; a file that is replaced time and again is told by its time as well."""
+    return f"{facts.st_ino} {facts.st_mtime_ns if path in WHOLE else 0}"
 
 
 def _check_over(folder):
