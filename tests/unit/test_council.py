@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from evener.agent.council import MAX_FAILURES, Council, Kept, Phase, Statement
+from evener.core.watch import Look
 from evener.core.world import World
 
 TICK_S = 0.2
@@ -330,3 +331,16 @@ def test_an_old_word_is_none() -> None:
     assert a.say(9.0).hears == []
     a.hear(Council("b", Kept(world, life=2), silent_s=SILENT_S).say(0.0), 9.0)
     assert a.say(9.0).hears == ["b"]
+
+
+def test_that_a_host_is_still_there_is_no_news() -> None:
+    world = World(number=0, hosts=["a", "b"])
+    a, b = (Council(name, Kept(world, life=1), silent_s=SILENT_S) for name in "ab")
+    assert a.hear(b.say(0.0), 0.0)
+    b.looks, b.looked_at = {1: Look(pid=7, state="R", cpu_s=1.0)}, 0.2
+    said = b.say(0.2)
+    assert not a.hear(said, 0.2)
+    assert a.of("b") == said  # and it was heard
+    b.phase = Phase.RUNNING
+    assert a.hear(b.say(0.4), 0.4)
+    assert not a.hear(said, 0.6)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -551,3 +552,39 @@ def test_checkpoints_stand_in_order(tmp_path: Path) -> None:
     found = runs.checkpoints(str(tmp_path))
     assert [(one["step"], one["val_loss"]) for one in found] == [(100, 2.5), (999999, 2.5), (1000000, 2.5)]
     assert [(file["path"], file["size"]) for file in found[0]["files"]][1] == ("state.json~", 5)
+
+
+def test_the_table_of_connections_is_read_where_a_timer_ran_out_or_something_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the kernel milliseconds. Lines as of proc(5): 10.77.0.2 does not acknowledge 256 bytes, sent 5 times."""
+    head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+    line = "   0: 01004D0A:A0F2 02004D0A:7475 01 00000100:00000000 01:00000064 {:08X}     0        0 17\n"
+    (tmp_path / "tcp6").write_text(head)
+    read = []
+
+    def open_table(path: str) -> Any:
+        read.append(path)
+        return (tmp_path / Path(path).name).open()
+
+    monkeypatch.setattr(runs, "open", open_table, raising=False)
+    monkeypatch.setattr(runs, "_connections", {})
+    for timeouts, tries, found, is_read in (
+        (7, 0, [], True), (7, 5, [], False), (8, 3, [], True), (9, 4, ["10.77.0.2"], True), (9, 5, ["10.77.0.2"], True),
+        (9, 0, [], True), (9, 5, [], False), (None, 5, ["10.77.0.2"], True), (None, 0, [], True), (None, 0, [], True),
+    ):  # fmt: skip
+        read.clear()
+        monkeypatch.setattr(runs, "_timeouts", lambda told=timeouts: told)
+        (tmp_path / "tcp").write_text(head + line.format(tries))
+        assert runs.stuck() == found
+        assert bool(read) == is_read
+
+
+def test_the_kernel_says_how_many_timers_ran_out() -> None:
+    """As nstat reads it, which belongs to iproute2."""
+    if shutil.which("nstat") is None:
+        pytest.skip("no nstat")
+    before = runs._timeouts()
+    said = subprocess.run(["nstat", "-asz", "TcpExtTCPTimeouts"], capture_output=True, text=True, check=True).stdout
+    [counted] = [int(line.split()[1]) for line in said.splitlines() if line.startswith("TcpExtTCPTimeouts")]
+    assert before <= counted <= runs._timeouts()
