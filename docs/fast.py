@@ -33,8 +33,8 @@ Emulated hosts, each pinned to a core of this machine or to a part of one, real 
 Everything is a share of the limit: what the same hosts train at once, each by itself and exchanging nothing, measured
 before and after every run; the median of some turns. "predicted" is the share that `plan` said before, "step" how far
 off it was in the length of a step; much of that is this machine, which changes its speed by the minute. Loss is what
-`bench/loss.py` measured at equal tokens with 1.0M parameters; see `src/evener/plan/penalty.py`. `python bench/fast.py`
-goes on with it.
+`bench/loss.py` measured at equal tokens with 1.0M parameters; see `src/evener/plan/penalty.py`. "ddp: none" is a run
+in which the planner left a host out, for the other alone is faster. `python bench/fast.py` goes on with it.
 
 ![shares of the limit](fast.png)
 """
