@@ -12,7 +12,7 @@ from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.link import NAMED, Wire, parse_link
 from evener.core.prediction import EXACT, Cluster, Job
-from evener.core.roster import Seat
+from evener.core.roster import Seat, parse_sync
 from evener.core.shape import PRESETS, preset_shape
 from evener.plan import divide, penalty
 from evener.plan.advice import advice_of
@@ -288,6 +288,16 @@ def test_what_is_not_exact_has_to_gain_something_and_what_costs_loss_more():
     faster = msgspec.structs.replace(lossy, tokens_per_s=1100.0)
     assert fastest([exact, lossless, faster]) is faster
     lossy = msgspec.structs.replace(lossy, step_s=option.step_s / 2)
+    eight, four = (
+        msgspec.structs.replace(lossless, tokens_per_s=rate, roster=msgspec.structs.replace(
+            option.roster, sync=parse_sync(f"diloco:10:int{bits}:streamed")))
+        for bits, rate in ((8, 1100.0), (4, 1110.0))
+    )  # fmt: skip
+    assert fastest([exact, eight, four]) is eight  # fewer bits for hardly anything
+    much_faster = msgspec.structs.replace(four, tokens_per_s=1200.0)
+    assert fastest([exact, eight, much_faster]) is much_faster
+    dear = msgspec.structs.replace(eight, loss_penalty=0.002)
+    assert fastest([exact, dear, four]) is four
     assert simplest([exact, lossless, lossy], lossless, "ddp") is lossless  # no loss for one percent more
     assert simplest([exact, lossless, lossy], lossy, "lossless") is lossless
 

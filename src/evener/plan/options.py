@@ -269,8 +269,18 @@ def speed(option: Option) -> float:
 
 
 def fastest(options: Sequence[Option]) -> Option | None:
-    """The one with most tokens/s, where what is not exact has to gain something for that, and what costs loss more."""
-    return max(options, key=lambda option: speed(option) / has_to_gain(option), default=None)
+    """The one with most tokens/s, where what is not exact has to gain something for that, and what costs loss more.
+
+    Of ways that differ in the bits of a number alone, and hardly in speed, the one with more of them.
+    """
+    best = max(options, key=lambda option: speed(option) / has_to_gain(option), default=None)
+    if best is None:
+        return None
+    way = best.roster.sync
+    near = [option for option in options if speed(best) <= WORTH * speed(option)
+            and has_to_gain(option) <= has_to_gain(best) and option.roster.hosts == best.roster.hosts
+            and msgspec.structs.replace(option.roster.sync, bits=way.bits) == way]  # fmt: skip
+    return max(near, key=lambda option: (option.roster.sync.bits, speed(option)))
 
 
 def has_to_gain(option: Option) -> float:
