@@ -554,7 +554,7 @@ def test_checkpoints_stand_in_order(tmp_path: Path) -> None:
     assert [(file["path"], file["size"]) for file in found[0]["files"]][1] == ("state.json~", 5)
 
 
-def test_the_table_of_connections_is_read_where_a_timer_ran_out_or_something_is_stuck(
+def test_the_table_of_connections_is_read_where_something_was_sent_again_or_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the kernel milliseconds. Lines as of proc(5): 10.77.0.2 does not acknowledge 256 bytes, sent 5 times."""
@@ -569,22 +569,22 @@ def test_the_table_of_connections_is_read_where_a_timer_ran_out_or_something_is_
 
     monkeypatch.setattr(runs, "open", open_table, raising=False)
     monkeypatch.setattr(runs, "_connections", {})
-    for timeouts, tries, found, is_read in (
+    for sent_again, tries, found, is_read in (
         (7, 0, [], True), (7, 5, [], False), (8, 3, [], True), (9, 4, ["10.77.0.2"], True), (9, 5, ["10.77.0.2"], True),
         (9, 0, [], True), (9, 5, [], False), (None, 5, ["10.77.0.2"], True), (None, 0, [], True), (None, 0, [], True),
     ):  # fmt: skip
         read.clear()
-        monkeypatch.setattr(runs, "_timeouts", lambda told=timeouts: told)
+        monkeypatch.setattr(runs, "_sent_again", lambda told=sent_again: told)
         (tmp_path / "tcp").write_text(head + line.format(tries))
         assert runs.stuck() == found
         assert bool(read) == is_read
 
 
-def test_the_kernel_says_how_many_timers_ran_out() -> None:
+def test_the_kernel_says_how_many_segments_were_sent_again() -> None:
     """As nstat reads it, which belongs to iproute2."""
     if shutil.which("nstat") is None:
         pytest.skip("no nstat")
-    before = runs._timeouts()
-    said = subprocess.run(["nstat", "-asz", "TcpExtTCPTimeouts"], capture_output=True, text=True, check=True).stdout
-    [counted] = [int(line.split()[1]) for line in said.splitlines() if line.startswith("TcpExtTCPTimeouts")]
-    assert before <= counted <= runs._timeouts()
+    before = runs._sent_again()
+    said = subprocess.run(["nstat", "-asz", "TcpRetransSegs"], capture_output=True, text=True, check=True).stdout
+    [counted] = [int(line.split()[1]) for line in said.splitlines() if line.startswith("TcpRetransSegs")]
+    assert before <= counted <= runs._sent_again()
