@@ -495,12 +495,6 @@ def test_stopping_a_training_saves(fleet: Fleet, corpus: Path) -> None:
     assert [record.step for record in rundir.records(1)] == list(range(steps + 2))
 
 
-def test_somebody_elses_program(fleet: Fleet) -> None:
-    """accelerate's own test of a distributed set-up, as it comes from PyPI."""
-    pytest.importorskip("accelerate")
-    fleet.ok("launch", "--out", "runs/accelerate", "--", "-m", "accelerate.test_utils.scripts.test_ops")
-
-
 def test_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(**{name: HostSpec() for name in "abcdefgh"})
     fleet = Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path)

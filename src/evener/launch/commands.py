@@ -26,7 +26,9 @@ LIVE_SILENT_S = 3.0  # nobody loses more than this by one who was only slow to a
 SCRIPT_GRACE_S = 0.0  # a script of the user's own gets SIGTERM through torchrun, and 5 s
 SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
 # What a person writes in front of torchrun and expects to reach the ranks. Interfaces and folders are a host's own.
-COPIED = re.compile(r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_")
+COPIED = re.compile(
+    r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|ACCELERATE|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_"
+)
 NOT_COPIED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TRANSFORMERS_CACHE",
               "TORCH_COMPILER_COLLECTIVES"}  # fmt: skip  # the last one has ranks unpickle what others send
 
@@ -164,9 +166,13 @@ def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequen
     """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project; here (None) it runs in the
     project's own folder. Of `environment`, the controller's, little is copied.
     """
-    counts = [len(place.seats(MachineSpec())) for place in places]
+    seats = [place.seats(MachineSpec()) for place in places]
+    counts = [len(mine) for mine in seats]
     copied = {name: value for name, value in environment.items()
               if COPIED.match(name) and name not in NOT_COPIED and not SECRET.search(name)}  # fmt: skip
+    if all(seat.device == "cpu" for mine in seats for seat in mine):
+        # As `accelerate launch --cpu` does: else each of its ranks would train a model alone, and say nothing.
+        copied.setdefault("ACCELERATE_USE_CPU", "true")
     hosts = []
     for i, place in enumerate(places):
         env = _env(place, place.host.threads or max(1, place.cores // counts[i]), copied)
