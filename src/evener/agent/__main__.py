@@ -57,7 +57,8 @@ from evener.core.world import (
 
 LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
-SAY_S = 0.2  # between looks, and statements, where nothing is new
+ROUND_S = 0.2  # between looks, and statements while it is decided on a world; what is new is said at once
+SAY_S = 0.5  # between statements where there is nothing new
 PATIENCE_S = 600.0  # with a disk that refuses
 # A disk that was too full for checkpoints: until they are tried again, longer each time; and by how much more room,
 # where not even a rank could write down how much it takes.
@@ -117,13 +118,14 @@ class Agent:
                           if name != self._spec.host}  # fmt: skip
                 council, spec = self._council, self._spec
                 state = council.kept, council.phase, council.has_learned, council.store, spec.edition
-                if not self._refusal and (state != said or now - said_at >= SAY_S):
+                pause_s = ROUND_S if council.is_deciding else SAY_S
+                if not self._refusal and (state != said or now - said_at >= pause_s):
                     said, said_at = state, now
                     said_now = msgspec.structs.replace(council.say(now), hosts=spec.hosts, edition=spec.edition)
                     self._gossip.say(said_now, others)
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SAY_S):
+                    async with asyncio.timeout(ROUND_S):
                         await self._news.wait()
             return status
         finally:

@@ -80,7 +80,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host says, several times a second."""
+    """What a host says, twice a second or more."""
 
     host: str
     count: int  # grows, within a life
@@ -174,6 +174,11 @@ class Council:
     def has_ended(self) -> bool:
         """Is the run done, by the word of any member?"""
         return Phase.DONE in self._phases().values()
+
+    @property
+    def is_deciding(self) -> bool:
+        """Have some ranks ended, and it is not known yet what follows?"""
+        return bool(self._ended)
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 

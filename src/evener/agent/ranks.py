@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -220,13 +221,33 @@ def _look(process: psutil.Process, pulse: Path) -> Look:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         told = from_json(read_file(pulse), dict[str, Any])
     told = told if told.get("pid") == process.pid else {}
-    cpu_s = 0.0
-    for one in [process, *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):
-            cpu_s += sum(one.cpu_times()[:4])
+    cpu_s = sum(_cpu_s(one) for one in _family(process.pid))
     state = LETTERS.get(process.status(), "S")
     return Look(pid=process.pid, state=state, cpu_s=cpu_s, where=told.get("where", ""), waits=told.get("waits", False),
                 moved=told.get("moved"))  # fmt: skip
+
+
+def _cpu_s(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return sum(psutil.Process(pid).cpu_times()[:4])
+    return 0.0
+
+
+def _family(pid: int) -> Iterator[int]:
+    """It, and all that came of it."""
+    yield pid
+    for child in _children(pid):
+        yield from _family(child)
+
+
+def _children(pid: int) -> list[int]:
+    """As the kernel's own lists have them, where it keeps any: psutil reads every process of the machine."""
+    with contextlib.suppress(OSError):  # a thread has ended
+        if lists := [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]:
+            return [int(child) for child in " ".join(lists).split()]
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 def meeting_of(spec: AgentSpec, world: World, store: int) -> Meeting:

@@ -36,6 +36,7 @@ import sys
 import time
 
 POLL_S = 0.05
+QUIET_POLL_S = 0.2  # where nobody has printed anything for LOOK_S, nor asked for an end
 LOOK_S = 1.0  # between looks for the files of ranks that began late
 END_S = 5.0  # from SIGTERM to SIGKILL
 AT_ONCE_S = 1.0  # the same for somebody who has asked twice
@@ -114,7 +115,8 @@ class RankLogs:
         self._look_at = 0.0
 
     def read(self, last=False):
-        """Take over what is new."""
+        """Take over what is new; is there anything?"""
+        is_news = False
         if last or time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + (LOOK_S if self._open else POLL_S)
             found = glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))
@@ -124,9 +126,11 @@ class RankLogs:
         for file, stream, log in self._open.values():
             chunk = file.read(1 << 18)
             while chunk:
+                is_news = True
                 log.add(stream, chunk)
                 chunk = file.read(1 << 18)
             log.look()
+        return is_news
 
     def close(self):
         for log, _ in self._logs.values():
@@ -282,16 +286,21 @@ class Supervisor:
         for stream, pipe in (("O", child.stdout), ("E", child.stderr)):
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_READ, stream)
+        heard_at = time.monotonic()
         while True:
             status = child.poll()
-            for key, _ in selector.select(POLL_S if status is None else 0):
+            is_quiet = not self.asked and time.monotonic() - heard_at >= LOOK_S
+            pause_s = 0 if status is not None else QUIET_POLL_S if is_quiet else POLL_S
+            for key, _ in selector.select(pause_s):
+                heard_at = time.monotonic()
                 chunk = _read(key.fd)
                 if chunk:
                     log.add(key.data, chunk)
                 elif chunk == b"":
                     selector.unregister(key.fileobj)
             log.look()
-            ranks.read()
+            if ranks.read():
+                heard_at = time.monotonic()
             self._look_around()
             _reap(child.pid)
             if status is not None:
