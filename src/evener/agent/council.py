@@ -177,8 +177,8 @@ class Council:
 
     @property
     def is_deciding(self) -> bool:
-        """Have some ranks ended, and it is not known yet what follows?"""
-        return bool(self._ended)
+        """Has a member's part in this world ended, and it is not known yet what follows?"""
+        return any(phase in ENDED for phase in self._phases().values())
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 

@@ -229,7 +229,8 @@ def _look(process: psutil.Process, pulse: Path) -> Look:
 
 def _cpu_s(pid: int) -> float:
     with contextlib.suppress(psutil.Error):  # it has ended
-        return sum(psutil.Process(pid).cpu_times()[:4])
+        user, system, childrens_user, childrens_system, *_ = psutil.Process(pid).cpu_times()
+        return float(user + system + childrens_user + childrens_system)
     return 0.0
 
 
