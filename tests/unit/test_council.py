@@ -344,3 +344,17 @@ def test_that_a_host_is_still_there_is_no_news() -> None:
     b.phase = Phase.RUNNING
     assert a.hear(b.say(0.4), 0.4)
     assert not a.hear(said, 0.6)
+
+
+def test_all_speak_more_often_while_a_world_is_decided() -> None:
+    """Also who is in none: its word is waited for."""
+    world = World(number=0, hosts=["a", "b"])
+    a, b, c = (Council(name, Kept(world, life=1), silent_s=SILENT_S) for name in "abc")
+    a.phase = b.phase = Phase.RUNNING
+    for one in (b, c):
+        one.hear(a.say(0.0), 0.0)
+    assert not any(one.is_deciding for one in (a, b, c))
+    a.phase = Phase.REGROUP
+    for one in (b, c):
+        one.hear(a.say(1.0), 1.0)
+    assert all(one.is_deciding for one in (a, b, c))

@@ -1,0 +1,46 @@
+"""What the agent sees of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from evener.agent import ranks
+
+# A rank whose thread has begun a program that has begun another one.
+TREE = """
+import subprocess, threading
+threading.Thread(target=lambda: subprocess.run(["sh", "-c", "sleep 100 & echo up; wait"])).start()
+"""
+
+
+@pytest.fixture
+def rank() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        yield process.pid
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kernel_tells", [True, False])
+def test_all_that_came_of_a_rank_counts(rank: int, kernel_tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {child.pid for child in psutil.Process(rank).children(recursive=True)}
+    if not kernel_tells:
+        monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    assert {*ranks._family(rank)} == {rank, *theirs}
+    assert len(theirs) == 2
+
+
+def test_of_a_rank_that_has_ended_there_is_nothing() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert ranks._children(process.pid) == []
+    assert ranks._cpu_s(process.pid) == 0.0
