@@ -185,7 +185,6 @@ def test_little_of_the_environment_is_copied() -> None:
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "2",
         "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_USE_CPU": "true",
         "EVENER_HOST": "a",
         "EVENER_JOINED": "/a/runs/x/host/joined",
         "EVENER_PULSE": "/a/runs/x/host/pulse",
@@ -197,17 +196,6 @@ def test_little_of_the_environment_is_copied() -> None:
     assert plan.hosts[0].argv[-4:] == ["--", "train.py", "it's", "$x"]
     assert (plan.hosts[0].code, plan.hosts[0].cwd) == ("/a/trees/c0de", "/a/projects/mine-1234")
     assert plan.hosts[0].shell_line().endswith("""train.py 'it'"'"'s' '$x'""")
-
-
-def test_accelerate_hears_that_no_rank_has_a_gpu() -> None:
-    def told(*gpus: list[str], **asked: str) -> list[str | None]:
-        places = [place(name, gpus=mine) for name, mine in zip("ab", gpus, strict=True)]
-        plan = script_plan("1d", places, 29500, ["train.py"], asked, Project("/here/mine", "c0de", "mine-1234"))
-        return [host.env.get("ACCELERATE_USE_CPU") for host in plan.hosts]
-
-    assert told([], []) == ["true", "true"]
-    assert told([], [], ACCELERATE_USE_CPU="false") == ["false", "false"]
-    assert told(["H100"], ["H100"]) == [None, None]
 
 
 def test_a_plan_is_read_back(tmp_path: Any) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from evener.agent.council import Council, Kept, Phase, Statement
+from evener.agent.council import ROUND_S, Council, Kept, Phase, Statement
 from evener.agent.gossip import Gossip
 from evener.agent.ranks import Ranks, first_rank_of, free_port, meeting_of
 from evener.core.errors import CheckpointError
@@ -57,8 +57,6 @@ from evener.core.world import (
 
 LOOK_S = 1.0  # between looks at the ranks
 ACT_S = 10.0  # that a rank may hold the others up after it was told: somebody may be at it
-ROUND_S = 0.2  # between looks, and statements while it is decided on a world; what is new is said at once
-SAY_S = 0.5  # between statements where there is nothing new
 PATIENCE_S = 600.0  # with a disk that refuses
 # A disk that was too full for checkpoints: until they are tried again, longer each time; and by how much more room,
 # where not even a rank could write down how much it takes.
@@ -111,18 +109,16 @@ class Agent:
         place = self._spec.hosts[self._spec.host]
         await self._gossip.listen((place.address, self._spec.port))
         try:
-            said, said_at = None, 0.0
+            told = -1  # the edition
             while (status := self._try_look()) is None:
                 now = time.monotonic()
                 others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
                           if name != self._spec.host}  # fmt: skip
                 council, spec = self._council, self._spec
-                state = council.kept, council.phase, council.has_learned, council.store, spec.edition
-                pause_s = ROUND_S if council.is_deciding else SAY_S
-                if not self._refusal and (state != said or now - said_at >= pause_s):
-                    said, said_at = state, now
-                    said_now = msgspec.structs.replace(council.say(now), hosts=spec.hosts, edition=spec.edition)
-                    self._gossip.say(said_now, others)
+                if not self._refusal and (council.is_to_say(now) or told != spec.edition):
+                    told = spec.edition
+                    word = msgspec.structs.replace(council.say(now), hosts=spec.hosts, edition=spec.edition)
+                    self._gossip.say(word, others)
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ROUND_S):

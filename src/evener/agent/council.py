@@ -37,6 +37,8 @@ from evener.core.world import Part, World
 Ballot = tuple[int, str]  # its round, and who leads it
 
 NO_BALLOT: Ballot = (0, "")
+ROUND_S = 0.2  # between looks, and statements while it is decided on a world; what is new is said at once
+SAY_S = 2 * ROUND_S  # between statements where there is nothing new
 RETRY_S = 1.0  # for a ballot, until its leader begins another one, or somebody else
 SURE_S = 0.5  # what is heard so long after something else was said after it
 MAX_FAILURES = 6  # in a row, each before another step was saved: it would fail for ever
@@ -103,8 +105,8 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _news_of(statement: Statement) -> Statement:
-    """Without what each statement has of its own."""
-    return msgspec.structs.replace(statement, count=0, looks={}, looked_at=0.0)
+    """Without what each statement has of its own, and steps: they count once a world is decided."""
+    return msgspec.structs.replace(statement, count=0, looks={}, looked_at=0.0, step=-1)
 
 
 class Council:
@@ -123,6 +125,8 @@ class Council:
         self._heard: dict[str, tuple[Statement, float]] = {}
         self._looked_at, self._awake_by = math.nan, -math.inf  # last; until then nobody is gone
         self._count = 0
+        self._said: tuple[object, ...] = ()  # without what changes in each step
+        self._said_at = -math.inf
         self._ballot, self._raised_at = NO_BALLOT, -math.inf  # that it leads; when anybody began the highest one
         self._ended: dict[str, float] = {}  # whose ranks are known to have ended, and since when
 
@@ -149,9 +153,23 @@ class Council:
         self._heard[statement.host] = statement, now
         return last is None or _news_of(statement) != _news_of(last[0])
 
+    def is_to_say(self, now: float) -> bool:
+        """Is there something new, or do the others wait for a word?"""
+        pause_s = ROUND_S if self._is_deciding else SAY_S
+        return self._state(now) != self._said or now - self._said_at >= pause_s
+
+    @property
+    def _is_deciding(self) -> bool:
+        """Has a member's part in this world ended, and it is not known yet what follows?"""
+        return any(phase in ENDED for phase in self._phases().values())
+
+    def _state(self, now: float) -> tuple[object, ...]:
+        return self.kept, self.phase, self.has_learned, self.store, self._hears(now)
+
     def say(self, now: float) -> Statement:
         """This host's state."""
         self._count += 1
+        self._said, self._said_at = self._state(now), now
         return Statement(host=self.host, count=self._count, kept=self.kept, hears=sorted(self._hears(now)),
                          phase=self.phase, has_learned=self.has_learned, step=self.step, store=self.store,
                          why=self.why, looks=self.looks, looked_at=self.looked_at)  # fmt: skip
@@ -174,11 +192,6 @@ class Council:
     def has_ended(self) -> bool:
         """Is the run done, by the word of any member?"""
         return Phase.DONE in self._phases().values()
-
-    @property
-    def is_deciding(self) -> bool:
-        """Has a member's part in this world ended, and it is not known yet what follows?"""
-        return any(phase in ENDED for phase in self._phases().values())
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,9 @@ from evener.core.decoding import json_decoder
 
 LINE_BYTES = 1 << 16
 NONCE_BYTES = 16
-ANSWER_S = 2.0  # for a connection, and for each byte on it
+# For a connection, and for each byte on it. One that is dead is replaced, and heard, before anybody is missed: the
+# council's SAY_S, these two and some more must be less than the shortest time for which a host may be silent.
+ANSWER_S = 1.8
 RETRY_S = 0.5
 IDLE_S = 30.0  # that a listener waits for a line
 MAX_UNPROVEN = 256  # connections on which nothing signed has come: nobody fills the memory by asking

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +38,8 @@ from evener.core.world import (
 
 END_S = 5.0  # for the kernel to take what was killed
 TOGETHER_S = 5.0  # in which ranks that leave together have ended
+# Whose children a process is the kernel lists, where it was built so; psutil reads every process of the machine.
+KERNEL_LISTS = any(Path("/proc/self/task").glob("*/children"))
 LETTERS = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DISK_SLEEP: "D"}
 
 
@@ -150,12 +151,11 @@ class ByTorchrun:
 
     def pids(self) -> dict[int, int]:
         found = {}
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self._process.pid).children():
-                with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
-                    if process.pid not in self._local_ranks:
-                        self._local_ranks[process.pid] = int(process.environ()["LOCAL_RANK"])
-                    found[self._local_ranks[process.pid]] = process.pid
+        for pid in _children(self._process.pid):
+            with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
+                if pid not in self._local_ranks:
+                    self._local_ranks[pid] = int(psutil.Process(pid).environ()["LOCAL_RANK"])
+                found[self._local_ranks[pid]] = pid
         return found
 
     def close(self) -> None:
@@ -234,21 +234,24 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def _family(pid: int) -> Iterator[int]:
+def _family(pid: int) -> list[int]:
     """It, and all that came of it."""
-    yield pid
-    for child in _children(pid):
-        yield from _family(child)
+    if KERNEL_LISTS:
+        return [pid, *(one for child in _children(pid) for one in _family(child))]
+    with contextlib.suppress(psutil.Error):
+        return [pid, *(one.pid for one in psutil.Process(pid).children(recursive=True))]
+    return [pid]
 
 
 def _children(pid: int) -> list[int]:
-    """As the kernel's own lists have them, where it keeps any: psutil reads every process of the machine."""
-    with contextlib.suppress(OSError):  # a thread has ended
-        if lists := [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]:
-            return [int(child) for child in " ".join(lists).split()]
-    with contextlib.suppress(psutil.Error):
-        return [child.pid for child in psutil.Process(pid).children()]
-    return []
+    if not KERNEL_LISTS:
+        with contextlib.suppress(psutil.Error):
+            return [one.pid for one in psutil.Process(pid).children()]
+    found = list[int]()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found += map(int, path.read_text().split())
+    return found
 
 
 def meeting_of(spec: AgentSpec, world: World, store: int) -> Meeting:

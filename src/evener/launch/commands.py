@@ -166,13 +166,9 @@ def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequen
     """A program of the user's own: ["train.py", …] or ["-m", "module", …], in its project; here (None) it runs in the
     project's own folder. Of `environment`, the controller's, little is copied.
     """
-    seats = [place.seats(MachineSpec()) for place in places]
-    counts = [len(mine) for mine in seats]
+    counts = [len(place.seats(MachineSpec())) for place in places]
     copied = {name: value for name, value in environment.items()
               if COPIED.match(name) and name not in NOT_COPIED and not SECRET.search(name)}  # fmt: skip
-    if all(seat.device == "cpu" for mine in seats for seat in mine):
-        # As `accelerate launch --cpu` does: else each of its ranks would train a model alone, and say nothing.
-        copied.setdefault("ACCELERATE_USE_CPU", "true")
     hosts = []
     for i, place in enumerate(places):
         env = _env(place, place.host.threads or max(1, place.cores // counts[i]), copied)

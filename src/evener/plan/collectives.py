@@ -19,6 +19,7 @@ import msgspec
 from evener.core.collective import Collective
 from evener.core.link import Wire
 from evener.core.prediction import Cluster
+from evener.core.roster import Backend
 
 INFINITE = float("inf")
 GLOO_SEGMENT_BYTES = 1 << 20  # of a rank's part of an all-reduce: at most so much is in one message (Gloo's source)
@@ -41,6 +42,11 @@ def ring_all_reduce_bytes(size_bytes: int, num_ranks: int) -> int:
     (0, 100, 150)
     """
     return round(2 * (num_ranks - 1) / num_ranks * size_bytes)
+
+
+def words_bytes(backend: Backend, num_ranks: int) -> int:
+    """Of an all-reduce: its data and these are what travels."""
+    return GLOO_WORDS_BYTES * num_ranks if backend == "gloo" else 0
 
 
 def bus_factor(collective: Collective, num_ranks: int) -> float:

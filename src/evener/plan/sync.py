@@ -15,7 +15,7 @@ import msgspec
 from evener.core.collective import Collective
 from evener.core.roster import Kind, Member, Roster, SyncSpec
 from evener.core.shape import MLP_EXPANSION, GPTShape
-from evener.plan.collectives import GLOO_WORDS_BYTES, ring_all_reduce_bytes
+from evener.plan.collectives import ring_all_reduce_bytes, words_bytes
 
 INDEX_BYTES = 4  # of a table's row
 GRADIENT_BYTES = 4  # fp32, whatever the arithmetic: weights and gradients are fp32
@@ -291,7 +291,7 @@ def _powersgd(shape: GPTShape, roster: Roster) -> Exchange:
 
     These are so small that what Gloo says beside them counts.   [Vogels et al. 2019]
     """
-    rank, words = roster.sync.rank, GLOO_WORDS_BYTES * roster.world_size
+    rank, words = roster.sync.rank, words_bytes(roster.backend, roster.world_size)
     transfers = []
     for bucket in bucketed(exchanged(shape, roster.sync), bucket_bytes(roster)):
         thin = [tensor for tensor in bucket if is_thin(tensor.rows, tensor.columns, rank)]

@@ -1,4 +1,4 @@
-"""How are one host's ranks started and watched? torchrun itself, with four things that it leaves open settled.
+"""How are one host's ranks started and watched? torchrun itself, with five things that it leaves open settled.
 
     python -m evener.worker.torchrun --nnodes=2 --rdzv-backend=evener --rdzv-endpoint=ADDRESS:PORT
                                      --rdzv-conf=rank=1 -m X
@@ -9,6 +9,8 @@
 - When a host has failed, whatever the way, the agents of the others hear it through the store and end their ranks:
   nobody waits half an hour for a rank that is gone, and no controller is needed for it.
 - The first host, which has the store, stays until nobody needs it, however much longer the others' ranks take.
+- Where torch has no accelerator accelerate hears it, as `accelerate launch --cpu` has it: else each rank would be a
+  world of its own, train a model alone, and say nothing.
 
 What the store says, under evener/RUN:
 
@@ -35,6 +37,7 @@ from argparse import Namespace
 from typing import Any
 
 import psutil
+import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -249,6 +252,8 @@ def main() -> int:
     timeout_s = int(settings.get("timeout", JOIN_S))
     rendezvous = Rendezvous(address, port, int(settings["rank"]), int(args.nnodes), args.rdzv_id, timeout_s)
     handler_registry.register("evener", lambda parameters: rendezvous)
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     _let_signals_through_logging()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _stop)  # until torchrun does the same

@@ -23,6 +23,7 @@ POLL_S = 0.1
 NEWS_S = 0.25  # between looks at files: each takes a slow host as much as a third of a millisecond
 LOOK_S = 1.0
 CHUNK = 1 << 18
+READ_S = 10.0
 ESTABLISHED, TRIES = "01", 4  # a state of the kernel's; so often was a segment sent again: 3 s, and longer each time
 START_S = 20.0
 STOPPED = "stopped"  # of supervisor.py
@@ -225,10 +226,11 @@ def stuck():
     """Addresses of machines that do not acknowledge what they were sent, however often it is sent again. Linux.
 
     The kernel's table of connections takes it milliseconds: it is read where anything was sent again since, or one of
-    these was found before.
+    these was found before, and now and then: what could not even be sent again is not counted.
     """
-    sent_again = _sent_again()
-    if sent_again is not None and sent_again == _connections.get("sent_again") and not _connections["stuck"]:
+    sent_again, now = _sent_again(), time.monotonic()
+    is_known = sent_again is not None and sent_again == _connections.get("sent_again") and not _connections["stuck"]
+    if is_known and now - _connections["at"] < READ_S:
         return []
     found = set()
     for path, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
@@ -240,7 +242,7 @@ def stuck():
                 number = words[2].partition(":")[0]  # 32 bits at a time, as the processor has them
                 parts = [int(number[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(number), 8)]
                 found.add(socket.inet_ntop(family, b"".join(parts)))
-    _connections.update(sent_again=sent_again, stuck=found)
+    _connections.update(sent_again=sent_again, stuck=found, at=now)
     return sorted(found)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.plan.collectives import GLOO_WORDS_BYTES, ring_all_reduce_bytes
+from evener.plan.collectives import ring_all_reduce_bytes, words_bytes
 from evener.plan.sync import is_thin as shrinks
 from evener.worker.group import Group
 from evener.worker.sync import Traits
@@ -96,7 +96,7 @@ class PowerSGD:
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view(tensor.shape))
         num_ranks = self._group.world_size
-        return ring_all_reduce_bytes(flat.nbytes + GLOO_WORDS_BYTES * num_ranks, num_ranks)
+        return ring_all_reduce_bytes(flat.nbytes + words_bytes(self._group.backend, num_ranks), num_ranks)
 
 
 def is_thin(parameter: Tensor, rank: int) -> bool:
