@@ -78,7 +78,7 @@ def test_shares_that_are_none_are_refused(text):
 
 def test_shares_that_are_not_numbers_of_ranks():
     assert parse_shares("3:1") == [3, 1]
-    with pytest.raises(UsageError, match="3 shares, and the run has 2 ranks"):
+    with pytest.raises(UsageError, match="3 shares for 2 ranks"):
         first_roster(RunSpec(machine=MachineSpec(shares="3:1:1")), [CPU, CPU], None)
 
 

@@ -20,6 +20,7 @@ import msgspec
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
 from evener.core.spec import MachineSpec, RunSpec
+from evener.core.units import plural
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["gloo", "nccl", "none"]
@@ -398,10 +399,9 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
             hint=f"--batch {num_ranks} or more gives every rank something to do",
         )
     if told is not None and len(told) != num_ranks:
-        raise UsageError(
-            f"--shares {spec.machine.shares}: {len(told)} shares, and the run has {num_ranks} ranks",
-            hint=f"one for each rank: --shares {':'.join(['1'] * num_ranks)}; or --shares auto",
-        )
+        counted = f"{plural(len(told), 'share')} for {plural(num_ranks, 'rank')}"
+        raise UsageError(f"--shares {spec.machine.shares}: {counted}",
+                         hint=f"one for each: --shares {':'.join(['1'] * num_ranks)}; or --shares auto")  # fmt: skip
     shares = equal_shares(batch, num_ranks) if told is None else weighted_shares(batch, told)
     for rank, share in enumerate(shares):
         if told is not None and told[rank] and not share:
