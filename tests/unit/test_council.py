@@ -11,8 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from evener.agent.council import MAX_FAILURES, ROUND_S, SAY_S, Council, Kept, Phase, Statement
+from evener.agent.gossip import ANSWER_S, RETRY_S
 from evener.core.watch import Look
 from evener.core.world import World
+from evener.launch.commands import LIVE_SILENT_S
 
 TICK_S = ROUND_S
 SILENT_S = 3.0
@@ -346,6 +348,11 @@ def test_that_a_host_is_still_there_is_no_news() -> None:
     b.phase = Phase.RUNNING
     assert a.hear(b.say(0.4), 0.4)
     assert not a.hear(said, 0.6)
+
+
+def test_a_dead_connection_is_replaced_before_anybody_is_missed() -> None:
+    """The last word went just before it died: the next, its answer waited for, another try, and a round to spare."""
+    assert SAY_S + ANSWER_S + RETRY_S + ROUND_S < LIVE_SILENT_S
 
 
 def test_all_speak_more_often_while_a_world_is_decided() -> None:
