@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, sync_playwright
 
 from evener.core.rundir import RunDir
 from evener.hosts.remote import runs
 
 from .ranks import Server
 
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 collect_ignore_glob = ["worker/loops/*"]  # programs that tests start
 TIMEOUT_S = 300  # of a machine as busy as it likes
 # Tests share the cores: a thread that waits must not keep one busy.
@@ -160,6 +164,19 @@ def flags_of(corpus: Path, out: Path) -> list[str]:
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--out", str(out)]
     # Shares that follow speed add up in another order: not to the same bits.
     return [*flags, "--threads", "1", "--dtype", "fp32", "--shares", "equal"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A real Chromium, Debian's, started once: that takes a second or two, and no process can have two Playwrights."""
+    if CHROMIUM is None and "CI" in os.environ:
+        pytest.fail("there is no chromium: apt install chromium")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

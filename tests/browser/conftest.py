@@ -1,9 +1,8 @@
-"""A real Chromium, Debian's, and the live page's server as a person starts it."""
+"""Tabs of a real Chromium, and the live page's server as a person starts it."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,27 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page
 
 from ..conftest import TIMEOUT_S, free_port, wait_until
 from ..unit.conftest import write_run as _write_run
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 AWAY = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED")  # what a browser says itself of a server that is not there
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Started once: that takes a second or two."""
-    if CHROMIUM is None and "CI" in os.environ:
-        pytest.fail("there is no chromium: apt install chromium")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium: apt install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

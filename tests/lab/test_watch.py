@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from evener.lab.spec import HostSpec
-from tests.browser.conftest import Watched, browser, context, page, watch  # noqa: F401
+from tests.browser.conftest import Watched, context, page, watch  # noqa: F401
 from tests.lab.conftest import MakeLab, rank_on, wait_until
 from tests.lab.test_launch import Fleet
 
