@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "di
 ACCUMULATIONS = (1, 4)
 BATCH = 24  # sequences: 12 or 8 a rank
 WARMUP = 3
+QUIET_S = 1.0  # nearly half a step: on a third of a core coding takes a while
 LEAVES_OUT = ("100Mbit",)  # links over which the plan would do without a host
 STEADY = 0.15  # rates of a host that differ by more were not measured on the same machine
 
@@ -87,7 +89,8 @@ def _probed(folder: Path, fleet: Path) -> dict[str, float]:
 def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equal: bool, accumulation: int,
             steps: int, sync: str) -> dict[str, Any]:  # fmt: skip
     out = folder / f"{rate}-{num_hosts}-{'equal' if equal else 'half'}-{accumulation}-{sync}"
-    every = parse_sync(sync).every
+    way = parse_sync(sync)
+    every = way.every
     steps = max(steps, WARMUP + 3 * every)
     micro_batch = BATCH // num_hosts // accumulation
     flags = ["--sync", sync, "--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
@@ -97,7 +100,8 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
         flags += ["--shares", ":".join(["2"] * (num_hosts - 1) + ["2" if equal else "1"])]
     evener(folder, "train", "--fleet", str(fleet), "--detach", *flags)
     rundir = RunDir(out)
-    counts = _count_bytes(lab, rundir, (WARMUP, WARMUP + (steps - 2 - WARMUP) // every * every))
+    read = _settled if way.streamed else _arrived
+    counts = _count_bytes(lab, read, rundir, (WARMUP, WARMUP + (steps - 2 - WARMUP) // every * every))
     evener(folder, "logs", "-f", str(out))
     prediction = read_prediction(rundir)
     assert prediction is not None
@@ -138,7 +142,18 @@ def _arrived(lab: Lab) -> Counter[str]:
     return found
 
 
-def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, float]:
+def _settled(lab: Lab) -> Counter[str]:
+    """The same when nothing has arrived for a while: what is streamed is on its way while the next step computes."""
+    found, since = _arrived(lab), time.monotonic()
+    while time.monotonic() - since < QUIET_S:
+        time.sleep(0.05)
+        if (now := _arrived(lab)) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
+def _count_bytes(lab: Lab, read: Callable[[Lab], Counter[str]], rundir: RunDir,
+                 steps: tuple[int, int]) -> dict[str, float]:  # fmt: skip
     """Bytes that came from each host in a step, whose record is written when the next one begins, while all compute."""
     hosts = read_plan(rundir).hosts
     names = [host.name for host in hosts]
@@ -149,7 +164,7 @@ def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, 
         while not rank0.exists() or rank0.read_bytes().count(b"\n") <= step:
             assert time.monotonic() < deadline, f"step {step} does not come"
             time.sleep(0.01)
-        seen.append(_arrived(lab))
+        seen.append(read(lab))
     return {name: (seen[1][name] - seen[0][name]) / (steps[1] - steps[0]) for name in names}
 
 
