@@ -5,7 +5,8 @@
 {100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
 with the kernel's counters of what each connection between hosts has received, each byte once (where several share a
 slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at the
-same place of two steps, or of two rounds where replicas agree every so many steps.
+same place of two steps, or of two rounds where replicas agree every so many steps: ten rounds apart where parts are
+streamed, for of these one may be under way at either end.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
 Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "di
 ACCUMULATIONS = (1, 4)
 BATCH = 24  # sequences: 12 or 8 a rank
 WARMUP = 3
-QUIET_S = 1.0  # nearly half a step: on a third of a core coding takes a while
 LEAVES_OUT = ("100Mbit",)  # links over which the plan would do without a host
 STEADY = 0.15  # rates of a host that differ by more were not measured on the same machine
 
@@ -91,7 +90,7 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
     out = folder / f"{rate}-{num_hosts}-{'equal' if equal else 'half'}-{accumulation}-{sync}"
     way = parse_sync(sync)
     every = way.every
-    steps = max(steps, WARMUP + 3 * every)
+    steps = max(steps, WARMUP + (11 if way.streamed else 3) * every)
     micro_batch = BATCH // num_hosts // accumulation
     flags = ["--sync", sync, "--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
     flags += ["--eval-every", "0", "--eval-tokens", "256", "--checkpoint-every", "0"]
@@ -100,8 +99,7 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
         flags += ["--shares", ":".join(["2"] * (num_hosts - 1) + ["2" if equal else "1"])]
     evener(folder, "train", "--fleet", str(fleet), "--detach", *flags)
     rundir = RunDir(out)
-    read = _settled if way.streamed else _arrived
-    counts = _count_bytes(lab, read, rundir, (WARMUP, WARMUP + (steps - 2 - WARMUP) // every * every))
+    counts = _count_bytes(lab, rundir, (WARMUP, WARMUP + (steps - 2 - WARMUP) // every * every))
     evener(folder, "logs", "-f", str(out))
     prediction = read_prediction(rundir)
     assert prediction is not None
@@ -142,18 +140,7 @@ def _arrived(lab: Lab) -> Counter[str]:
     return found
 
 
-def _settled(lab: Lab) -> Counter[str]:
-    """The same when nothing has arrived for a while: what is streamed is on its way while the next step computes."""
-    found, since = _arrived(lab), time.monotonic()
-    while time.monotonic() - since < QUIET_S:
-        time.sleep(0.05)
-        if (now := _arrived(lab)) != found:
-            found, since = now, time.monotonic()
-    return found
-
-
-def _count_bytes(lab: Lab, read: Callable[[Lab], Counter[str]], rundir: RunDir,
-                 steps: tuple[int, int]) -> dict[str, float]:  # fmt: skip
+def _count_bytes(lab: Lab, rundir: RunDir, steps: tuple[int, int]) -> dict[str, float]:
     """Bytes that came from each host in a step, whose record is written when the next one begins, while all compute."""
     hosts = read_plan(rundir).hosts
     names = [host.name for host in hosts]
@@ -164,7 +151,7 @@ def _count_bytes(lab: Lab, read: Callable[[Lab], Counter[str]], rundir: RunDir,
         while not rank0.exists() or rank0.read_bytes().count(b"\n") <= step:
             assert time.monotonic() < deadline, f"step {step} does not come"
             time.sleep(0.01)
-        seen.append(read(lab))
+        seen.append(_arrived(lab))
     return {name: (seen[1][name] - seen[0][name]) / (steps[1] - steps[0]) for name in names}
 
 
