@@ -1,4 +1,4 @@
-"""Runs of the real worker, as torchrun starts it, on a small corpus."""
+"""Runs of the real worker, as torchrun starts it, on a small corpus; and a browser."""
 
 from __future__ import annotations
 

@@ -42,7 +42,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     least_steps: int  # of shorter runs it says nothing
     least_tokens: int = 0  # and of fewer in a step, of all ranks together
     most_error: float | None = None  # of the exact sum, the largest that was seen meanwhile: see Fidelity
-    dtype: str = "bf16"  # in which it was computed
     source: str
 
 
@@ -59,7 +58,7 @@ def _ours(sync: str, penalty: float, seeds: int, most_error: float | None = None
     drifts = parse_sync(sync).kind == "diloco"
     told = f"{ranks} ranks, 2000 steps of {batch} × 256 tokens, {plural(seeds, 'seed')}, {dtype}"
     return Measured(sync=sync, ranks=ranks, num_params=1_025_536, penalty=penalty, least_steps=2000 if drifts else 0,
-                    least_tokens=batch * 256 if drifts else 0, most_error=most_error, dtype=dtype,
+                    least_tokens=batch * 256 if drifts else 0, most_error=most_error,
                     source=f"bench/loss.py: 1.0M parameters, {told}")  # fmt: skip
 
 
