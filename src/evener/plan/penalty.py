@@ -69,6 +69,7 @@ MEASURED = (
     _ours("int8", 0.0043, 1, 0.0246, ranks=3),
     _ours("int4", 0.0199, 3, 0.2405),
     _ours("powersgd:4", 0.1399, 3, 1.4492),
+    _ours("diloco:10:int8", -0.0298, 1, 0.0161),
     _ours("diloco:10:int8:streamed", -0.0334, 3, 0.0213),
     _ours("diloco:10:int8:streamed", -0.0037, 1, 0.0196, ranks=3),
     _ours("diloco:10:int8:streamed", 0.017, 1, 0.0164, ranks=4),
