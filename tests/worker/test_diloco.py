@@ -50,7 +50,7 @@ def found_of(spec):
     sync.wrap(module, uses_all=True)
     parameters = list(module.parameters())
     plain = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-    outer = torch.optim.SGD(plain, momentum=diloco.OUTER_MOMENTUM, nesterov=True)
+    outer = torch.optim.SGD(plain, momentum=0.5, nesterov=True)
     tokens = [0.0] * n  # since the last exchange
     same, worst, drifted, sent, compared = True, 0.0, 0.0, [], []
 
@@ -59,7 +59,8 @@ def found_of(spec):
             for parameter in parameters:
                 if rank:
                     parameter.add_(torch.randn_like(parameter) * 1e-3)
-        in_step = [float(one * (1 + (step + one) % 3)) for one in range(n)]  # rank 0 has no share, the others change
+        first = float(n == 2)  # of three, rank 0 has no share; the others' change
+        in_step = [first] + [float(one * (1 + (step + one) % 3)) for one in range(1, n)]
         tokens = [had + more for had, more in zip(tokens, in_step)]
         sync.after_update(in_step[rank], sum(in_step))
         if (step + 1) % spec.every == 0:
@@ -67,7 +68,8 @@ def found_of(spec):
                 parts = zip(gathered(theirs), tokens)
                 ours.grad = sum((ours.detach() - one) * (weight / sum(tokens)) for one, weight in parts)
             done = step // spec.every  # the momentum grows; torch's optimizer has none to begin with where it is 0
-            momentum = min(diloco.OUTER_MOMENTUM, done / (done + diloco.MOMENTUM_ROUNDS))
+            full = (1 - sum((one / sum(tokens)) ** 1.5 for one in tokens)) ** 0.5
+            momentum = min(full, done / (done + diloco.MOMENTUM_ROUNDS))
             outer.param_groups[0].update(momentum=max(1e-30, momentum), lr=1 / (1 + momentum))
             outer.step()
             tokens = [0.0] * n
@@ -157,7 +159,7 @@ group = types.SimpleNamespace(rank=rank, world_size=n, gradients=dist.group.WORL
                               backend="gloo", device=torch.device("cpu"))
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(40, 70), nn.LayerNorm(70), nn.Linear(70, 30), nn.Linear(30, 11))
-sync = Streamed(group, HostClock(), lambda part: None, parse_sync(sys.argv[1]), momentum=0.0)
+sync = Streamed(group, HostClock(), lambda part: None, parse_sync(sys.argv[1]), momentum=lambda tokens: 0.0)
 sync.wrap(module, uses_all=True)
 began = [parameter.detach().double() for parameter in module.parameters()]
 learned = [torch.zeros_like(one) for one in began]
@@ -204,7 +206,7 @@ from evener.core.spec import parse_args
 from evener.worker.sync import choose
 from evener.worker.sync.diloco import DiLoCo
 
-choose.DiLoCo = functools.partial(DiLoCo, momentum=0.0)
+choose.DiLoCo = functools.partial(DiLoCo, momentum=lambda tokens: 0.0)
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 8))

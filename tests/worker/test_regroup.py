@@ -47,7 +47,7 @@ group = World()
 group.begin()
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(40, 70), nn.LayerNorm(70), nn.Linear(70, 30), nn.Linear(30, 11))
-momentum = float(sys.argv[3])
+momentum = None if sys.argv[3] == "its own" else lambda tokens: 0.0
 sync = (Streamed if spec.streamed else DiLoCo)(group, HostClock(), lambda part: None, spec, momentum=momentum)
 mine = torch.Generator().manual_seed(place)
 parameters, stop, step = list(module.parameters()), math.inf, 0
@@ -116,7 +116,7 @@ def test_whenever_a_world_is_lost_nothing_that_was_learned_is(torchrun, sync, ra
 
     torchrun has the store in which worlds meet: of a rank all connections are cut.
     """
-    done = torchrun(REPLICAS, sync, "12", "0", ranks=ranks)
+    done = torchrun(REPLICAS, sync, "12", "none", ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     are_equal, off, length, cuts, steps = json.loads(done.stdout.splitlines()[-1])
     assert are_equal
@@ -126,6 +126,6 @@ def test_whenever_a_world_is_lost_nothing_that_was_learned_is(torchrun, sync, ra
 
 @pytest.mark.parametrize("sync", ["diloco:4:int8", "diloco:6:streamed"])
 def test_replicas_and_their_outer_momentum_are_equal_whatever_was_lost(torchrun, sync):
-    done = torchrun(REPLICAS, sync, "12", "0.8", ranks=3)
+    done = torchrun(REPLICAS, sync, "12", "its own", ranks=3)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])[0] is True

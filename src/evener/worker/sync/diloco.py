@@ -1,8 +1,9 @@
 """How do replicas agree over a slow link? Each learns alone for H steps, then they agree on what came of it. DiLoCo.
 
     inside     H steps of each replica's own optimizers, on its share of each global batch; nothing is exchanged
-    outside    Δ = Σ (tokens that a replica learned from / tokens of all) · (agreed - its weights)
+    outside    Δ = Σ w · (agreed - its weights)        w = tokens that a replica learned from / tokens of all
                m = μ·m + Δ        agreed = agreed - (Δ + μ·m) / (1 + μ)        its weights = agreed
+               μ grows to √(1 - Σ w·√w): see `outer_momentum`
     at last    agreed = agreed - Δ, in fp32: the mean of the replicas by tokens, and what no code has sent yet
 
 A replica divides its loss by its own tokens, so its steps are as long as they would be alone, whatever its share: the
@@ -45,15 +46,6 @@ from evener.worker.sync.codes import Scaled
 from evener.worker.sync.lane import COMPARED_EVERY, Slots, run_and_compare
 from evener.worker.sync.narrow import Narrow
 
-# The outer optimizer is SGD with Nesterov momentum, its learning rate 1 / (1 + μ): what was learned last counts once,
-# and what the momentum remembers is added. With μ = 0 that is the mean of the replicas. The published 0.7 and 0.9 [8
-# replicas, Douillard et al. 2023; for fewer less, Charles et al. 2025] take a part of the first round and, soon after,
-# many times what a round learned: that sends a young model past its aim.
-# *Measured*, validation loss, streamed (2026-11-22):                                 0.6, 0.9    so
-#     1.0M parameters, 2000 steps, H = 10, int8, 2 replicas, one process 1.668        1.658       1.629
-#     tiny on the verb corpus, 40 steps, H = 12, fp32, 2 replicas                     8.58        3.18
-#     the same, int4, 3 replicas                                                      9.42        3.14
-OUTER_MOMENTUM = 0.8
 MOMENTUM_ROUNDS = 5  # μ grows: 0, 1/6, 2/7, 3/8, …  [growing momentum: Sutskever et al. 2013]
 
 
@@ -66,7 +58,7 @@ class Fragment:
     momentum: Tensor  # (n,)
     rounds: int = 0  # outer steps taken
     tokens: float = 0.0  # that this replica has learned from since the fragment was last exchanged
-    of_all: float = 0.0  # the same of all replicas; NaN: they are others than then, and have to be asked
+    of_all: float = 0.0  # the same of all replicas; NaN: they are others than then, and nobody knows
 
     def held(self) -> Tensor:
         """This replica's weights: (n,), a copy."""
@@ -88,8 +80,8 @@ class Flight:
 
     delta: Tensor  # becomes the sum over ranks: (n,)
     tokens: float  # the fragment's when it left
-    of_all: float
     sent: Tensor | None = None  # this replica's weights then: (n,); None: they wait for it
+    momentum: float = 0.0  # μ, by what all replicas have learned from
     going: list[Future[None]] = field(default_factory=list)
     has_arrived: bool = False
     came_of_it: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._sum`
@@ -110,9 +102,9 @@ class DiLoCo:
     rounds_by_model = False
 
     def __init__(self, group: Group, clock: Clock, lap: Callable[[str], None], spec: SyncSpec, *,
-                 momentum: float = OUTER_MOMENTUM) -> None:  # fmt: skip
+                 momentum: Callable[[Sequence[float]], float] | None = None) -> None:  # fmt: skip
         self._group, self._clock, self._lap, self._spec, self._every = group, clock, lap, spec, spec.every
-        self._momentum = momentum
+        self._momentum = momentum or outer_momentum
         self._narrow = self._new_narrow()
         self._last_left: list[tuple[nn.Parameter, Tensor]] = []  # what no code sends any more
         self._fragments: list[Fragment] = []
@@ -174,9 +166,9 @@ class DiLoCo:
         if self._narrow:  # nothing follows that could send what a code would lose
             self._last_left, self._narrow = self._narrow.left_over(), None
 
-        def step(fragment: Fragment, delta: Tensor) -> None:
+        def step(fragment: Fragment, flight: Flight) -> None:
             fragment.rounds += 1  # by which others see how far this replica is
-            fragment.agreed.sub_(delta)
+            fragment.agreed.sub_(flight.delta)
 
         self._exchange(step)
         self._arrived.clear()
@@ -185,7 +177,7 @@ class DiLoCo:
         return not self.is_agreed() or bool(self._narrow and self._narrow.left_over())
 
     @torch.no_grad()
-    def _exchange(self, step: Callable[[Fragment, Tensor], object]) -> None:
+    def _exchange(self, step: Callable[[Fragment, Flight], object]) -> None:
         """All of it at once, while this rank waits; where it failed, what is left of it."""
         self._lap("optimizer_s")
         for i, fragment in enumerate(self._fragments):
@@ -201,18 +193,15 @@ class DiLoCo:
 
     def _depart(self, fragment: Fragment) -> Flight:
         """How far this replica has gone, and what it learned from; from here that is counted anew."""
-        flight = Flight(fragment.agreed - fragment.held(), fragment.tokens, fragment.of_all)
+        flight = Flight(fragment.agreed - fragment.held(), fragment.tokens)
         fragment.tokens = fragment.of_all = 0.0
         return flight
 
     def _carry(self, i: int, flight: Flight, left: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
         """Weigh what this rank has learned, add what was `left` of exchanges before, and make the sum over ranks."""
-        begin, fragment, of_all = self._clock.mark(), self._fragments[i], flight.of_all
-        if math.isnan(of_all):
-            told = torch.tensor(flight.tokens, dtype=torch.float64)
-            dist.all_reduce(told, group=self._group.gradients)
-            of_all = float(told)
-        flight.delta.mul_(flight.tokens / of_all if of_all else 0.0)
+        begin, fragment, learned = self._clock.mark(), self._fragments[i], self._ask(flight.tokens)
+        flight.delta.mul_(flight.tokens / (sum(learned) or 1.0))
+        flight.momentum = self._momentum(learned)
         views = dict(zip(fragment.parameters, fragment.views(flight.delta), strict=True))
         for parameter, more in left:
             if parameter in views:
@@ -221,12 +210,22 @@ class DiLoCo:
         flight.exchanged.append(Exchanged(i, begin, self._clock.mark(), flight.delta.nbytes, flight.came_of_it[0]))
         flight.has_arrived = True
 
-    def _arrive(self, i: int, step: Callable[[Fragment, Tensor], object]) -> Flight:
+    def _ask(self, tokens: float) -> list[float]:
+        """Every rank's."""
+        if self._group.world_size == 1:
+            return [tokens]
+        place = self._group.device if self._group.backend == "nccl" else "cpu"
+        mine = torch.tensor([tokens], dtype=torch.float64, device=place)
+        everyone = mine.new_empty(self._group.world_size)
+        dist.all_gather_single(everyone, mine, group=self._group.gradients)
+        return [float(one) for one in everyone.tolist()]
+
+    def _arrive(self, i: int, step: Callable[[Fragment, Flight], object]) -> Flight:
         """What came of it is agreed upon."""
         flight = self._flights.pop(i)
         self._count(*flight.came_of_it)
         self._exchanged += flight.exchanged
-        step(self._fragments[i], flight.delta)
+        step(self._fragments[i], flight)
         return flight
 
     def await_all(self) -> None:
@@ -365,9 +364,9 @@ class DiLoCo:
         self._bytes += num_bytes
         self._fidelity = self._fidelity if fidelity is None else fidelity
 
-    def _step(self, fragment: Fragment, delta: Tensor) -> None:
-        """The outer optimizer's: SGD with Nesterov momentum, as torch.optim.SGD does it. `delta` is used up."""
-        momentum = min(self._momentum, fragment.rounds / (fragment.rounds + MOMENTUM_ROUNDS))
+    def _step(self, fragment: Fragment, flight: Flight) -> None:
+        """The outer optimizer's: SGD with Nesterov momentum, as torch.optim.SGD does it. Its delta is used up."""
+        delta, momentum = flight.delta, min(flight.momentum, fragment.rounds / (fragment.rounds + MOMENTUM_ROUNDS))
         fragment.rounds += 1
         fragment.momentum.mul_(momentum).add_(delta)
         delta.add_(fragment.momentum * momentum)
@@ -393,6 +392,32 @@ class DiLoCo:
         for name, view in self._by_name(what).items():
             if name in found:
                 view.copy_(found[name])
+
+
+def outer_momentum(tokens: Sequence[float]) -> float:
+    """μ, by what each replica has learned from: with it a run goes as far as one process does.
+
+    A replica's AdamW sees w of the batch. Where noise is most of a gradient, as it soon is, it goes √w as far along
+    what is to be learned as with all of it [square-root rule: Malladi et al. 2022], and the mean of replicas Σ w·√w as
+    far: two equal ones 0.71. The outer optimizer is SGD with Nesterov momentum and a learning rate of 1 / (1 + μ): what
+    was learned last counts once, and with what the momentum remembers, in the long run, 1 / (1 - μ²) times. This μ
+    makes up for the mean, so that a learning rate is what it is to one process; another μ would make it another one.
+    *Measured*, 10.7M parameters, 2000 steps, two replicas, H = 10, int8, streamed, validation loss beside one process:
+
+        μ      goes      loss
+        0.8    2.0 ×     +2.8 %, three seeds; one process with twice the learning rate +2.6 %, one seed
+        0.54   1 ×       +0.8 %, three seeds
+        0.3    0.8 ×     +0.4 %, three seeds
+        0      0.7 ×     +0.2 %, one seed; 1.0M parameters, which learn too slowly so, +7 %
+
+    >>> [round(outer_momentum(tokens), 2) for tokens in ([9], [9, 0], [9, 9], [2, 1], [9, 9, 9, 9])]
+    [0.0, 0.0, 0.54, 0.51, 0.71]
+    """
+    if not sum(tokens):
+        return 0.0
+    weights = [one / sum(tokens) for one in tokens]
+    # Single products, sums and roots, which every processor rounds alike.
+    return math.sqrt(max(0.0, 1 - sum(weight * math.sqrt(weight) for weight in weights)))
 
 
 def fragments(parameters: Sequence[nn.Parameter], num_bytes: int) -> list[tuple[nn.Parameter, ...]]:

@@ -61,7 +61,9 @@ class Streamed(DiLoCo):
 
     def state_dict(self) -> dict[str, Any]:
         self.await_all()
-        return super().state_dict() | {"flights": {str(i): flight.delta for i, flight in self._flights.items()}}
+        going = {str(i): flight for i, flight in self._flights.items()}
+        return super().state_dict() | {"flights": {i: flight.delta for i, flight in going.items()},
+                                       "momenta": {i: flight.momentum for i, flight in going.items()}}  # fmt: skip
 
     def own_state(self) -> dict[str, Any]:
         own = super().own_state()
@@ -77,8 +79,8 @@ class Streamed(DiLoCo):
         super()._take_up(state)
         if not self._takes(state):
             return
-        self._flights = {int(i): Flight(delta.to(self._group.device), 0.0, 0.0, self._fragments[int(i)].held(),
-                                        has_arrived=True)
+        self._flights = {int(i): Flight(delta.to(self._group.device), 0.0, self._fragments[int(i)].held(),
+                                        state["momenta"][i], has_arrived=True)
                          for i, delta in state.get("flights", {}).items()}  # fmt: skip
 
     def _start(self, i: int) -> None:

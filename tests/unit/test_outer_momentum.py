@@ -1,0 +1,51 @@
+"""With DiLoCo's outer momentum replicas go as far as one process: AdamW on gradients of which most is noise."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from evener.worker.sync.diloco import outer_momentum
+
+NUM = 5_000  # parameters, each with a gradient of its own
+SIGNAL, NOISE = 0.1, 4.0  # of a sequence's gradient: a batch of 16 has a tenth of its noise
+EVERY, ROUNDS = 10, 40
+
+
+@functools.cache
+def went(shares: tuple[int, ...], momentum: float) -> float:
+    """How far the weights go along the gradient in the second half of a run."""
+    generator = torch.Generator().manual_seed(0)
+    agreed, memory = torch.zeros(NUM), torch.zeros(NUM)
+    replicas = [nn.Parameter(agreed.clone()) for _ in shares]
+    optimizers = [torch.optim.AdamW([one], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0) for one in replicas]
+    halfway = 0.0
+    for number in range(ROUNDS):
+        for _ in range(EVERY):
+            for replica, optimizer, share in zip(replicas, optimizers, shares, strict=True):
+                replica.grad = SIGNAL + NOISE / share**0.5 * torch.randn(NUM, generator=generator)
+                optimizer.step()
+        with torch.no_grad():
+            weights = [share / sum(shares) for share in shares]
+            delta = sum(weight * (agreed - one) for weight, one in zip(weights, replicas, strict=True))
+            memory = momentum * memory + delta
+            agreed = agreed - (delta + momentum * memory) / (1 + momentum)
+            for replica in replicas:
+                replica.copy_(agreed)
+        if number == ROUNDS // 2 - 1:
+            halfway = float(agreed.mean())
+    return halfway - float(agreed.mean())
+
+
+@pytest.mark.parametrize("shares", [(8, 8), (9, 5, 2), (4, 4, 4, 4)])
+def test_replicas_go_as_far_as_one_process(shares):
+    alone = went((16,), 0.0)
+    assert went(shares, 0.0) < 0.85 * alone  # their mean does not
+    assert went(shares, outer_momentum(shares)) == pytest.approx(alone, rel=0.03)
+
+
+def test_what_one_replica_learns_alone_is_what_it_would_without_diloco():
+    assert outer_momentum([16]) == outer_momentum([0, 16, 0]) == outer_momentum([0, 0]) == 0.0
