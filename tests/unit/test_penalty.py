@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -20,46 +22,64 @@ ROWS = [json.loads(line) for line in BENCH.read_text().splitlines()]
 OURS = [row for row in MEASURED if row.source.startswith("bench/loss.py")]
 
 
-def measured(sync: str, ranks: int, batch: int = 16, dtype: str = "bf16") -> dict[int, dict]:
-    return {row["seed"]: row for row in ROWS
-            if (row["sync"], row["ranks"], row["batch"], row["dtype"], row["shape"], row["steps"]) ==
-            (sync, ranks, batch, dtype, "small", 2000)}  # fmt: skip
+STEPS = 2000
 
 
-def batch_of(row: Measured) -> int:
-    return int(row.source.split(" steps of ")[1].split(" × 256")[0])
+class Way(NamedTuple):
+    """What a row of the table is of."""
+
+    sync: str
+    ranks: int
+    batch: int
+    dtype: str
+    shape: str
 
 
-def dtype_of(row: Measured) -> str:
-    return row.source.rsplit(", ", 1)[1]
+def way_of(row: Measured) -> Way:
+    batch = int(row.source.split(" steps of ")[1].split(" × 256")[0])
+    shape = next(name for name, num_params in penalty.SHAPES.items() if num_params == row.num_params)
+    return Way(row.sync, row.ranks, batch, row.source.rsplit(", ", 1)[1], shape)
 
 
-@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.sync}-{row.ranks}-{batch_of(row)}-{dtype_of(row)}")
+def measured(way: Way) -> dict[tuple[str, str, int], dict]:
+    """Runs by corpus, device and seed."""
+    return {(row["corpus"], row["device"], row["seed"]): row for row in ROWS
+            if tuple(row[name] for name in Way._fields) == way and row["steps"] == STEPS}  # fmt: skip
+
+
+def compared(way: Way) -> list[tuple[dict, dict]]:
+    """(run, one process's) of the same corpus and seed, on the same device."""
+    alone = measured(way._replace(sync="one process", ranks=1))
+    return [(row, alone[key]) for key, row in measured(way).items() if key in alone]
+
+
+@pytest.mark.parametrize("row", OURS, ids=lambda row: "-".join(map(str, way_of(row))))
 def test_our_own_are_those_of_the_bench(row):
-    batch = batch_of(row)
-    alone, found = (measured(*way, batch, dtype_of(row)) for way in (("one process", 1), (row.sync, row.ranks)))
-    seeds = sorted(alone.keys() & found.keys())
-    mine, theirs = (statistics.mean(one[seed]["val_loss"] for seed in seeds) for one in (found, alone))
-    assert row.penalty == round(mine / theirs - 1, 4) != 0  # 0 is what costs nothing
-    assert row.num_params == found[seeds[0]]["params"]
-    assert f", {len(seeds)} seed" in row.source
-    assert row.least_tokens == (256 * batch if row.sync.startswith("diloco") else 0)
-    errors = [error for seed in seeds for error in found[seed]["errors"]]
+    way = way_of(row)
+    runs = compared(way)
+    penalties = [mine["val_loss"] / theirs["val_loss"] - 1 for mine, theirs in runs]
+    assert row.penalty == round(statistics.mean(penalties), 4) != 0  # 0 is what costs nothing
+    corpora = {mine["corpus"] for mine, _ in runs}
+    if "shakespeare" in corpora:
+        assert row.num_params == next(mine["params"] for mine, _ in runs if mine["corpus"] == "shakespeare")
+    assert f", {len(runs)} run" in row.source
+    assert ("two corpora" in row.source) == (len(corpora) == 2)
+    assert row.least_tokens == (256 * way.batch if row.sync.startswith("diloco") else 0)
+    errors = [error for mine, _ in runs for error in mine["errors"]]
     assert row.most_error == (round(max(errors), 4) if errors else None)
 
 
 def test_what_the_bench_measured_is_in_the_table():
-    ours = {(row.sync, row.ranks, batch_of(row), dtype_of(row)) for row in OURS}
-    for sync, *how in {(row["sync"], row["ranks"], row["batch"], row["dtype"]) for row in ROWS if row["ranks"] > 1}:
-        compared = measured(sync, *how).keys() & measured("one process", 1, *how[1:]).keys()
-        if compared and loss_penalty(parse_sync(sync), 10**6, how[0])[1] != "exact":
-            assert (sync, *how) in ours
+    ours = {way_of(row) for row in OURS}
+    for way in {Way(*(row[name] for name in Way._fields)) for row in ROWS if row["ranks"] > 1}:
+        if compared(way) and loss_penalty(parse_sync(way.sync), 10**6, way.ranks)[1] != "exact":
+            assert way in ours
 
 
 def test_packed_has_the_loss_of_ddp_to_the_last_digit():
-    packed, ddp = measured("packed", 2), measured("ddp", 2)
+    packed, ddp = (measured(Way(sync, 2, 16, "bf16", "small")) for sync in ("packed", "ddp"))
     assert packed
-    assert all(packed[seed]["val_loss"] == ddp[seed]["val_loss"] for seed in packed.keys() & ddp.keys())
+    assert all(packed[key]["val_loss"] == ddp[key]["val_loss"] for key in packed.keys() & ddp.keys())
 
 
 def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypatch):
@@ -75,19 +95,35 @@ def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypa
     assert loss_penalty(diloco, 10**6, 2, num_steps=1200)[0] == 0.02
 
 
-def test_what_was_measured_says_nothing_of_fewer_tokens_a_step():
-    diloco = parse_sync("diloco:10:int8:streamed")
+def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
+    name = "diloco:10:int8:streamed"
+    rows = (penalty._ours(name, 0.017, 1, ranks=4), penalty._ours(name, -0.004, 1, ranks=4, batch=32))
+    monkeypatch.setattr(penalty, "MEASURED", rows)
+    diloco = parse_sync(name)
     assert loss_penalty(diloco, 10**6, 4, num_tokens=4095) == (None, "not measured")
     assert loss_penalty(diloco, 10**6, 4, num_tokens=4096)[0] == loss_penalty(diloco, 10**6, 4, num_tokens=8191)[0] > 0
     assert loss_penalty(diloco, 10**6, 4, num_tokens=8192)[0] < 0  # as much for each as two have of 4096
-    assert loss_penalty(parse_sync("int8"), 10**6, 4, num_tokens=1)[0] > 0
 
 
-def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured():
-    told = [loss_penalty(parse_sync("diloco:10:int8:streamed"), num_params, 2, 2000)
+def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monkeypatch):
+    """Four were measured with a small model alone, two with a larger one as well."""
+    name = "diloco:10:int8:streamed"
+    rows = (penalty._ours(name, 0.001, 3), penalty._ours(name, 0.009, 3, shape="char"),
+            penalty._ours(name, 0.004, 1, ranks=4), penalty._ours(name, 0.5, 1, ranks=8))  # fmt: skip
+    monkeypatch.setattr(penalty, "MEASURED", rows)
+    diloco = parse_sync(name)
+    small, large = penalty.SHAPES.values()
+    for num_params, expected in ((small, [0.001, 0.004, 0.004, 0.5, 0.5]), (large, [0.009, 0.009, 0.009, 0.5, 0.5])):
+        found = [loss_penalty(diloco, num_params, ranks)[0] for ranks in (2, 3, 4, 5, 8)]
+        assert found == pytest.approx(expected)
+    assert loss_penalty(diloco, large, 9)[0] is None
+
+
+def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured(monkeypatch):
+    gain, cost = -0.03, 0.004
+    monkeypatch.setattr(penalty, "MEASURED", (penalty._ours("diloco:10", gain, 3), penalty._ours("int8", cost, 3)))
+    told = [loss_penalty(parse_sync("diloco:10"), num_params, 2, 2000)
             for num_params in (10**5, 4 * 10**5, 10**6, 3 * 10**6, 4 * 10**6, 124 * 10**6)]  # fmt: skip
-    gain, cost = (next(row.penalty for row in OURS if row.sync == sync) for sync in ("diloco:10:int8:streamed", "int8"))
-    assert gain < 0 < cost
     assert [one for one, _ in told] == [0.0, gain, gain, gain, 0.0, 0.0]
     assert "exact" not in {source for _, source in told}
     assert loss_penalty(parse_sync("int8"), 124 * 10**6, 2)[0] == cost  # a loss holds anywhere
@@ -101,7 +137,7 @@ def test_errors_of_coded_gradients_hold_for_any_number_of_ranks_and_steps_and_be
 
 def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back():
     watch = Watch(parse_sync("int8"), 2)
-    assert 0 < watch.most < 0.03
+    assert 0 < watch.most < 0.1
     within, beyond = watch.most / 2, 2 * watch.most
     errors = [within] * 8 + [beyond] * 9 + [within] * 5 + [beyond] * 5
     told = [i for i, error in enumerate(errors) if watch.hear(error) is not None]
@@ -119,11 +155,12 @@ def test_no_run_is_called_beyond_what_was_measured_in_it():
 
 
 def test_what_two_codings_lose_adds_up_as_squares_do():
-    """Where three ranks were measured it is no more than that; where they were not, so much."""
+    """Where more than two ranks were measured it may be more than that; where they were not, so much."""
     int4, int8 = parse_sync("int4"), parse_sync("int8")
     assert penalty.most_error(int4, 3) == penalty.most_error(int4, 9) == 2**0.5 * penalty.most_error(int4, 2)
-    assert 1 < penalty.most_error(int8, 3) / penalty.most_error(int8, 2) < 2**0.5
-    assert penalty.most_error(int8, 5) == penalty.most_error(int8, 3)
+    assert penalty.most_error(int8, 5) == penalty.most_error(int8, 3) >= 2**0.5 * penalty.most_error(int8, 2)
+    powersgd = parse_sync("powersgd:16")  # its products are summed, not coded once more
+    assert penalty.most_error(powersgd, 5) == penalty.most_error(powersgd, 2)
 
 
 def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something():
@@ -138,11 +175,14 @@ def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something()
 @pytest.mark.parametrize(("ranks", "budget", "told"), [(3, 1.0, ""), (4, 1.0, "costs 1.7% of loss, more than 1.0%"),
                                                        (3, 0.0, "not exact, and no loss may be spent"),
                                                        (5, 1.0, "nobody measured what it costs in loss")])  # fmt: skip
-def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(ranks, budget, told):
+def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(monkeypatch, ranks, budget, told):
+    name = "diloco:10:int8:streamed"
+    monkeypatch.setattr(penalty, "MEASURED", tuple(penalty._ours(name, cost, 1, ranks=num)
+                                                   for num, cost in ((3, 0.006), (4, 0.017))))  # fmt: skip
     train = TrainSpec(batch=16, steps=2000, loss_budget=budget)
     members = [Member(rank=rank, host="a", device="cpu", dtype="bf16", micro_batch=1, share=0) for rank in range(ranks)]
     members[0] = msgspec.structs.replace(members[0], share=16)
-    roster = Roster(members=members, sync=parse_sync("diloco:10:int8:streamed"), backend="gloo")
+    roster = Roster(members=members, sync=parse_sync(name), backend="gloo")
     shape = preset_shape("char", 65, num_layers=5, num_heads=4, width=128)
     assert penalty.no_more_chosen(roster, RunSpec(train=train), shape) == told
 
@@ -152,10 +192,9 @@ def test_where_nothing_was_measured_nothing_is_beyond_it():
     assert all(watch.hear(1e9) is None for _ in range(20))
 
 
-def test_a_limit_is_that_of_as_many_replicas_as_it_was_measured_with():
+def test_a_limit_is_that_of_as_many_replicas_as_it_was_measured_with(monkeypatch):
     name = "diloco:10:int8:streamed"
-    seen = {ranks: max(error for row in ROWS if (row["sync"], row["ranks"]) == (name, ranks) for error in row["errors"])
-            for ranks in (2, 3, 4)}  # fmt: skip
-    assert len(set(seen.values())) == 3
-    for ranks, most in seen.items():
-        assert penalty.most_error(parse_sync(name), ranks) == pytest.approx(most, abs=1e-4)
+    rows = tuple(penalty._ours(name, 0.0, 1, most, ranks=ranks) for ranks, most in ((2, 0.01), (3, 0.02), (8, 0.012)))
+    monkeypatch.setattr(penalty, "MEASURED", rows)
+    found = [penalty.most_error(parse_sync(name), ranks) for ranks in (2, 3, 4, 8, 9)]
+    assert found == pytest.approx([0.01, 0.02, 0.02, 0.02, math.inf], abs=1e-4)

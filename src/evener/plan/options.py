@@ -93,6 +93,19 @@ def on_fewer(job: Job, cluster: Cluster) -> list[Option]:
             for names in host_sets(job, cluster)]  # fmt: skip
 
 
+def of_fewer_replicas(job: Job, cluster: Cluster, loss_budget: float) -> list[Option]:
+    """The way of the job on as many of the fastest hosts as may take part, for the more replicas drift the more is
+    lost; none where not even two may.
+    """
+    ranked, found = by_speed(job, cluster), list[Option]()
+    for count in range(2, len(ranked)):
+        option = as_trained(_of_any_hosts(job), cluster, ranked[:count])
+        if objection(option, loss_budget):
+            break
+        found = [option]
+    return found
+
+
 def host_sets(job: Job, cluster: Cluster) -> list[list[str]]:
     """Hosts that may do better without the others, two at least, from many to few.
 

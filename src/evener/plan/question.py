@@ -63,7 +63,7 @@ def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, seats: Sequence[Se
     With --shares auto the hosts that make it no faster are left out, unless all are to take part.
     """
     job = Job(spec=spec, shape=shape)
-    found = predict(job, cluster_of(fleet, job, seats=seats), keep_order=True)
+    found = predict(job, cluster_of(fleet, job, seats=seats), keep_order=True, leaves_out=leaves_out)
     left_out = why_left_out(found) if leaves_out and spec.machine.shares == "auto" else {}
     if not left_out:
         return found

@@ -23,7 +23,9 @@ from evener.plan.options import (
     fits_in,
     in_best_ring,
     larger,
+    objection,
     obstacle,
+    of_fewer_replicas,
     on_fewer,
     on_one,
     on_the_best,
@@ -36,17 +38,19 @@ from evener.plan.options import (
 )
 
 
-def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: Option | None = None) -> Prediction:
+def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: Option | None = None,
+            leaves_out: bool = True) -> Prediction:  # fmt: skip
     """Price every way, choose the fastest that can run, and say why the others lost.
 
     The chosen option is what `train` does where all these hosts take part, recommended or not. Hosts are put in the
     order of the fastest ring, unless their own has to be kept. `measured` is a way as a run has shown it to be, and
-    stands for what it would be priced at.
+    stands for what it would be priced at. `leaves_out`: some hosts may be left out, so that a way counts that pays on
+    fewer.
     """
     given, loss_budget, is_ours = cluster, job.spec.train.loss_budget / 100, job.spec.train.sync == "auto"
     if not keep_order:
         cluster = in_best_ring(job, cluster)
-    job = with_sync(job, cluster)
+    job = with_sync(job, cluster, leaves_out=leaves_out and job.spec.machine.shares == "auto")
     chosen = as_trained(job, cluster)
     if measured is not None and measured.name == chosen.name:
         chosen = measured
@@ -88,8 +92,9 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: O
     return msgspec.structs.replace(prediction, verdict=verdict_of(prediction), notes=notes)
 
 
-def with_sync(job: Job, cluster: Cluster) -> Job:
-    """The job with the fastest strategy that can run and costs no more loss than it may, where it is ours to choose.
+def with_sync(job: Job, cluster: Cluster, *, leaves_out: bool) -> Job:
+    """The job with the fastest strategy that can run and costs no more loss than it may, where it is ours to choose: on
+    all hosts, or where some may be left out on those whose replicas lose no more.
 
     ddp where that is within what a prediction can err.
     """
@@ -99,7 +104,12 @@ def with_sync(job: Job, cluster: Cluster) -> Job:
     if len(cluster.seats) == 1:
         return plain
     priced = [as_trained(asking_for(job, sync), cluster) for sync in (DDP, *candidates(job, cluster))]
-    able = [option for option in priced if not obstacle(option, cluster, job.spec.train.loss_budget / 100)]
+    loss_budget = job.spec.train.loss_budget / 100
+    able = [option for option in priced if not obstacle(option, cluster, loss_budget)]
+    for option in priced if leaves_out else ():
+        if option.roster.sync.kind == "diloco" and objection(option, loss_budget):
+            fewer = of_fewer_replicas(asking_for(job, option.roster.sync), cluster, loss_budget)
+            able += [one for one in fewer if not obstacle(one, cluster, loss_budget)]
     best = fastest(able) or priced[0]
     return plain if best.tokens_per_s < WORTH * priced[0].tokens_per_s else asking_for(job, best.roster.sync)
 
@@ -127,21 +137,27 @@ def flags_of_recommended(prediction: Prediction) -> str:
 def why_left_out(prediction: Prediction) -> dict[str, str]:
     """Hosts without which a run that agrees as it was asked to is as fast or faster, and what each of them is told."""
     cluster, chosen = prediction.cluster, prediction.option(prediction.chosen)
+    loss_budget = prediction.job.spec.train.loss_budget / 100 if prediction.is_sync_ours else None
+
+    def may_run(option: Option) -> bool:
+        return fits_in(option, cluster) if loss_budget is None else not obstacle(option, cluster, loss_budget)
+
     able = [option for option in prediction.options
-            if option.roster.sync in (chosen.roster.sync, NO_SYNC) and fits_in(option, cluster)]  # fmt: skip
+            if option.roster.sync in (chosen.roster.sync, NO_SYNC) and may_run(option)]  # fmt: skip
     most = max(map(speed, able), default=0.0)
     near = [option for option in able if most < WORTH * option.tokens_per_s]
     best = min(near, key=lambda option: (len(option.roster.hosts), option.step_s), default=chosen)
     names = [name for name in cluster.names if name not in best.roster.hosts]
     if not names:
         return {}
-    with_them, without = rate(chosen.tokens_per_s), rate(best.tokens_per_s)
-    slower = "slower" if best.tokens_per_s > WORTH * chosen.tokens_per_s else "no faster"
-    why = f"adding {listed(names)} makes this run {slower}: {with_them} with "
-    why += f"{'it' if len(names) == 1 else 'them'}, {without} without"
     if too_large := what_does_not_fit(chosen, cluster):
-        why = f"it does not fit: {too_large}"
-    return dict.fromkeys(names, why)
+        return dict.fromkeys(names, f"it does not fit: {too_large}")
+    them = "it" if len(names) == 1 else "them"
+    slower = "slower" if best.tokens_per_s > WORTH * chosen.tokens_per_s else "no faster"
+    why = f"adding {listed(names)} makes this run {slower}"
+    if loss_budget is not None and (dear := objection(chosen, loss_budget)):
+        why = f"with {them} {chosen.roster.sync} {dear}"
+    return dict.fromkeys(names, f"{why}: {rate(chosen.tokens_per_s)} with {them}, {rate(best.tokens_per_s)} without")
 
 
 def what_if(prediction: Prediction) -> list[Option]:
