@@ -86,8 +86,7 @@ def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypa
     rows = (penalty._published(2, 1e6, 0.02), penalty._published(2, 1e8, 0.01), penalty._published(4, 1e6, 0.05))
     monkeypatch.setattr(penalty, "MEASURED", rows)
     diloco = parse_sync("diloco:30")
-    assert [round(loss_penalty(diloco, 10**power, 2)[0], 6) for power in (5, 6, 7, 8, 9)] == [
-        0.02, 0.02, 0.015, 0.01, 0.01]  # fmt: skip
+    assert [round(loss_penalty(diloco, 10**power, 2)[0], 6) for power in (6, 7, 8, 9)] == [0.02, 0.015, 0.01, 0.01]
     assert loss_penalty(diloco, 10**8, 4)[0] == 0.05
     assert loss_penalty(diloco, 10**6, 3)[0] == 0.05  # at most what four lose
     assert loss_penalty(diloco, 10**6, 5)[0] is None  # of more nobody said anything
@@ -119,12 +118,22 @@ def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monke
     assert loss_penalty(diloco, large, 9)[0] is None
 
 
+def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_where_replicas_drift():
+    """They lose more. Coded gradients do not."""
+    small = penalty.SHAPES["small"]
+    for sync, ranks in (("diloco:10:int8:streamed", 2), ("diloco:10:int8:streamed", 4)):
+        assert loss_penalty(parse_sync(sync), small // 2, ranks)[0] is not None
+        assert loss_penalty(parse_sync(sync), small // 4, ranks) == (None, "not measured")
+    assert loss_penalty(parse_sync("diloco:30"), 10_745_088, 2)[0] is None  # published of 35M and more
+    assert loss_penalty(parse_sync("int8"), small // 100, 2) == loss_penalty(parse_sync("int8"), small, 2)
+
+
 def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured(monkeypatch):
     gain, cost = -0.03, 0.004
     monkeypatch.setattr(penalty, "MEASURED", (penalty._ours("diloco:10", gain, 3), penalty._ours("int8", cost, 3)))
     told = [loss_penalty(parse_sync("diloco:10"), num_params, 2, 2000)
             for num_params in (10**5, 4 * 10**5, 10**6, 3 * 10**6, 4 * 10**6, 124 * 10**6)]  # fmt: skip
-    assert [one for one, _ in told] == [0.0, gain, gain, gain, 0.0, 0.0]
+    assert [one for one, _ in told] == [None, gain, gain, gain, 0.0, 0.0]
     assert "exact" not in {source for _, source in told}
     assert loss_penalty(parse_sync("int8"), 124 * 10**6, 2)[0] == cost  # a loss holds anywhere
 

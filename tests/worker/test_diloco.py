@@ -322,7 +322,7 @@ def test_what_ranks_kept_that_agreed_another_way_is_dropped(tmp_path, train, was
     assert len([event for event in run.events() if event["event"] == "own.dropped"]) == 1
 
 
-@pytest.mark.parametrize(("budget", "num"), [("0", 1), ("1", 0)])
+@pytest.mark.parametrize(("budget", "num"), [("0", 1), ("3", 0)])
 def test_a_run_says_where_auto_would_not_begin_with_the_way_that_it_goes_on_with(tmp_path, corpus, server, budget, num):
     """Among more replicas, or with a smaller budget than before: theirs go on drifting."""
     flags = f"--batch 64 --steps 2000 --eval-every 0 --max-s 0 --loss-budget {budget} --sync".split()

@@ -94,15 +94,16 @@ def on_fewer(job: Job, cluster: Cluster) -> list[Option]:
 
 
 def of_fewer_replicas(job: Job, cluster: Cluster, loss_budget: float) -> list[Option]:
-    """The way of the job on as many of the fastest hosts as may take part, for the more replicas drift the more is
-    lost; none where not even two may.
+    """The way of the job on two, three, … of the fastest hosts, as long as it loses no more than it may: the more
+    replicas drift, the more is lost.
     """
     ranked, found = by_speed(job, cluster), list[Option]()
     for count in range(2, len(ranked)):
-        option = as_trained(_of_any_hosts(job), cluster, ranked[:count])
+        names = ranked[:count]
+        option = as_trained(_of_any_hosts(job), cluster, names, name=_name_on(job, names, ranked))
         if objection(option, loss_budget):
             break
-        found = [option]
+        found.append(option)
     return found
 
 

@@ -50,7 +50,8 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: O
     given, loss_budget, is_ours = cluster, job.spec.train.loss_budget / 100, job.spec.train.sync == "auto"
     if not keep_order:
         cluster = in_best_ring(job, cluster)
-    job = with_sync(job, cluster, leaves_out=leaves_out and job.spec.machine.shares == "auto")
+    leaves_out = leaves_out and job.spec.machine.shares == "auto"
+    job = with_sync(job, cluster, leaves_out=leaves_out)
     chosen = as_trained(job, cluster)
     if measured is not None and measured.name == chosen.name:
         chosen = measured
@@ -60,6 +61,8 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: O
         options += on_the_best(alone, cluster)
         options += best_of(on_fewer(job, cluster), cluster)
         options += on_those_that_fit(job, cluster)
+        if is_ours and leaves_out and chosen.roster.sync.kind == "diloco" and objection(chosen, loss_budget):
+            options += of_fewer_replicas(job, cluster, loss_budget)
     if len(cluster.seats) > 1:
         options += otherwise_divided(job, cluster)
         options += [as_trained(asking_for(job, sync), cluster, name=str(sync))
@@ -106,7 +109,7 @@ def with_sync(job: Job, cluster: Cluster, *, leaves_out: bool) -> Job:
     priced = [as_trained(asking_for(job, sync), cluster) for sync in (DDP, *candidates(job, cluster))]
     loss_budget = job.spec.train.loss_budget / 100
     able = [option for option in priced if not obstacle(option, cluster, loss_budget)]
-    for option in priced if leaves_out else ():
+    for option in priced if leaves_out and able else ():
         if option.roster.sync.kind == "diloco" and objection(option, loss_budget):
             fewer = of_fewer_replicas(asking_for(job, option.roster.sync), cluster, loss_budget)
             able += [one for one in fewer if not obstacle(one, cluster, loss_budget)]

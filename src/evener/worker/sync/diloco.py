@@ -200,7 +200,7 @@ class DiLoCo:
     def _carry(self, i: int, flight: Flight, left: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
         """Weigh what this rank has learned, add what was `left` of exchanges before, and make the sum over ranks."""
         begin, fragment, learned = self._clock.mark(), self._fragments[i], self._ask(flight.tokens)
-        flight.delta.mul_(flight.tokens / (sum(learned) or 1.0))
+        flight.delta.mul_(flight.tokens / (math.fsum(learned) or 1.0))
         flight.momentum = self._momentum(learned)
         views = dict(zip(fragment.parameters, fragment.views(flight.delta), strict=True))
         for parameter, more in left:
@@ -413,11 +413,12 @@ def outer_momentum(tokens: Sequence[float]) -> float:
     >>> [round(outer_momentum(tokens), 2) for tokens in ([9], [9, 0], [9, 9], [2, 1], [9, 9, 9, 9])]
     [0.0, 0.0, 0.54, 0.51, 0.71]
     """
-    if not sum(tokens):
+    of_all = math.fsum(tokens)
+    if not of_all:
         return 0.0
-    weights = [one / sum(tokens) for one in tokens]
-    # Single products, sums and roots, which every processor rounds alike.
-    return math.sqrt(max(0.0, 1 - sum(weight * math.sqrt(weight) for weight in weights)))
+    weights = [one / of_all for one in tokens]
+    # Single products and roots, which every processor rounds alike, and sums that no Python rounds in between.
+    return math.sqrt(max(0.0, 1 - math.fsum(weight * math.sqrt(weight) for weight in weights)))
 
 
 def fragments(parameters: Sequence[nn.Parameter], num_bytes: int) -> list[tuple[nn.Parameter, ...]]:
