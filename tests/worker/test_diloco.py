@@ -326,6 +326,7 @@ def test_what_ranks_kept_that_agreed_another_way_is_dropped(tmp_path, train, was
 def test_a_run_says_where_auto_would_not_begin_with_the_way_that_it_goes_on_with(tmp_path, corpus, server, budget, num):
     """Among more replicas, or with a smaller budget than before: theirs go on drifting."""
     flags = f"--batch 64 --steps 2000 --eval-every 0 --max-s 0 --loss-budget {budget} --sync".split()
+    flags = ["--width", "128", "--num-layers", "4", *flags]  # as large as what was measured, about
     spec = parse_args([*flags, "diloco:10:int8:streamed"])
     seat = Seat(host=this_machine().host, device="cpu")
     (tmp_path / "roster.json").write_bytes(msgspec.json.encode(first_roster(spec, [seat] * 2, 64)))
