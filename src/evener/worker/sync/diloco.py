@@ -58,7 +58,7 @@ class Fragment:
     momentum: Tensor  # (n,)
     rounds: int = 0  # outer steps taken
     tokens: float = 0.0  # that this replica has learned from since the fragment was last exchanged
-    of_all: float = 0.0  # the same of all replicas; NaN: they are others than then, and nobody knows
+    is_behind: bool = False  # has any replica learned since, or may one have?
 
     def held(self) -> Tensor:
         """This replica's weights: (n,), a copy."""
@@ -153,7 +153,7 @@ class DiLoCo:
     def after_update(self, tokens: float, of_all: float) -> None:
         for fragment in self._fragments:
             fragment.tokens += tokens
-            fragment.of_all += of_all
+            fragment.is_behind |= of_all > 0
 
     def after_step(self, index: int) -> None:
         if (index + 1) % self._every == 0:
@@ -181,7 +181,7 @@ class DiLoCo:
         """All of it at once, while this rank waits; where it failed, what is left of it."""
         self._lap("optimizer_s")
         for i, fragment in enumerate(self._fragments):
-            if i not in self._arrived and (fragment.of_all or self._last_left):
+            if i not in self._arrived and (fragment.is_behind or self._last_left):
                 flight = self._flights[i] = self._depart(fragment)
                 self._lap("optimizer_s")
                 self._carry(i, flight, self._last_left)
@@ -194,7 +194,7 @@ class DiLoCo:
     def _depart(self, fragment: Fragment) -> Flight:
         """How far this replica has gone, and what it learned from; from here that is counted anew."""
         flight = Flight(fragment.agreed - fragment.held(), fragment.tokens)
-        fragment.tokens = fragment.of_all = 0.0
+        fragment.tokens, fragment.is_behind = 0.0, False
         return flight
 
     def _carry(self, i: int, flight: Flight, left: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
@@ -269,7 +269,7 @@ class DiLoCo:
                 if self._narrow:
                     self._narrow.forget(i)
             self._flights.pop(i, None)
-            fragment.of_all = math.nan
+            fragment.is_behind = True
         was, self._narrow = self._narrow, self._new_narrow() if self._narrow else None
         if was and self._narrow:
             self._narrow.add_left(was.left_over())
@@ -303,7 +303,7 @@ class DiLoCo:
                 for name, tensor in weights.items()}  # fmt: skip
 
     def is_agreed(self) -> bool:
-        return not any(fragment.of_all for fragment in self._fragments)
+        return not any(fragment.is_behind for fragment in self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
         return {"way": str(self._spec), "momentum": self._by_name("momentum"),
@@ -322,7 +322,7 @@ class DiLoCo:
         return self.state_dict() | {
             "weights": {name: parameter.detach() for parameter, name in self._names.items()},
             "agreed": self._by_name("agreed"),
-            "tokens": [[fragment.tokens, fragment.of_all] for fragment in self._fragments],
+            "tokens": [[fragment.tokens, fragment.is_behind] for fragment in self._fragments],
             "left": self._narrow.own_state(self._names) if self._narrow else {},
         }
 
@@ -336,8 +336,8 @@ class DiLoCo:
             parameter.copy_(state["weights"][name])
         self._put_all("agreed", state["agreed"])
         self._take_up(state)
-        for fragment, (tokens, of_all) in zip(self._fragments, state["tokens"], strict=True):
-            fragment.tokens, fragment.of_all = tokens, of_all
+        for fragment, (tokens, is_behind) in zip(self._fragments, state["tokens"], strict=True):
+            fragment.tokens, fragment.is_behind = tokens, is_behind
         if self._narrow:
             self._narrow.load_own_state([state["left"]], {name: one for one, name in self._names.items()})
 
