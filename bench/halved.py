@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from fast import EVENER, evener, num_recorded
 
 from evener.core.rundir import RunDir
 from evener.lab import cgroup
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
 
-EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
 CORES = 0.9
 ANSWER = 10  # steps
 PART = 50  # steps between two changes
@@ -77,23 +77,11 @@ def measure(folder: Path, options: argparse.Namespace, out: Path) -> None:
         print(f"{what} at step {cut}: {share:.2f} of the ideal after {ANSWER} steps; {told or 'no answer'}", flush=True)
 
 
-def num_recorded(run: RunDir) -> int:
-    """Steps of rank 0 that have come home."""
-    path = run.steps_path(0)
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def throughput(run: RunDir, first: int, last: int) -> float:
     """Tokens/s of both ranks in these steps."""
     both = [run.records(rank)[first:last] for rank in (0, 1)]
     tokens = sum(record.tokens for of_rank in both for record in of_rank[1:])
     return tokens / (both[0][-1].ended - both[0][0].ended)
-
-
-def evener(folder: Path, *args: str) -> None:
-    done = subprocess.run([*EVENER, *args], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
 
 
 if __name__ == "__main__":
