@@ -62,6 +62,13 @@ def test_a_series_is_what_numpy_says_of_its_buckets(values, piece):
     assert all(step % width == width - 1 for step in points.steps[:-1])
 
 
+def test_what_has_no_finite_sum_is_not_drawn():
+    series = Series(size=2)
+    series.add(np.arange(8), np.array([1.7e308, 1.7e308, -1.7e308, np.inf, 1.0, 3.0, -np.inf, np.nan]))
+    assert series.points().means == [2.0]
+    assert series.mean == 2.0
+
+
 def test_steps_that_are_taken_again_count_once():
     series = Series(size=8)
     series.add(np.arange(8), np.full(8, 9.0))

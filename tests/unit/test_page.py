@@ -106,6 +106,13 @@ def test_a_chart_has_its_points_where_its_axes_say():
     assert first[1] == pytest.approx(10_000 * (high - 4.0) / (high - low), abs=2)
 
 
+def test_a_number_as_good_as_infinite_ends_at_the_edge():
+    """Twice the largest of float64 is none any more, and a difference of two of them is needed for each place."""
+    text = str(draw(figures.loss({0: 4.0, 5: 1.7e308, 10: -1.7e308}, [(6, 3.0)])))
+    assert 'd="M0 5000L5000 0L10000 10000"' in text
+
+
+
 def test_what_is_stacked_sums_to_the_step(run):
     rundir = run()
     chart = figures.areas(aligned(records_of(rundir)), {0: "a", 1: "b"}).charts["a"]

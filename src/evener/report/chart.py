@@ -19,6 +19,7 @@ UNITS = 10_000  # of a line's coordinates, along either axis
 MOST_TICKS = 5
 MOST_ROWS = 10  # of a chart's figures
 IN_SIGHT = 0.98  # of a band: what is rarer may lie beyond the edge
+FURTHEST = 1e300  # of a scale, either way: differences of such numbers are still finite
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def _scale_of(chart: Chart) -> _Scale:
     ys = [y for line in chart.lines for y in line.y] or [0.0, 1.0]
     ys += [percentile(of_band, part) for band in chart.bands if band.x
            for of_band, part in ((band.low, 1 - IN_SIGHT), (band.high, IN_SIGHT))]  # fmt: skip
-    low, high = min(ys), max(ys)
+    low, high = (min(FURTHEST, max(-FURTHEST, y)) for y in (min(ys), max(ys)))
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return _Scale((min(xs), max(xs)), chart.y_range or (low - room, high + room))
 

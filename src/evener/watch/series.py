@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 POINTS = 512  # of one curve: more cannot be told apart
+GREATEST = 1e300  # that is drawn: sums of greater ones may not be finite
 
 
 class KeptSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +59,10 @@ class Series:
         self._lows, self._highs = np.full(size, np.inf), np.full(size, -np.inf)
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """More steps, (n,) int64, and their values, (n,); NaN was not measured, and what is not finite cannot be
-        drawn.
+        """More steps, (n,) int64, and their values, (n,); NaN was not measured, and what is infinite, or as good as
+        that, cannot be drawn.
         """
-        measured = np.isfinite(values)
+        measured = np.abs(values) <= GREATEST
         steps, values = steps[measured], values[measured]
         if not len(steps):
             return
