@@ -1,6 +1,6 @@
 """What does each way of agreeing cost in loss, at equal tokens? Real runs on local ranks, beside one process alone.
 
-    python bench/loss.py --data FOLDER [--shape small|char] [--syncs ddp,int8,…] [--ranks 2] [--seeds 1,2,3]
+    python bench/loss.py --data FOLDER [--shape small|char] [--syncs ddp,int8,…] [--shares 1:1] [--seeds 1,2,3]
                          [--batch 16] [--steps 2000] [--dtype bf16|fp32] [--device cpu|cuda] [--at-once N] [--minutes M]
                                                                        run what is missing, for at most so long
     python bench/loss.py --table                                       what is there
@@ -50,7 +50,7 @@ class Key(NamedTuple):
     device: str
     dtype: str
     sync: str
-    ranks: int
+    shares: str  # of each rank: "1" is one process, "9:5:2" are three ranks
     batch: int
     steps: int
     seed: int
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a prepared folder: evener data text FILE --tokenizer char --out …")
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--syncs", default=",".join(SYNCS))
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--shares", default="1:1", help="of each rank, as `train` takes them: 9:5:2 are three ranks")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens that all ranks have together")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=2000)
@@ -105,10 +105,10 @@ def run_missing(options: argparse.Namespace) -> None:
 def missing(options: argparse.Namespace) -> Iterator[Key]:
     """Seed by seed, so that a bench that was stopped has compared all of them."""
     there = {key_of(row) for row in rows()}
-    ways = [("one process", 1), *((sync, options.ranks) for sync in options.syncs.split(","))]
+    ways = [("one process", "1"), *((sync, options.shares) for sync in options.syncs.split(","))]
     for seed in map(int, options.seeds.split(",")):
-        for sync, ranks in ways:
-            key = Key(options.data.name, options.shape, options.device, options.dtype, sync, ranks, options.batch,
+        for sync, shares in ways:
+            key = Key(options.data.name, options.shape, options.device, options.dtype, sync, shares, options.batch,
                       options.steps, seed)  # fmt: skip
             if key not in there:
                 yield key
@@ -116,18 +116,19 @@ def missing(options: argparse.Namespace) -> Iterator[Key]:
 
 def run(data: Path, key: Key, at_once: int) -> Line:
     """One run to its end, as its line."""
-    threads = max(1, (os.cpu_count() or 1) // (key.ranks * at_once))
+    ranks = key.shares.count(":") + 1
+    threads = max(1, (os.cpu_count() or 1) // (ranks * at_once))
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "data": data, "model": "char", "dropout": 0, "steps": key.steps, "seed": key.seed, "batch": key.batch,
             "threads": threads, "lr": 1e-3, "eval-every": 0, "eval-tokens": load_corpus(data).num_tokens("val"),
             "checkpoint-every": 0, "verify-every": 200, "device": key.device, "compile": "off", "dtype": key.dtype,
-            "shares": ":".join(["1"] * key.ranks), "out": f"{folder}/run",
+            "shares": key.shares, "out": f"{folder}/run",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()] + SHAPES[key.shape]
-        words += [] if key.ranks == 1 else ["--sync", key.sync, "--backend", "gloo"]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={key.ranks}"]
-        argv = [sys.executable, *(torchrun if key.ranks > 1 else []), "-m", "evener.worker", *words]
+        words += [] if ranks == 1 else ["--sync", key.sync, "--backend", "gloo"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        argv = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "evener.worker", *words]
         began = time.monotonic()
         done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
         if done.returncode != 0:
@@ -136,7 +137,7 @@ def run(data: Path, key: Key, at_once: int) -> Line:
         manifest, records = rundir.manifest(), rundir.records(0)
         assert manifest.result is not None
         return {
-            **key._asdict(), "params": manifest.num_params,
+            **key._asdict(), "ranks": ranks, "params": manifest.num_params,
             "val_loss": manifest.result.val_loss,
             "train_loss": statistics.mean(record.loss for record in records[-LAST:] if record.loss is not None),
             "bytes_per_step": statistics.mean(record.bytes for record in records),
@@ -155,22 +156,22 @@ def key_of(row: Line) -> Key:
 
 def print_table() -> None:
     """One line a strategy: the mean over the seeds that one process has too, and how far they lie apart."""
-    groups: dict[tuple[str, str, int, int, str, str], dict[tuple[str, int], dict[int, Line]]]
+    groups: dict[tuple[str, str, int, int, str, str], dict[tuple[str, str], dict[int, Line]]]
     groups = defaultdict(lambda: defaultdict(dict))
     for row in rows():
         key = key_of(row)
         group = groups[key.corpus, key.shape, key.batch, key.steps, key.dtype, key.device]
-        group[key.sync, key.ranks][key.seed] = row
+        group[key.sync, key.shares][key.seed] = row
     for (corpus, shape, batch, steps, dtype, device), found in groups.items():
-        alone = found.pop(("one process", 1), {})
+        alone = found.pop(("one process", "1"), {})
         if not alone:
             continue
         params = next(iter(alone.values()))["params"]
         of = f"{params / 1e6:.1f}M parameters, {steps} steps of {batch} × 256 tokens, {dtype}, {device}"
         print(f"\n{corpus}, {shape}: {of}\n")
-        print("| | ranks | seeds | validation loss | penalty | of the seeds | training loss | bytes a step |")
+        print("| | shares | seeds | validation loss | penalty | of the seeds | training loss | bytes a step |")
         print("|:--|--:|--:|--:|--:|--:|--:|--:|")
-        for (sync, ranks), by_seed in [(("one process", 1), alone), *found.items()]:
+        for (sync, shares), by_seed in [(("one process", "1"), alone), *found.items()]:
             seeds = sorted(by_seed.keys() & alone.keys())
             if not seeds:
                 continue
@@ -179,7 +180,7 @@ def print_table() -> None:
             train = statistics.mean(by_seed[seed]["train_loss"] for seed in seeds)
             sent = statistics.mean(by_seed[seed]["bytes_per_step"] for seed in seeds)
             spread = f"{min(penalties):+.2%} … {max(penalties):+.2%}"
-            print(f"| {sync} | {ranks} | {len(seeds)} | {statistics.mean(losses):.4f} | "
+            print(f"| {sync} | {shares} | {len(seeds)} | {statistics.mean(losses):.4f} | "
                   f"{statistics.mean(penalties):+.2%} | {spread} | {train:.4f} | "
                   f"{sent / 1e6:.2f} MB |")  # fmt: skip
 
