@@ -75,7 +75,7 @@ def setup_of(row: dict[str, Any]) -> str:
 def penalty_of(row: dict[str, Any]) -> tuple[float | None, str]:
     """What its way costs, and who says so."""
     num_params = preset_shape(row["model"], vocab_size=VOCABULARIES[row["model"]]).num_params()
-    return loss_penalty(parse_sync(row["sync"]), num_params, len(row["cpus"]), STEPS, row["batch"] * 256)
+    return loss_penalty(parse_sync(row["sync"]), num_params, row["cpus"], STEPS, row["batch"] * 256)
 
 
 def may_be_taken(row: dict[str, Any]) -> bool:

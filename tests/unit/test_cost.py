@@ -163,16 +163,18 @@ def test_a_table_goes_whole_where_its_rows_would_be_more():
 def test_every_strategy_has_a_price_and_its_penalty_a_source():
     assert {parse_sync(example).kind for example in SYNC_EXAMPLES} == set(STRATEGIES)
     for sync in map(parse_sync, SYNC_EXAMPLES):
-        penalty, source = loss_penalty(sync, 10**8, 2)
+        penalty, source = loss_penalty(sync, 10**8, [8, 8])
         assert source
         is_exact = STRATEGIES[sync.kind].is_exact
         assert (source == EXACT) == is_exact
         assert penalty is None or penalty >= 0.0
         assert not is_exact or penalty == 0.0
-    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 4) == (0.020, "arXiv 2503.09799, H = 30")
-    assert loss_penalty(parse_sync("diloco:30:int8"), 35_000_000, 4)[0] is None
-    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 3)[0] == 0.020  # of three nobody did: four lose more
-    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, 9)[0] is None
+    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, [1] * 4) == (0.020, "arXiv 2503.09799, H = 30")
+    assert loss_penalty(parse_sync("diloco:30:int8"), 35_000_000, [1] * 4)[0] is None
+    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, [1] * 3)[0] == pytest.approx(
+        0.0135
+    )  # between two and four
+    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, [1] * 9)[0] is None
 
 
 # --- the notes --------------------------------------------------------------------------------------------------------

@@ -112,7 +112,6 @@ def test_a_number_as_good_as_infinite_ends_at_the_edge():
     assert 'd="M0 5000L5000 0L10000 10000"' in text
 
 
-
 def test_what_is_stacked_sums_to_the_step(run):
     rundir = run()
     chart = figures.areas(aligned(records_of(rundir)), {0: "a", 1: "b"}).charts["a"]

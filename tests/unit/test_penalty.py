@@ -8,7 +8,6 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import pytest
 
 from evener.core.roster import Member, Roster, parse_sync
@@ -72,7 +71,7 @@ def test_our_own_are_those_of_the_bench(row):
 def test_what_the_bench_measured_is_in_the_table():
     ours = {way_of(row) for row in OURS}
     for way in {Way(*(row[name] for name in Way._fields)) for row in ROWS if row["shares"] != "1"}:
-        if compared(way) and loss_penalty(parse_sync(way.sync), 10**6, way.shares.count(":") + 1)[1] != "exact":
+        if compared(way) and loss_penalty(parse_sync(way.sync), 10**6, [1, 1])[1] != "exact":
             assert way in ours
 
 
@@ -86,12 +85,12 @@ def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypa
     rows = (penalty._published(2, 1e6, 0.02), penalty._published(2, 1e8, 0.01), penalty._published(4, 1e6, 0.05))
     monkeypatch.setattr(penalty, "MEASURED", rows)
     diloco = parse_sync("diloco:30")
-    assert [round(loss_penalty(diloco, 10**power, 2)[0], 6) for power in (6, 7, 8, 9)] == [0.02, 0.015, 0.01, 0.01]
-    assert loss_penalty(diloco, 10**8, 4)[0] == 0.05
-    assert loss_penalty(diloco, 10**6, 3)[0] == 0.05  # at most what four lose
-    assert loss_penalty(diloco, 10**6, 5)[0] is None  # of more nobody said anything
-    assert loss_penalty(diloco, 10**6, 2, num_steps=1199)[0] is None  # and not of fewer outer steps
-    assert loss_penalty(diloco, 10**6, 2, num_steps=1200)[0] == 0.02
+    assert [round(loss_penalty(diloco, 10**power, [8, 8])[0], 6) for power in (6, 7, 8, 9)] == [0.02, 0.015, 0.01, 0.01]
+    assert loss_penalty(diloco, 10**8, [1] * 4)[0] == 0.05
+    assert loss_penalty(diloco, 10**6, [1] * 3)[0] == pytest.approx(0.035)  # between two and four
+    assert loss_penalty(diloco, 10**6, [1] * 5)[0] is None  # of more nobody said anything
+    assert loss_penalty(diloco, 10**6, [8, 8], num_steps=1199)[0] is None  # and not of fewer outer steps
+    assert loss_penalty(diloco, 10**6, [8, 8], num_steps=1200)[0] == 0.02
 
 
 def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
@@ -99,9 +98,12 @@ def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
     rows = (penalty._ours(name, 0.017, 1, ranks=4), penalty._ours(name, -0.004, 1, ranks=4, batch=32))
     monkeypatch.setattr(penalty, "MEASURED", rows)
     diloco = parse_sync(name)
-    assert loss_penalty(diloco, 10**6, 4, num_tokens=4095) == (None, "not measured")
-    assert loss_penalty(diloco, 10**6, 4, num_tokens=4096)[0] == loss_penalty(diloco, 10**6, 4, num_tokens=8191)[0] > 0
-    assert loss_penalty(diloco, 10**6, 4, num_tokens=8192)[0] < 0  # as much for each as two have of 4096
+    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=4095) == (None, "not measured")
+    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=4096) == loss_penalty(
+        diloco, 10**6, [1] * 4, num_tokens=8191
+    )
+    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=8191)[0] > 0
+    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=8192)[0] < 0  # as much for each as two have of 4096
 
 
 def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monkeypatch):
@@ -112,36 +114,47 @@ def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monke
     monkeypatch.setattr(penalty, "MEASURED", rows)
     diloco = parse_sync(name)
     small, large = penalty.SHAPES.values()
-    for num_params, expected in ((small, [0.001, 0.004, 0.004, 0.5, 0.5]), (large, [0.009, 0.009, 0.009, 0.5, 0.5])):
-        found = [loss_penalty(diloco, num_params, ranks)[0] for ranks in (2, 3, 4, 5, 8)]
+    for num_params, expected in ((small, [0.001, 0.0025, 0.004, 0.128, 0.5]),
+                                 (large, [0.009, 0.009, 0.009, 0.13175, 0.5])):  # fmt: skip
+        found = [loss_penalty(diloco, num_params, [1] * ranks)[0] for ranks in (2, 3, 4, 5, 8)]
         assert found == pytest.approx(expected)
-    assert loss_penalty(diloco, large, 9)[0] is None
+    assert loss_penalty(diloco, large, [1] * 9)[0] is None
+
+
+def test_replicas_that_share_unequally_lose_as_much_as_they_are_worth():
+    """A rank with nothing to learn from is none. Four are on the line between two and eight, as they were published."""
+    diloco, own = parse_sync("diloco:30"), parse_sync("diloco:10:int8:streamed")
+    two, four, eight = (loss_penalty(diloco, 35_000_000, [1] * ranks)[0] for ranks in (2, 4, 8))
+    assert four == pytest.approx(two + (eight - two) / 3, abs=0.003)
+    assert loss_penalty(diloco, 35_000_000, [8, 0, 8]) == loss_penalty(diloco, 35_000_000, [1, 1])
+    found = [loss_penalty(own, 10_745_088, shares)[0] for shares in ([12, 4], [8, 8], [9, 5, 2], [6, 5, 5], [4] * 4)]
+    assert found[0] == found[1] < found[2] < found[3] < found[4]
 
 
 def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_where_replicas_drift():
     """They lose more. Coded gradients do not."""
     small = penalty.SHAPES["small"]
     for sync, ranks in (("diloco:10:int8:streamed", 2), ("diloco:10:int8:streamed", 4)):
-        assert loss_penalty(parse_sync(sync), small // 2, ranks)[0] is not None
-        assert loss_penalty(parse_sync(sync), small // 4, ranks) == (None, "not measured")
-    assert loss_penalty(parse_sync("diloco:30"), 10_745_088, 2)[0] is None  # published of 35M and more
-    assert loss_penalty(parse_sync("int8"), small // 100, 2) == loss_penalty(parse_sync("int8"), small, 2)
+        assert loss_penalty(parse_sync(sync), small // 2, [1] * ranks)[0] is not None
+        assert loss_penalty(parse_sync(sync), small // 4, [1] * ranks) == (None, "not measured")
+    assert loss_penalty(parse_sync("diloco:30"), 10_745_088, [8, 8])[0] is None  # published of 35M and more
+    assert loss_penalty(parse_sync("int8"), small // 100, [8, 8]) == loss_penalty(parse_sync("int8"), small, [8, 8])
 
 
 def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured(monkeypatch):
     gain, cost = -0.03, 0.004
     monkeypatch.setattr(penalty, "MEASURED", (penalty._ours("diloco:10", gain, 3), penalty._ours("int8", cost, 3)))
-    told = [loss_penalty(parse_sync("diloco:10"), num_params, 2, 2000)
+    told = [loss_penalty(parse_sync("diloco:10"), num_params, [8, 8], 2000)
             for num_params in (10**5, 4 * 10**5, 10**6, 3 * 10**6, 4 * 10**6, 124 * 10**6)]  # fmt: skip
     assert [one for one, _ in told] == [None, gain, gain, gain, 0.0, 0.0]
     assert "exact" not in {source for _, source in told}
-    assert loss_penalty(parse_sync("int8"), 124 * 10**6, 2)[0] == cost  # a loss holds anywhere
+    assert loss_penalty(parse_sync("int8"), 124 * 10**6, [8, 8])[0] == cost  # a loss holds anywhere
 
 
 def test_errors_of_coded_gradients_hold_for_any_number_of_ranks_and_steps_and_beside_tables():
-    told = loss_penalty(parse_sync("bf16"), 10**8, 2)
+    told = loss_penalty(parse_sync("bf16"), 10**8, [8, 8])
     assert told == loss_penalty(parse_sync("bf16"), 10**8, 16, num_steps=10)
-    assert told == loss_penalty(parse_sync("bf16+sparse"), 10**8, 2)
+    assert told == loss_penalty(parse_sync("bf16+sparse"), 10**8, [8, 8])
 
 
 def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back():
@@ -174,7 +187,7 @@ def test_what_two_codings_lose_adds_up_as_squares_do():
 
 def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something():
     """In fp32: under bf16 most of them are bf16 numbers."""
-    penalty, source = loss_penalty(parse_sync("bf16"), 10**6, 2)
+    penalty, source = loss_penalty(parse_sync("bf16"), 10**6, [8, 8])
     assert source.endswith("fp32")
     (row,) = (row for row in OURS if row.source == source)
     assert (row.sync, row.penalty) == ("bf16", penalty)
@@ -189,8 +202,7 @@ def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(monkeypat
     monkeypatch.setattr(penalty, "MEASURED", tuple(penalty._ours(name, cost, 1, ranks=num)
                                                    for num, cost in ((3, 0.006), (4, 0.017))))  # fmt: skip
     train = TrainSpec(batch=16, steps=2000, loss_budget=budget)
-    members = [Member(rank=rank, host="a", device="cpu", dtype="bf16", micro_batch=1, share=0) for rank in range(ranks)]
-    members[0] = msgspec.structs.replace(members[0], share=16)
+    members = [Member(rank=rank, host="a", device="cpu", dtype="bf16", micro_batch=1, share=8) for rank in range(ranks)]
     roster = Roster(members=members, sync=parse_sync(name), backend="gloo")
     shape = preset_shape("char", 65, num_layers=5, num_heads=4, width=128)
     assert penalty.no_more_chosen(roster, RunSpec(train=train), shape) == told

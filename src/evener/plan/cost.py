@@ -107,7 +107,9 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         for kind, own in zip(kinds, times, strict=True)
     ]
     step_s = last_s + exposed_s + after_s + late_s
-    penalty, source = loss_penalty(roster.sync, job.shape.num_params(), num_ranks, job.spec.train.steps, job.tokens)
+    penalty, source = loss_penalty(
+        roster.sync, job.shape.num_params(), roster.mean_shares, job.spec.train.steps, job.tokens
+    )
     return Option(
         name=name or str(roster.sync),
         roster=roster,

@@ -38,7 +38,7 @@ from evener.core.errors import UsageError
 from evener.core.roster import SyncSpec
 from evener.core.step import BLOCKED
 from evener.plan.collectives import ring_all_reduce_bytes
-from evener.plan.sync import fragment_bytes
+from evener.plan.sync import fragment_bytes, way_of_mean
 from evener.worker.clock import Clock
 from evener.worker.group import Group
 from evener.worker.sync import Backward, Exchanged, Replica, Samples, Traffic
@@ -397,11 +397,10 @@ class DiLoCo:
 def outer_momentum(tokens: Sequence[float]) -> float:
     """μ, by what each replica has learned from: with it a run goes as far as one process does.
 
-    A replica's AdamW sees w of the batch. Where noise is most of a gradient, as it soon is, it goes √w as far along
-    what is to be learned as with all of it [square-root rule: Malladi et al. 2022], and the mean of replicas Σ w·√w as
-    far: two equal ones 0.71. The outer optimizer is SGD with Nesterov momentum and a learning rate of 1 / (1 + μ): what
-    was learned last counts once, and with what the momentum remembers, in the long run, 1 / (1 - μ²) times. This μ
-    makes up for the mean, so that a learning rate is what it is to one process; another μ would make it another one.
+    The mean of replicas does not: see `way_of_mean`; two equal ones go 0.71. The outer optimizer is SGD with Nesterov
+    momentum and a learning rate of 1 / (1 + μ): what was learned last counts once, and with what the momentum
+    remembers, in the long run, 1 / (1 - μ²) times. This μ makes up for the mean, so that a learning rate is what it is
+    to one process; another μ would make it another one.
     *Measured*, 10.7M parameters, 2000 steps, two replicas, H = 10, int8, streamed, validation loss beside one process:
 
         μ      goes      loss
@@ -410,15 +409,11 @@ def outer_momentum(tokens: Sequence[float]) -> float:
         0.3    0.8 ×     +0.4 %, three seeds
         0      0.7 ×     +0.2 %, one seed; 1.0M parameters, which learn too slowly so, +7 %
 
-    >>> [round(outer_momentum(tokens), 2) for tokens in ([9], [9, 0], [9, 9], [2, 1], [9, 9, 9, 9])]
-    [0.0, 0.0, 0.54, 0.51, 0.71]
+    >>> [round(outer_momentum(tokens), 2) for tokens in ([9], [9, 0], [9, 9], [2, 1], [9, 9, 9, 9], [0, 0])]
+    [0.0, 0.0, 0.54, 0.51, 0.71, 0.0]
     """
-    of_all = math.fsum(tokens)
-    if not of_all:
-        return 0.0
-    weights = [one / of_all for one in tokens]
-    # Single products and roots, which every processor rounds alike, and sums that no Python rounds in between.
-    return math.sqrt(max(0.0, 1 - math.fsum(weight * math.sqrt(weight) for weight in weights)))
+    way = way_of_mean(tokens)
+    return math.sqrt(max(0.0, 1 - way)) if way else 0.0
 
 
 def fragments(parameters: Sequence[nn.Parameter], num_bytes: int) -> list[tuple[nn.Parameter, ...]]:
