@@ -399,7 +399,7 @@ def low_communication() -> list[Row]:
         if row["metric"].startswith("loss penalty"):
             replicas = int(row["method"].split()[1])
             penalty, _ = loss_penalty(
-                SyncSpec(kind="diloco", every=30), int(float(row["model"].rstrip("M")) * 1e6), replicas
+                SyncSpec(kind="diloco", every=30), int(float(row["model"].rstrip("M")) * 1e6), [1] * replicas
             )
             found.append(Row(name, float(row["value"]), None if penalty is None else 100 * penalty, "% of loss", source,
                              "the planner's own table"))  # fmt: skip

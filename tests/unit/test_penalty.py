@@ -153,7 +153,7 @@ def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured(mo
 
 def test_errors_of_coded_gradients_hold_for_any_number_of_ranks_and_steps_and_beside_tables():
     told = loss_penalty(parse_sync("bf16"), 10**8, [8, 8])
-    assert told == loss_penalty(parse_sync("bf16"), 10**8, 16, num_steps=10)
+    assert told == loss_penalty(parse_sync("bf16"), 10**8, [1] * 16, num_steps=10)
     assert told == loss_penalty(parse_sync("bf16+sparse"), 10**8, [8, 8])
 
 
