@@ -169,12 +169,11 @@ def test_every_strategy_has_a_price_and_its_penalty_a_source():
         assert (source == EXACT) == is_exact
         assert penalty is None or penalty >= 0.0
         assert not is_exact or penalty == 0.0
-    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, [1] * 4) == (0.020, "arXiv 2503.09799, H = 30")
+    diloco = parse_sync("diloco:30")
+    assert loss_penalty(diloco, 35_000_000, [1] * 4) == (0.020, "arXiv 2503.09799, H = 30")
     assert loss_penalty(parse_sync("diloco:30:int8"), 35_000_000, [1] * 4)[0] is None
-    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, [1] * 3)[0] == pytest.approx(
-        0.0135
-    )  # between two and four
-    assert loss_penalty(parse_sync("diloco:30"), 35_000_000, [1] * 9)[0] is None
+    assert loss_penalty(diloco, 35_000_000, [1] * 3)[0] == pytest.approx(0.0135)  # between two and four
+    assert loss_penalty(diloco, 35_000_000, [1] * 9)[0] is None
 
 
 # --- the notes --------------------------------------------------------------------------------------------------------

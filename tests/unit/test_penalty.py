@@ -98,12 +98,12 @@ def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
     rows = (penalty._ours(name, 0.017, 1, ranks=4), penalty._ours(name, -0.004, 1, ranks=4, batch=32))
     monkeypatch.setattr(penalty, "MEASURED", rows)
     diloco = parse_sync(name)
-    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=4095) == (None, "not measured")
-    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=4096) == loss_penalty(
-        diloco, 10**6, [1] * 4, num_tokens=8191
+    less, least, more, twice = (
+        loss_penalty(diloco, 10**6, [1] * 4, num_tokens=num) for num in (4095, 4096, 8191, 8192)
     )
-    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=8191)[0] > 0
-    assert loss_penalty(diloco, 10**6, [1] * 4, num_tokens=8192)[0] < 0  # as much for each as two have of 4096
+    assert less == (None, "not measured")
+    assert least == more
+    assert least[0] > 0 > twice[0]  # as much for each as two have of 4096
 
 
 def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monkeypatch):

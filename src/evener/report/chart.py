@@ -19,7 +19,7 @@ UNITS = 10_000  # of a line's coordinates, along either axis
 MOST_TICKS = 5
 MOST_ROWS = 10  # of a chart's figures
 IN_SIGHT = 0.98  # of a band: what is rarer may lie beyond the edge
-FURTHEST = 1e300  # of a scale, either way: differences of such numbers are still finite
+FURTHEST = 1e300  # of a scale, either way: differences and sums of such numbers are still finite
 
 
 @dataclass(frozen=True)

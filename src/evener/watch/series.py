@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from evener.report.chart import FURTHEST
+
 POINTS = 512  # of one curve: more cannot be told apart
-GREATEST = 1e300  # that is drawn: sums of greater ones may not be finite
 
 
 class KeptSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,7 @@ class Series:
         """More steps, (n,) int64, and their values, (n,); NaN was not measured, and what is infinite, or as good as
         that, cannot be drawn.
         """
-        measured = np.abs(values) <= GREATEST
+        measured = np.abs(values) <= FURTHEST
         steps, values = steps[measured], values[measured]
         if not len(steps):
             return
