@@ -10,8 +10,9 @@ Ranks on a GPU share one, and exchange by Gloo as those of different machines do
 Every run that ends adds a line to bench/loss.jsonl; a line that is there is not run again, so the bench can be stopped
 at any time and goes on another day. `small` is the character model narrowed to about 1M parameters.
 
-The penalty is the mean over seeds of (validation loss / one process's) - 1, over the whole validation split; the
-training loss is the mean of the last 100 steps. Rounding alone makes two runs differ, so ddp has a row as well.
+The penalty is the mean over seeds of (validation loss / one process's) - 1, over the whole validation split; one
+process's on the same device, or else on the other one. The training loss is the mean of the last 100 steps. Rounding
+alone makes two runs differ, so ddp has a row as well.
 """
 
 from __future__ import annotations
@@ -156,31 +157,32 @@ def key_of(row: Line) -> Key:
 
 def print_table() -> None:
     """One line a strategy: the mean over the seeds that one process has too, and how far they lie apart."""
-    groups: dict[tuple[str, str, int, int, str, str], dict[tuple[str, str], dict[int, Line]]]
+    groups: dict[tuple[str, str, int, int, str], dict[tuple[str, str, str], dict[int, Line]]]
     groups = defaultdict(lambda: defaultdict(dict))
     for row in rows():
         key = key_of(row)
-        group = groups[key.corpus, key.shape, key.batch, key.steps, key.dtype, key.device]
-        group[key.sync, key.shares][key.seed] = row
-    for (corpus, shape, batch, steps, dtype, device), found in groups.items():
-        alone = found.pop(("one process", "1"), {})
+        group = groups[key.corpus, key.shape, key.batch, key.steps, key.dtype]
+        group[key.sync, key.shares, key.device][key.seed] = row
+    for (corpus, shape, batch, steps, dtype), found in groups.items():
+        alone = {device: by_seed for (sync, _, device), by_seed in found.items() if sync == "one process"}
         if not alone:
             continue
-        params = next(iter(alone.values()))["params"]
-        of = f"{params / 1e6:.1f}M parameters, {steps} steps of {batch} × 256 tokens, {dtype}, {device}"
-        print(f"\n{corpus}, {shape}: {of}\n")
-        print("| | shares | seeds | validation loss | penalty | of the seeds | training loss | bytes a step |")
-        print("|:--|--:|--:|--:|--:|--:|--:|--:|")
-        for (sync, shares), by_seed in [(("one process", "1"), alone), *found.items()]:
-            seeds = sorted(by_seed.keys() & alone.keys())
+        elsewhere = {seed: row for by_seed in alone.values() for seed, row in by_seed.items()}
+        params = next(iter(elsewhere.values()))["params"]
+        print(f"\n{corpus}, {shape}: {params / 1e6:.1f}M parameters, {steps} steps of {batch} × 256 tokens, {dtype}\n")
+        print("| | shares | on | seeds | validation loss | penalty | of the seeds | training loss | bytes a step |")
+        print("|:--|--:|:--|--:|--:|--:|--:|--:|--:|")
+        for (sync, shares, device), by_seed in sorted(found.items(), key=lambda item: item[0][0] != "one process"):
+            beside = elsewhere | alone.get(device, {})
+            seeds = sorted(by_seed.keys() & beside.keys())
             if not seeds:
                 continue
             losses = [by_seed[seed]["val_loss"] for seed in seeds]
-            penalties = [loss / alone[seed]["val_loss"] - 1 for seed, loss in zip(seeds, losses, strict=True)]
+            penalties = [loss / beside[seed]["val_loss"] - 1 for seed, loss in zip(seeds, losses, strict=True)]
             train = statistics.mean(by_seed[seed]["train_loss"] for seed in seeds)
             sent = statistics.mean(by_seed[seed]["bytes_per_step"] for seed in seeds)
             spread = f"{min(penalties):+.2%} … {max(penalties):+.2%}"
-            print(f"| {sync} | {shares} | {len(seeds)} | {statistics.mean(losses):.4f} | "
+            print(f"| {sync} | {shares} | {device} | {len(seeds)} | {statistics.mean(losses):.4f} | "
                   f"{statistics.mean(penalties):+.2%} | {spread} | {train:.4f} | "
                   f"{sent / 1e6:.2f} MB |")  # fmt: skip
 

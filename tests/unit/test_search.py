@@ -303,12 +303,17 @@ def test_what_is_not_exact_has_to_gain_something_and_what_costs_loss_more():
     assert simplest([exact, lossless, lossy], lossy, "lossless") is lossless
 
 
+def let_lose(monkeypatch: pytest.MonkeyPatch, sync: str, two: float, three: float) -> None:
+    """So much lose two and three equal replicas, and of more nobody knows."""
+    monkeypatch.setattr(penalty, "MEASURED", tuple(
+        msgspec.structs.replace(penalty._ours(sync, cost, 3, shares=shares), num_params=JOB.shape.num_params())
+        for shares, cost in (("1:1", two), ("1:1:1", three))))  # fmt: skip
+
+
 def test_a_host_is_left_out_with_which_too_much_of_the_loss_would_be_lost(monkeypatch):
     """Three replicas that drift lose more than two."""
     name = "diloco:10:int8:streamed"
-    monkeypatch.setattr(penalty, "MEASURED", tuple(
-        msgspec.structs.replace(penalty._ours(name, cost, 3, ranks=ranks), num_params=JOB.shape.num_params())
-        for ranks, cost in ((2, 0.005), (3, 0.02))))  # fmt: skip
+    let_lose(monkeypatch, name, two=0.005, three=0.02)
     slow = cluster(1000.0, 1000.0, 250.0, wire=Wire(latency_s=0.0, bandwidth_Bps=8e6))
     auto = changed(JOB, sync="auto", steps=2000)
     found = predict(auto, slow)
@@ -329,11 +334,13 @@ def test_a_host_is_left_out_with_which_too_much_of_the_loss_would_be_lost(monkey
 
 @pytest.mark.parametrize("rates", [(4000.0, 1000.0, 4000.0, 4000.0, 4000.0), (900.0, 800.0, 3000.0, 700.0),
                                    (2000.0, 1900.0, 1800.0, 1700.0, 1600.0, 1500.0, 1400.0)])  # fmt: skip
-def test_of_many_hosts_two_whose_replicas_lose_little_are_not_forgotten(rates):
+def test_of_many_hosts_two_whose_replicas_lose_little_are_not_forgotten(monkeypatch, rates):
     """The larger sets are faster, and lose too much."""
+    way = "diloco:10:int8:streamed"
+    let_lose(monkeypatch, way, two=0.005, three=0.03)
     slow = cluster(*rates, wire=Wire(latency_s=0.0, bandwidth_Bps=5e6))
     found = predict(changed(JOB, sync="auto", steps=2000), slow)
-    best, way = found.option(found.recommended), "diloco:10:int8:streamed"
+    best = found.option(found.recommended)
     assert str(best.roster.sync) == way
     by_rate = sorted(slow.names, key=lambda name: -slow.hosts[name].tokens_per_s["fp32"])
     assert sorted(best.roster.hosts) == sorted(by_rate[:2])

@@ -39,7 +39,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What one model lost with one way."""
 
     sync: str
-    ranks: int
+    shares: tuple[int, ...]  # of each rank, of the batch
     num_params: int
     penalty: float  # loss relative to one process or data parallel at equal tokens, minus 1; below 0 it was lower
     least_steps: int  # of shorter runs it says nothing
@@ -50,18 +50,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 def _published(ranks: int, num_params: float, penalty: float) -> Measured:
     """[Scaling laws for DiLoCo, arXiv 2503.09799, measured: with momentum 0.9 and the best learning rate of each]"""
-    return Measured(sync="diloco:30", ranks=ranks, num_params=round(num_params), penalty=penalty,
+    return Measured(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
                     least_steps=30 * 40,  # theirs have more outer steps; with 13, tiny lost 2.4 % (measured)
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
 
 
 def _ours(sync: str, penalty: float, runs: int, most_error: float | None = None, *, shape: str = "small",
-          ranks: int = 2, batch: int = 16, dtype: str = "bf16", corpora: int = 1) -> Measured:  # fmt: skip
+          shares: str = "1:1", batch: int = 16, dtype: str = "bf16", corpora: int = 1) -> Measured:  # fmt: skip
     """[bench/loss.jsonl: the mean of its runs, each beside one process of the same seed on the same corpus]"""
     drifts, num_params = parse_sync(sync).kind == "diloco", SHAPES[shape]
     on = "tinyshakespeare" if corpora == 1 else "two corpora"
-    told = f"{ranks} ranks, 2000 steps of {batch} × 256 tokens, {plural(runs, 'run')} on {on}, {dtype}"
-    return Measured(sync=sync, ranks=ranks, num_params=num_params, penalty=penalty, least_steps=2000 if drifts else 0,
+    parts = tuple(map(int, shares.split(":")))
+    ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {shares}"
+    told = f"{ranks}, 2000 steps of {batch} × 256 tokens, {plural(runs, 'run')} on {on}, {dtype}"
+    return Measured(sync=sync, shares=parts, num_params=num_params, penalty=penalty, least_steps=2000 if drifts else 0,
                     least_tokens=batch * 256 if drifts else 0, most_error=most_error,
                     source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {told}")  # fmt: skip
 
@@ -72,7 +74,7 @@ MEASURED = (
     _ours("bf16", -0.0009, 2, 0.0025, dtype="fp32"),  # what came later counts: here something is lost
     _ours("int8", 0.0027, 5, 0.0407, corpora=2),
     _ours("int8", -0.0031, 4, 0.0659, shape="char", corpora=2),
-    _ours("int8", 0.0043, 1, 0.0246, ranks=3),
+    _ours("int8", 0.0043, 1, 0.0246, shares="1:1:1"),
     _ours("int4", 0.0199, 3, 0.2405),
     _ours("powersgd:4", 0.1399, 3, 1.4492),
     _ours("powersgd:16", 0.0145, 3, 0.8562),
@@ -80,8 +82,9 @@ MEASURED = (
     _ours("diloco:10", 0.0191, 1),
     _ours("diloco:10", 0.0026, 1, shape="char"),
     _ours("diloco:10:int8:streamed", 0.0105, 3, 0.0208),
-    _ours("diloco:10:int8:streamed", 0.0518, 1, 0.0161, ranks=4),
+    _ours("diloco:10:int8:streamed", 0.0518, 1, 0.0161, shares="1:1:1:1"),
     _ours("diloco:10:int8:streamed", 0.0089, 4, 0.0127, shape="char", corpora=2),
+    _ours("diloco:10:int8:streamed", 0.0065, 3, 0.0165, shape="char", shares="9:5:2"),
     _ours("diloco:10:int4:streamed", 0.006, 2, 0.1681, shape="char"),
     _published(2, 35e6, 0.007),
     _published(2, 90e6, 0.005),
@@ -105,12 +108,12 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     if STRATEGIES[sync.kind].is_exact:
         return 0.0, EXACT
     drifts = sync.kind == "diloco"
-    by_ranks: dict[int, list[Measured]] = defaultdict(list)
+    by_worth: dict[float, list[Measured]] = defaultdict(list)
     for row in _rows_of(sync):
         is_long_enough = num_steps is None or num_steps >= row.least_steps
         if is_long_enough and (num_tokens is None or num_tokens >= row.least_tokens):
-            by_ranks[row.ranks].append(row)
-    found = {ranks: _on_line(rows, num_params) for ranks, rows in sorted(by_ranks.items())
+            by_worth[worth(row.shares)].append(row)
+    found = {num: _on_line(rows, num_params) for num, rows in sorted(by_worth.items())
              if not drifts or min(row.num_params for row in rows) <= num_params * ALIKE}  # fmt: skip
     return _of_replicas(found, worth(shares) if drifts else 2.0)
 
@@ -128,13 +131,15 @@ def worth(shares: Sequence[float]) -> float:
     return round(way_of_mean(shares) ** -2, 6)
 
 
-def _of_replicas(found: dict[int, tuple[float, str]], num: float) -> tuple[float | None, str]:
+def _of_replicas(found: dict[float, tuple[float, str]], num: float) -> tuple[float | None, str]:
     """Of so many, by what some numbers of them lose; of fewer than the least as much as of those."""
-    few, least = 0, (-math.inf, "")
+    few, least = 0.0, (-math.inf, "")
     for many, lost in found.items():
         most = max(lost, least)
+        low = least if few else most
         if num <= many:
-            return (least[0] + (num - few) / (many - few) * (most[0] - least[0]) if few else most[0]), most[1]
+            share = (num - few) / (many - few)
+            return low[0] + share * (most[0] - low[0]), (low if share < 1 / 2 else most)[1]
         few, least = many, most
     return None, "not measured"
 
@@ -187,10 +192,10 @@ def most_error(sync: SyncSpec, num_ranks: int) -> float:
         return BF16_ROUNDING
     least = num_ranks if sync.kind == "diloco" else 2
     rows = _rows_of(sync)
-    enough = min((row.ranks for row in rows if row.ranks >= least), default=0)
+    enough = min((len(row.shares) for row in rows if len(row.shares) >= least), default=0)
     twice = math.sqrt(2) if num_ranks > 2 and sync.kind != "powersgd" else 1.0
-    known = [(row.most_error + HALF_A_DIGIT) * (twice if row.ranks == 2 else 1.0)
-             for row in rows if row.ranks <= enough and row.most_error is not None]  # fmt: skip
+    known = [(row.most_error + HALF_A_DIGIT) * (twice if len(row.shares) == 2 else 1.0)
+             for row in rows if len(row.shares) <= enough and row.most_error is not None]  # fmt: skip
     return max(known, default=math.inf)
 
 
