@@ -125,6 +125,8 @@ def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monke
         found = [loss_penalty(diloco, num_params, [1] * ranks)[0] for ranks in (2, 3, 4, 5, 8)]
         assert found == pytest.approx(expected)
     assert loss_penalty(diloco, large, [1] * 9)[0] is None
+    told = [loss_penalty(diloco, small, shares)[1] for shares in ([9, 5, 2], [6, 5, 5], [1] * 3)]
+    assert told == [rows[0].source, rows[0].source, rows[2].source]  # of the nearer number: worth 2.4, 2.98 and 3
 
 
 def test_replicas_that_share_unequally_lose_as_much_as_they_are_worth():
