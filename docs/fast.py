@@ -34,9 +34,9 @@ Emulated hosts, each pinned to a core of this machine or to a part of one, real 
 Everything is a share of the limit: what the same hosts train at once, each by itself and exchanging nothing, measured
 before and after every run; the median of some turns. "predicted" is the share that `plan` said before, "step" how far
 off it was in the length of a step; much of that is this machine, which changes its speed by the minute. Loss is what
-`bench/loss.py` measured at equal tokens, of four replicas with 1.0M parameters, and more are taken to lose no less than
-fewer: see `src/evener/plan/penalty.py`. "auto:" is what `--sync auto` took, within 1 % of loss; with "ddp: none" one
-host alone is faster. `python bench/fast.py` goes on with it.
+`bench/loss.py` measured at equal tokens, of as many replicas and a model of that size or read off between those: see
+`src/evener/plan/penalty.py`. "auto:" is what `--sync auto` took, within 1 % of loss by what was known then; with "ddp:
+none" one host alone is faster. `python bench/fast.py` goes on with it.
 
 ![shares of the limit](fast.png)
 """

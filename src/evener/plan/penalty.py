@@ -81,10 +81,13 @@ MEASURED = (
     _ours("diloco:5:int8:streamed", 0.0086, 3, 0.0113, shape="char"),
     _ours("diloco:10", 0.0191, 1),
     _ours("diloco:10", 0.0026, 1, shape="char"),
+    _ours("diloco:10:int8", 0.0191, 1, 0.0157),
     _ours("diloco:10:int8:streamed", 0.0105, 3, 0.0208),
     _ours("diloco:10:int8:streamed", 0.0518, 1, 0.0161, shares="1:1:1:1"),
+    _ours("diloco:10:int8:streamed", 0.0213, 2, 0.0184, shares="1:1:1:1", batch=32),
     _ours("diloco:10:int8:streamed", 0.0089, 4, 0.0127, shape="char", corpora=2),
     _ours("diloco:10:int8:streamed", 0.0065, 3, 0.0165, shape="char", shares="9:5:2"),
+    _ours("diloco:10:int8:streamed", 0.0165, 1, 0.0155, shape="char", shares="1:1:1:1"),
     _ours("diloco:10:int4:streamed", 0.006, 2, 0.1681, shape="char"),
     _published(2, 35e6, 0.007),
     _published(2, 90e6, 0.005),
@@ -122,8 +125,8 @@ def worth(shares: Sequence[float]) -> float:
     """As many equal replicas go as far, by their mean, as these do, and lose as much.
 
     *Measured*, 1.0M parameters, diloco:10:int8:streamed, one seed: two lose 1.9 %, 9 : 5 : 2 2.8 %, four 5.2 %, so 1.9,
-    1.9 and 1.7 % for each that they are worth beyond one. Of 35M two, four and eight lose 0.7, 0.7 and 0.6 % for each
-    [arXiv 2503.09799].
+    1.9 and 1.7 % for each that they are worth beyond one; of 10.7M 0.5, 0.4 and 0.5 %. Of 35M two, four and eight lose
+    0.7, 0.7 and 0.6 % for each [arXiv 2503.09799].
 
     >>> [round(worth(shares), 2) for shares in ([9], [9, 0], [8, 8], [2, 1], [9, 5, 2], [4, 4, 4, 4])]
     [1.0, 1.0, 2.0, 1.84, 2.44, 4.0]
