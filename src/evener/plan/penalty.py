@@ -79,7 +79,7 @@ MEASURED = (
     _ours("powersgd:4", 0.1399, 3, 1.4492),
     _ours("powersgd:16", 0.0145, 3, 0.8562),
     _ours("diloco:5:int8:streamed", 0.0086, 3, 0.0113, shape="char"),
-    _ours("diloco:10", 0.0191, 1),
+    _ours("diloco:10", 0.0143, 3),
     _ours("diloco:10", 0.0026, 1, shape="char"),
     _ours("diloco:10:int8", 0.0191, 1, 0.0157),
     _ours("diloco:10:int8:streamed", 0.0105, 3, 0.0208),
