@@ -208,6 +208,25 @@ def test_steps_of_shares_that_are_no_more_do_not_count():
     assert balancer.hear(3, [1.0, 100.0], 40) is None
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_an_update_takes_a_part_of_the_step_that_no_share_changes(told):
+    """As measured on 1, 1/2 and 1/4 core. All are done at t where Σ (t - update) / sequence is the batch."""
+    sequences_s, updates_s = (0.126, 0.273, 0.611), (0.016, 0.032, 0.075)
+    now = roster("abc", 16, every=10)
+    balancer = Balancer(now)
+    for step in range(60):
+        took_s = [share * one for share, one in zip(now.at(step).shares, sequences_s, strict=True)]
+        change = balancer.hear(step, took_s, step + 1, updates_s if told else ())
+        now = now.with_shares(change.shares, step + 1) if change else now
+    known = updates_s if told else (0.0, 0.0, 0.0)
+    done_s = (16 + sum(u / s for u, s in zip(known, sequences_s, strict=True))) / sum(1 / s for s in sequences_s)
+    expected = [(done_s - update_s) / one for update_s, one in zip(known, sequences_s, strict=True)]
+    assert now.mean_shares == pytest.approx(expected, abs=0.1)  # whole ones of a round
+    step_s = max(update_s + share * one
+                 for update_s, share, one in zip(updates_s, now.mean_shares, sequences_s, strict=True))  # fmt: skip
+    assert (step_s < 1.25) == told  # 1.239 is the least
+
+
 # --- ranks without a share --------------------------------------------------------------------------------------------
 
 

@@ -106,7 +106,7 @@ def as_if_timed(news):
     import torch.distributed as dist
     share = shares[int(news.step)] if news.step >= 0 else 0
     slow = 1 if dist.get_rank() == 0 or news.step < 10 else 3 if news.step < 25 else 40
-    return row(msgspec.structs.replace(news, took_s=0.01 * slow * share))
+    return row(msgspec.structs.replace(news, took_s=0.01 * slow * share, update_s=0.0))
 
 shares = {}
 made = loop.Run.steps
@@ -176,7 +176,8 @@ row, shares = record.News.row, {}
 def as_if_timed(news):
     "Rank 1 takes twice as long for a sequence as rank 0."
     share = shares[int(news.step)] if news.step >= 0 else 0
-    return row(msgspec.structs.replace(news, took_s=0.01 * share * (2 if os.environ.get("RANK") == "1" else 1)))
+    slow = 2 if os.environ.get("RANK") == "1" else 1
+    return row(msgspec.structs.replace(news, took_s=0.01 * slow * share, update_s=0.0))
 
 record.News.row = as_if_timed
 spec, normed = evener.parse_args(sys.argv[2:]), sys.argv[1] == "batch-norm"
@@ -288,7 +289,7 @@ def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
     assert (recorder.news[0].step, recorder.news[0].weight) == (1.0, 2.0)
 
 
-def test_what_a_rank_tells_of_its_share_is_input_and_computing(tmp_path):
+def test_what_a_rank_tells_of_its_share_is_input_and_computing_and_its_update_beside_it(tmp_path):
     roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cpu")], None)
     recorder = recorder_of(tmp_path / "run", roster)
     recorder.begin()
@@ -300,6 +301,7 @@ def test_what_a_rank_tells_of_its_share_is_input_and_computing(tmp_path):
     recorder.hear()
     cost = recorder.last.cost
     assert recorder.news[0].took_s == pytest.approx(cost.data_s + cost.compute_s)
+    assert recorder.news[0].update_s == pytest.approx(cost.optimizer_s)
     assert 0 < recorder.news[0].took_s < recorder.last.wall_s
     recorder.close()
 

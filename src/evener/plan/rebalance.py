@@ -4,7 +4,8 @@
 
 A rank's time is the median of its last 5, 15 or 45 steps with the same share: few answer a large change soon, many see
 a small one through the noise. What one share took tells what another would take (balance.Pace); what a pass costs apart
-from its sequences is learned whenever a change of share changes the number of passes.
+from its sequences is learned whenever a change of share changes the number of passes. Its update takes as long with any
+share, and the slower the machine the longer: of a quarter of a core 6 % of a step.
 
 Where replicas drift nobody waits for a single step, and shares are of all batches of a round: 9.1 of 16 sequences in
 the mean of its steps.
@@ -70,6 +71,7 @@ class Balancer:
         self._in_force = self._shares, roster.from_step  # those of a trial, too, and since when
         self._windows = [_window() for _ in members]  # seconds, with the present share
         self._noise = [_Noise() for _ in members]  # of the shares before
+        self._updates = [_window() for _ in members]  # seconds, with any share
         self._pass_sequences = [0.0] * len(members)  # what a pass costs, in sequences
         self._left: dict[int, tuple[int, float]] = {}  # ranks with a new share: the share before, and its seconds
         self._idle = {rank: NEVER for rank, share in enumerate(self._shares) if not share}  # as they were last known
@@ -79,9 +81,10 @@ class Balancer:
         self._confirmed = 0
         self._from_step: int | None = None
 
-    def hear(self, step: int, took_s: Sequence[float], next_step: int) -> Change | None:
-        """What input, forward and backward of a step took every rank. A change that is returned is in force from
-        `next_step` on; of steps before it nothing more is asked.
+    def hear(self, step: int, took_s: Sequence[float], next_step: int,
+             updates_s: Sequence[float] = ()) -> Change | None:  # fmt: skip
+        """What input, forward and backward of a step took every rank, and its update. A change that is returned is in
+        force from `next_step` on; of steps before it nothing more is asked.
         """
         if self._from_step is None:  # the first step of a start is slower than others
             self._from_step = step + 1
@@ -89,6 +92,8 @@ class Balancer:
         took_s = self._of_mean_share(step, took_s)
         if step < self._from_step or not all(took_s[rank] > 0 for rank in working):
             return None
+        for window, update_s in zip(self._updates, updates_s, strict=False):
+            window.append(update_s)
         change = self._decide(working, took_s, next_step)
         if change is not None:
             self._in_force = change.shares, next_step
@@ -157,7 +162,7 @@ class Balancer:
             if now == before:
                 continue
             if before:
-                self._left[rank] = before, paces[rank].time_s(before)
+                self._left[rank] = before, paces[rank].time_s(before) - paces[rank].fixed_s
                 window = list(self._windows[rank])
                 self._noise[rank] = self._noise[rank].and_of(window[: len(window) - size] or window)
             if now:
@@ -218,7 +223,10 @@ class Balancer:
     def _pace(self, rank: int, share: int, took_s: float) -> Pace:
         micro_batch, pass_sequences = self._micro_batches[rank], self._pass_sequences[rank]
         sequence_s = took_s / (num_passes(share, micro_batch) * pass_sequences + share)
-        return Pace(sequence_s=sequence_s, pass_s=pass_sequences * sequence_s, micro_batch=micro_batch)
+        update_s = _median(self._updates[rank]) if self._updates[rank] else 0.0
+        return Pace(
+            sequence_s=sequence_s, pass_s=pass_sequences * sequence_s, fixed_s=update_s, micro_batch=micro_batch
+        )
 
     def _learn(self, rank: int) -> None:
         """What a pass costs: p sequences, where p·passes + n at two shares are in the ratio of their times."""
@@ -240,7 +248,8 @@ class Balancer:
         for rank in working:
             before = list(self._windows[rank])[:-size]
             if len(before) >= WINDOWS[0]:
-                changed.append((paces[rank].time_s(self._shares[rank]) / _median(before), rank))
+                now_s = paces[rank].time_s(self._shares[rank]) - paces[rank].fixed_s
+                changed.append((now_s / _median(before), rank))
         factor, rank = max(changed, key=lambda one: max(one[0], 1 / one[0]), default=(1.0, 0))
         if factor > CLEARLY:
             return f"{self._names[rank]} takes {factor:.1f} times as long as before"
@@ -291,7 +300,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _least_s(num_sequences: int, paces: Sequence[Pace]) -> float:
-    """What no division falls below: all done at once, in passes that cost nothing."""
+    """What no division falls below: all done at once, in passes and updates that cost nothing."""
     return num_sequences / math.fsum(1 / pace.sequence_s for pace in paces)
 
 

@@ -38,11 +38,12 @@ SAVE, REGROUP, LEAVE, STOP = 0.5, 1.0, 2.0, 3.0
 class News(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank tells all others once a step; a row of float64."""
 
-    step: float = -1.0  # of which the seven figures below are; -1: of none yet
+    step: float = -1.0  # of which the eight figures below are; -1: of none yet
     loss_sum: float = 0.0  # over this rank's tokens
     tokens: float = 0.0  # of its share
     blocked_s: float = 0.0  # in the collective at the end of backward
     took_s: float = 0.0  # its share of the batch: input, forward, backward
+    update_s: float = 0.0  # the optimizer's step, whatever the share
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
     norm: float = 0.0  # of the gradient; 0 where it was not measured, or where what overflows is skipped
     part_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 of a step that is not sampled
@@ -299,6 +300,7 @@ class Recorder:
             in_flight_s = math.nan if draft.in_flight_s is None else draft.in_flight_s
             news = msgspec.structs.replace(news, step=float(draft.step), loss_sum=float(draft.loss_sum),
                                            tokens=draft.tokens, blocked_s=parts.get(BLOCKED, 0.0), took_s=took_s,
+                                           update_s=parts.get("optimizer_s", 0.0),
                                            in_flight_s=in_flight_s, norm=self._norm(draft),
                                            part_sq=_part_sq(draft))  # fmt: skip
         sent = news.row()
