@@ -63,7 +63,7 @@ class Simulated:
                 best = fastest_shares(self.every * self.batch, of_round, unit=self.whole or 1)
                 self.ideal.append(self.every * slowest_s(best, of_round))
             if len(told) > self.lag:
-                change = balancer.hear(step - self.lag, told[step - self.lag], step + 1)
+                change = balancer.hear(step - self.lag, told[step - self.lag], [0.0] * len(took), step + 1)
                 if change is not None:
                     self.changes[step + 1], now = change, now.with_shares(change.shares, step + 1)
                     assert sum(now.at(step + 1).shares) == self.batch
@@ -201,11 +201,11 @@ def test_steps_of_shares_that_are_no_more_do_not_count():
     """As told twice, late, or not measured."""
     balancer = Balancer(roster("ab", 24))
     for step in range(9):
-        balancer.hear(step, [12.0, 24.0], step + 1)
-    assert balancer.hear(9, [0.0, 24.0], 10) is None  # a clock too coarse
-    change = next(filter(None, (balancer.hear(step, [12.0, 24.0], step + 1) for step in range(9, 30))))
+        balancer.hear(step, [12.0, 24.0], [0.0, 0.0], step + 1)
+    assert balancer.hear(9, [0.0, 24.0], [0.0, 0.0], 10) is None  # a clock too coarse
+    change = next(filter(None, (balancer.hear(step, [12.0, 24.0], [0.0, 0.0], step + 1) for step in range(9, 30))))
     assert change.shares == [16, 8]
-    assert balancer.hear(3, [1.0, 100.0], 40) is None
+    assert balancer.hear(3, [1.0, 100.0], [0.0, 0.0], 40) is None
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -213,12 +213,11 @@ def test_an_update_takes_a_part_of_the_step_that_no_share_changes(told):
     """As measured on 1, 1/2 and 1/4 core. All are done at t where Σ (t - update) / sequence is the batch."""
     sequences_s, updates_s = (0.126, 0.273, 0.611), (0.016, 0.032, 0.075)
     now = roster("abc", 16, every=10)
-    balancer = Balancer(now)
+    balancer, known = Balancer(now), updates_s if told else (0.0, 0.0, 0.0)
     for step in range(60):
         took_s = [share * one for share, one in zip(now.at(step).shares, sequences_s, strict=True)]
-        change = balancer.hear(step, took_s, step + 1, updates_s if told else ())
+        change = balancer.hear(step, took_s, known, step + 1)
         now = now.with_shares(change.shares, step + 1) if change else now
-    known = updates_s if told else (0.0, 0.0, 0.0)
     done_s = (16 + sum(u / s for u, s in zip(known, sequences_s, strict=True))) / sum(1 / s for s in sequences_s)
     expected = [(done_s - update_s) / one for update_s, one in zip(known, sequences_s, strict=True)]
     assert now.mean_shares == pytest.approx(expected, abs=0.1)  # whole ones of a round

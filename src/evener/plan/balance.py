@@ -36,7 +36,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         >>> [pace.time_s(share) for share in (0, 16, 17)]
         [0.0, 21.0, 27.0]
         """
-        return self.fixed_s + num_passes(share, self.micro_batch) * self.pass_s + share * self.sequence_s
+        return self.fixed_s + self.share_s(share)
+
+    def share_s(self, share: int) -> float:
+        """The same without what every step takes."""
+        return num_passes(share, self.micro_batch) * self.pass_s + share * self.sequence_s
 
     def done_by(self, time_s: float) -> int:
         """The most sequences of which it is done then, to the last place of a float.

@@ -81,8 +81,7 @@ class Balancer:
         self._confirmed = 0
         self._from_step: int | None = None
 
-    def hear(self, step: int, took_s: Sequence[float], next_step: int,
-             updates_s: Sequence[float] = ()) -> Change | None:  # fmt: skip
+    def hear(self, step: int, took_s: Sequence[float], updates_s: Sequence[float], next_step: int) -> Change | None:
         """What input, forward and backward of a step took every rank, and its update. A change that is returned is in
         force from `next_step` on; of steps before it nothing more is asked.
         """
@@ -92,7 +91,7 @@ class Balancer:
         took_s = self._of_mean_share(step, took_s)
         if step < self._from_step or not all(took_s[rank] > 0 for rank in working):
             return None
-        for window, update_s in zip(self._updates, updates_s, strict=False):
+        for window, update_s in zip(self._updates, updates_s, strict=True):
             window.append(update_s)
         change = self._decide(working, took_s, next_step)
         if change is not None:
@@ -162,7 +161,7 @@ class Balancer:
             if now == before:
                 continue
             if before:
-                self._left[rank] = before, paces[rank].time_s(before) - paces[rank].fixed_s
+                self._left[rank] = before, paces[rank].share_s(before)
                 window = list(self._windows[rank])
                 self._noise[rank] = self._noise[rank].and_of(window[: len(window) - size] or window)
             if now:
@@ -248,8 +247,7 @@ class Balancer:
         for rank in working:
             before = list(self._windows[rank])[:-size]
             if len(before) >= WINDOWS[0]:
-                now_s = paces[rank].time_s(self._shares[rank]) - paces[rank].fixed_s
-                changed.append((now_s / _median(before), rank))
+                changed.append((paces[rank].share_s(self._shares[rank]) / _median(before), rank))
         factor, rank = max(changed, key=lambda one: max(one[0], 1 / one[0]), default=(1.0, 0))
         if factor > CLEARLY:
             return f"{self._names[rank]} takes {factor:.1f} times as long as before"

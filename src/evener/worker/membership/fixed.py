@@ -143,7 +143,7 @@ class Fixed:
         step = int(news[0].step)
         if self._balancer is None or step < 0:
             return None
-        change = self._balancer.hear(step, [told.took_s for told in news], next_step, [told.update_s for told in news])
+        change = self._balancer.hear(step, [told.took_s for told in news], [told.update_s for told in news], next_step)
         if change is None:
             return None
         self.roster = self.roster.with_shares(
