@@ -208,6 +208,34 @@ def test_steps_of_shares_that_are_no_more_do_not_count():
     assert balancer.hear(3, [1.0, 100.0], [0.0, 0.0], 40) is None
 
 
+MEASURED_MS = [  # of a sequence, by step, on hosts of 1, 1/2 and 1/4 core
+    [int(word) for word in words.split()]
+    for words in (
+        """143 147 120 123 122 121 122 123 124 121 123 122 122 123 128 128 142 142 131 122 149 141 120 120 121
+        121 124 121 122 120 120 121 121 125 126 125 125 126 123 121 123""",
+        """268 375 255 262 250 250 255 254 254 253 250 252 254 249 260 264 307 369 275 272 333 276 258 254 254
+        253 256 258 255 259 258 260 265 279 266 278 267 264 269 254 264""",
+        """610 898 610 607 611 592 631 640 620 578 670 570 561 590 610 761 790 799 590 661 884 639 560 580 581
+        580 580 622 579 571 642 600 582 601 641 602 609 610 668 580 591""",
+    )
+]
+
+
+def test_a_busy_moment_does_not_tell_what_a_pass_costs():
+    """Something took all longer from step 15 to 21, while the third came to have 1.8 sequences for 2: they took as
+    long as 2 had. Were that what a pass costs, it would get 2.1 of them, and all would wait for it.
+    """
+    now, changes = roster("abc", 16, every=10).divided([10, 4, 2]), []
+    balancer = Balancer(now)
+    for step, sequences_ms in enumerate(zip(*MEASURED_MS, strict=True)):
+        took_s = [share * ms / 1000 for share, ms in zip(now.at(step).shares, sequences_ms, strict=True)]
+        change = balancer.hear(step, took_s, [0.014, 0.03, 0.075], step + 2)
+        if change:
+            now = now.with_shares(change.shares, step + 2)
+            changes.append(now.mean_shares)
+    assert changes == [[9.6, 4.6, 1.8]]
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_an_update_takes_a_part_of_the_step_that_no_share_changes(told):
     """As measured on 1, 1/2 and 1/4 core. All are done at t where Σ (t - update) / sequence is the batch."""

@@ -37,6 +37,7 @@ FEW = 4  # medians of 5 steps that say nothing yet of it
 LEAST_GAIN = 0.04  # of a step
 SURE = 4.0  # standard errors
 LEAST_SPREAD = 0.01  # of a rank's times, relative
+TELLING = 10.0  # standard errors: a change of share from which what a pass costs can be read
 RECENT = 500  # steps
 TRIAL_EVERY = 50  # steps; a trial may also cost no more than one step in so many
 CLEARLY = 1.15  # a rank that is slower or faster than before by less is not the reason
@@ -231,11 +232,14 @@ class Balancer:
         """What a pass costs: p sequences, where p·passes + n at two shares are in the ratio of their times."""
         if rank not in self._left or len(self._windows[rank]) < WINDOWS[0]:
             return
+        error = self._noise[rank].and_of(self._windows[rank]).error_of_median(WINDOWS[0])
+        if error is None:
+            return
         share, before_s = self._left.pop(rank)
         micro_batch, now = self._micro_batches[rank], self._shares[rank]
         passes, passes_now = num_passes(share, micro_batch), num_passes(now, micro_batch)
         grown, least, most = _median(self._windows[rank]) / before_s, now / share, passes_now / passes
-        if abs(most - least) < 0.1 * least:  # the ratio of times would say nothing
+        if abs(most - least) < TELLING * math.sqrt(2) * error * grown:
             return
         part = (grown - least) / (most - least)  # 0: passes cost nothing; 1: sequences do
         found = (grown * share - now) / (passes_now - grown * passes) if 0 < part < 1 else micro_batch * (part >= 1)
