@@ -81,7 +81,7 @@ def penalty_of(row: dict[str, Any]) -> tuple[float | None, str]:
 def may_be_taken(row: dict[str, Any]) -> bool:
     """By auto, of which a row may be older than what is known of its loss."""
     penalty, source = penalty_of(row)
-    return not too_dear(penalty, LOSS_BUDGET, is_exact=source == EXACT)
+    return not too_dear(penalty, source, LOSS_BUDGET)
 
 
 def loss_of(row: dict[str, Any]) -> str:

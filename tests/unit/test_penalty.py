@@ -107,7 +107,7 @@ def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
     less, least, more, twice = (
         loss_penalty(diloco, 10**6, [1] * 4, num_tokens=num) for num in (4095, 4096, 8191, 8192)
     )
-    assert less == (None, "not measured")
+    assert less == (None, "its loss was measured only with 4096 tokens a step and more")
     assert least == more
     assert least[0] > 0 > twice[0]  # as much for each as two have of 4096
 
@@ -144,7 +144,9 @@ def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_
     small = penalty.SHAPES["small"]
     for sync, ranks in (("diloco:10:int8:streamed", 2), ("diloco:10:int8:streamed", 4)):
         assert loss_penalty(parse_sync(sync), small // 2, [1] * ranks)[0] is not None
-        assert loss_penalty(parse_sync(sync), small // 4, [1] * ranks) == (None, "not measured")
+        assert loss_penalty(parse_sync(sync), small // 4, [1] * ranks)[1] == (
+            "its loss was measured only of 1.0M parameters and more"
+        )
     assert loss_penalty(parse_sync("diloco:30"), 10_745_088, [8, 8])[0] is None  # published of 35M and more
     assert loss_penalty(parse_sync("int8"), small // 100, [8, 8]) == loss_penalty(parse_sync("int8"), small, [8, 8])
 
@@ -202,9 +204,15 @@ def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something()
     assert 0 < row.most_error < 2**-8
 
 
-@pytest.mark.parametrize(("ranks", "budget", "told"), [(3, 1.0, ""), (4, 1.0, "costs 1.7% of loss, more than 1.0%"),
-                                                       (3, 0.0, "not exact, and no loss may be spent"),
-                                                       (5, 1.0, "nobody measured what it costs in loss")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "budget", "told"),
+    [
+        (3, 1.0, ""),
+        (4, 1.0, "costs 1.7% of loss, more than 1.0%"),
+        (3, 0.0, "not exact, and no loss may be spent"),
+        (5, 1.0, "its loss was measured only of 4 equal replicas and fewer"),
+    ],
+)
 def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(monkeypatch, ranks, budget, told):
     name = "diloco:10:int8:streamed"
     monkeypatch.setattr(penalty, "MEASURED", tuple(penalty._ours(name, cost, 1, shares=equal(num))

@@ -123,9 +123,9 @@ def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
     strict = predict(long, slow)
     assert strict.recommended == "a alone"
     assert strict.option("diloco:10:int8:streamed").rejected_because == "costs 1.7% of loss, more than 1.0%"
-    assert strict.option("diloco:30").rejected_because == "nobody measured what it costs in loss"  # of so small a model
+    assert strict.option("diloco:30").rejected_because == "its loss was measured only of 35.0M parameters and more"
     short = predict(changed(JOB, loss_budget=5.0), slow)  # 200 steps are 6 outer ones
-    assert short.option("diloco:30").rejected_because == "nobody measured what it costs in loss"
+    assert short.option("diloco:30").rejected_because == "its loss was measured only with 1200 steps and more"
 
 
 def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():

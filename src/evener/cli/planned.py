@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "exposed: communication that computing does not hide. ×: tokens/s beside the fastest host alone. sends: by one "
-    "rank, of a step. loss: beside ddp; ?: nobody measured it."
+    "rank, of a step. loss: beside ddp; ?: not measured."
 )
 MOST_HOSTS = 16  # that are listed one by one
 

@@ -132,7 +132,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     speedup_vs_best_host: float | None  # None: no host can hold the model alone, or its rate is not known
     bytes_per_rank: int  # of the rank that sends most
     loss_penalty: float | None  # relative to ddp: 0.01 = 1 % more loss; None = nobody measured it
-    loss_source: str = ""  # who did, or EXACT
+    loss_source: str = ""  # who did, or EXACT; where nobody did, what was measured instead
     is_built: bool = True  # does `train` know how to run it?
     rejected_because: str = ""  # "" = recommended
 

@@ -58,8 +58,8 @@ def price_in_loss(option: Option) -> str:
     """What somebody measured; nothing of what is exact."""
     if option.is_exact or option.loss_penalty is None:
         return ""
-    told = f"{abs(option.loss_penalty):.1%} {'higher' if option.loss_penalty > 0 else 'lower'}"
-    return f"; its loss was {told if option.loss_penalty else 'no higher'} at equal tokens ({option.loss_source})"
+    told = f"{option.loss_penalty:.1%} higher" if option.loss_penalty > 0 else "no higher"
+    return f"; its loss was {told} at equal tokens ({option.loss_source})"
 
 
 def advice_of(prediction: Prediction, links: OverLinks | None = None) -> list[Advice]:

@@ -24,7 +24,7 @@ from evener.core.prediction import EXACT
 from evener.core.roster import Roster, SyncSpec, parse_sync
 from evener.core.shape import GPTShape
 from evener.core.spec import RunSpec
-from evener.core.units import median, plural
+from evener.core.units import count, median, plural
 from evener.plan.sync import STRATEGIES, way_of_mean
 
 ALIKE = 3.0  # models of which one has at most so many times the parameters of the other: assumption
@@ -100,25 +100,44 @@ MEASURED = (
 
 def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_steps: int | None = None,
                  num_tokens: int | None = None) -> tuple[float | None, str]:  # fmt: skip
-    """(relative penalty, source): EXACT's is 0, None where nobody measured it. `num_tokens`: of a step.
+    """(relative penalty, source): EXACT's is 0; None where nobody measured it, and what was measured instead.
+    `num_tokens`: of a step.
 
     >>> from evener.core.roster import DDP
-    >>> loss_penalty(DDP, 10**8, [4, 4]), loss_penalty(parse_sync("powersgd:1"), 10**8, [4, 4])[0]
-    ((0.0, 'exact'), None)
-    >>> [round(loss_penalty(parse_sync("diloco:30"), 126_000_000, shares)[0], 4) for shares in ([8, 8], [9, 5, 2])]
+    >>> loss_penalty(DDP, 10**8, [4, 4]), loss_penalty(parse_sync("powersgd:1"), 10**8, [4, 4])
+    ((0.0, 'exact'), (None, 'nobody measured what it costs in loss'))
+    >>> diloco = parse_sync("diloco:30")
+    >>> [round(loss_penalty(diloco, 126_000_000, shares)[0], 4) for shares in ([8, 8], [9, 5, 2])]
     [0.004, 0.006]
+    >>> loss_penalty(diloco, 126_000_000, [8, 8], num_steps=200)[1]
+    'its loss was measured only with 1200 steps and more'
     """
     if STRATEGIES[sync.kind].is_exact:
         return 0.0, EXACT
-    drifts = sync.kind == "diloco"
+    rows, drifts = _rows_of(sync), sync.kind == "diloco"
+    if not rows:
+        return None, "nobody measured what it costs in loss"
+    long_enough = [row for row in rows if num_steps is None or num_steps >= row.least_steps]
+    if not long_enough:
+        return None, _measured_only(f"with {min(row.least_steps for row in rows)} steps and more")
+    large_enough = [row for row in long_enough if num_tokens is None or num_tokens >= row.least_tokens]
+    if not large_enough:
+        return None, _measured_only(f"with {min(row.least_tokens for row in long_enough)} tokens a step and more")
     by_worth: dict[float, list[Measured]] = defaultdict(list)
-    for row in _rows_of(sync):
-        is_long_enough = num_steps is None or num_steps >= row.least_steps
-        if is_long_enough and (num_tokens is None or num_tokens >= row.least_tokens):
-            by_worth[worth(row.shares)].append(row)
-    found = {num: _on_line(rows, num_params) for num, rows in sorted(by_worth.items())
-             if not drifts or min(row.num_params for row in rows) <= num_params * ALIKE}  # fmt: skip
+    for row in large_enough:
+        by_worth[worth(row.shares)].append(row)
+    found = {num: _on_line(of_num, num_params) for num, of_num in sorted(by_worth.items())
+             if not drifts or min(row.num_params for row in of_num) <= num_params * ALIKE}  # fmt: skip
+    if not found:
+        return None, _measured_only(f"of {count(min(row.num_params for row in large_enough))} parameters and more")
+    most = max(found)
+    if drifts and worth(shares) > most:
+        return None, _measured_only(f"of {most:g} equal replicas and fewer")
     return _of_replicas(found, worth(shares) if drifts else 2.0)
+
+
+def _measured_only(of_what: str) -> str:
+    return f"its loss was measured only {of_what}"
 
 
 def worth(shares: Sequence[float]) -> float:
@@ -134,17 +153,17 @@ def worth(shares: Sequence[float]) -> float:
     return round(way_of_mean(shares) ** -2, 6)
 
 
-def _of_replicas(found: dict[float, tuple[float, str]], num: float) -> tuple[float | None, str]:
-    """Of so many, by what some numbers of them lose; of fewer than the least as much as of those."""
-    few, least = 0.0, (-math.inf, "")
+def _of_replicas(found: dict[float, tuple[float, str]], num: float) -> tuple[float, str]:
+    """Of so many, by what some numbers of them lose, as many at least; of fewer than the least as much as of those."""
+    few, low, high = 0.0, (-math.inf, ""), (-math.inf, "")
     for many, lost in found.items():
-        most = max(lost, least)
-        low = least if few else most
+        high = max(lost, low)
         if num <= many:
-            share = (num - few) / (many - few)
-            return low[0] + share * (most[0] - low[0]), (low if share < 1 / 2 else most)[1]
-        few, least = many, most
-    return None, "not measured"
+            break
+        few, low = many, high
+    low = low if few else high
+    share = (num - few) / (many - few)
+    return low[0] + share * (high[0] - low[0]), (low if share < 1 / 2 else high)[1]
 
 
 def _on_line(rows: Sequence[Measured], num_params: int) -> tuple[float, str]:
@@ -161,11 +180,11 @@ def _on_line(rows: Sequence[Measured], num_params: int) -> tuple[float, str]:
     return nearest.penalty if is_alike else max(0.0, nearest.penalty), nearest.source
 
 
-def too_dear(penalty: float | None, loss_budget: float, *, is_exact: bool) -> str:
+def too_dear(penalty: float | None, source: str, loss_budget: float) -> str:
     """Why a way that loses so much is not taken; "" where it may be. Of `loss_budget` 0.01 is 1 %."""
     if penalty is None:
-        return "nobody measured what it costs in loss"
-    if not loss_budget and not is_exact:
+        return source
+    if not loss_budget and source != EXACT:
         return "not exact, and no loss may be spent"
     if penalty > loss_budget:
         return f"costs {penalty:.1%} of loss, more than {loss_budget:.1%}"
@@ -175,8 +194,8 @@ def too_dear(penalty: float | None, loss_budget: float, *, is_exact: bool) -> st
 def no_more_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
     """Why `--sync auto` would not take the way that a run goes on with, among these ranks; "" where it would."""
     sync, tokens = roster.sync, roster.batch * shape.block_size
-    found, _ = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
-    return too_dear(found, spec.train.loss_budget / 100, is_exact=STRATEGIES[sync.kind].is_exact)
+    found, source = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
+    return too_dear(found, source, spec.train.loss_budget / 100)
 
 
 def _rows_of(sync: SyncSpec) -> list[Measured]:

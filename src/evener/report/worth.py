@@ -72,8 +72,8 @@ def _with_better(summary: Summary, again: Again, told: str) -> Worth:
         return Worth(told)
     steps = f" --steps {2 * summary.num_steps}" if summary.manifest.verdict == "finished" else ""
     hint = f"{best.name} would train {rate(best.tokens_per_s)}"
-    if not best.is_exact and best.loss_penalty:
-        hint += f" at {abs(best.loss_penalty):.1%} {'more' if best.loss_penalty > 0 else 'less'} loss"
+    if not best.is_exact and (best.loss_penalty or 0) > 0:
+        hint += f" at {best.loss_penalty:.1%} more loss"
     command = f"evener train --resume {summary.run_dir}{steps} {flags_of_recommended(prediction)}"
     return Worth(told, hint, command)
 
