@@ -19,8 +19,8 @@ from evener.plan.penalty import too_dear
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gradients, is_thin
 
 CANDIDATES = tuple(map(parse_sync, (
-    "ddp", "ddp+sparse", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "hsdp", "zero1",
-    "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30",
+    "ddp", "ddp+sparse", "packed", "packed+sparse", "bf16", "int8", "int8+sparse", "int4", "powersgd:4", "fsdp", "hsdp",
+    "zero1", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30",
 )))  # fmt: skip
 BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
@@ -359,4 +359,4 @@ def objection(option: Option, loss_budget: float) -> str:
         return "train cannot run it yet"
     if harms_fp16(option.roster):
         return "what is left to send would be of another loss scale than the next step's"
-    return too_dear(option.loss_penalty, loss_budget, is_exact=option.is_exact)
+    return too_dear(option.loss_penalty, option.loss_source, loss_budget)
