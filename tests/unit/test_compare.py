@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -53,8 +54,9 @@ def test_every_strategy_on_all_hosts_beside_the_fastest_alone():
     asked = by_strategy(CHAR, "b", ["a", "b"], ["int8", "ddp", "int8"])
     assert [one.label for one in asked] == ["b alone", "int8", "ddp"]
     assert len({one.name for one in others}) == len(others)
-    with pytest.raises(UsageError, match="int9"):
-        by_strategy(CHAR, "b", ["a", "b"], ["int9"])
+    for unknown_or_useless in ("int9", "powersgd:9999", "ddp+sparse"):
+        with pytest.raises(UsageError, match=re.escape(unknown_or_useless)):
+            by_strategy(CHAR, "b", ["a", "b"], ["ddp", unknown_or_useless])
 
 
 def result(val_loss):

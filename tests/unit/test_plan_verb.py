@@ -127,6 +127,8 @@ def test_a_fleet_file_is_enough(tmp_path):
         (["--nodes", "2", "--link", "1GbE", "--compute-tokens-per-s", "5,x"], "expected a rate above 0"),
         ([*WORDS, "--model", "gpt3"], 'unknown model preset "gpt3"'),
         ([*WORDS, "--width", "100", "--num-heads", "7"], "cannot be divided among 7 heads"),
+        ([*WORDS, "--sync", "ddp+sparse"], "no table that is only looked up"),
+        ([*WORDS, "--sync", "powersgd:9999"], "no matrix of this model has both sides above 19998"),
         ([*WORDS, "--batch", "1"], "2 ranks, more than the 1 sequence"),
         ([*WORDS, "--sync", "dpp"], "sync dpp: no such strategy"),
         ([*WORDS, "--sync", "none"], "never exchange"),

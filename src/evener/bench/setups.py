@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.core.prediction import Job
+from evener.core.resolve import check_suits
 from evener.core.roster import parse_sync
 from evener.core.spec import RunSpec
 from evener.core.units import plural
@@ -19,7 +20,8 @@ from evener.plan.options import makes_sense
 
 MOST_PROCESSES = 8  # on one host's processor
 SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8",
-         "diloco:10:int8:streamed", "diloco:30", "packed+sparse", "int8+sparse")  # fmt: skip
+         "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30", "ddp+sparse", "packed+sparse",
+         "int8+sparse")  # fmt: skip
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +67,12 @@ def by_strategy(job: Job, fastest: str, hosts: Sequence[str],
                 syncs: Sequence[str] | None) -> list[Setup]:  # fmt: skip
     """The fastest host alone, and all of them by each of these strategies, or by those that suit the model.
 
-    UsageError where one has no such name.
+    UsageError where one has no such name, or has nothing to do in this model.
     """
     base = job.spec
-    chosen = [str(sync) for sync in map(parse_sync, syncs or SYNCS) if syncs or makes_sense(sync, job)]
+    for name in syncs or ():
+        check_suits(parse_sync(name), job.shape)
+    chosen = syncs or [sync for sync in SYNCS if makes_sense(parse_sync(sync), job)]
     setups = [Setup(label=f"{fastest} alone", hosts=[fastest], spec=base)]
     for sync in dict.fromkeys(chosen):
         train = msgspec.structs.replace(base.train, sync=sync)

@@ -18,7 +18,7 @@ from evener.cli import fleet_run, fleets, follow
 from evener.cli.terminal import console, say, table
 from evener.core.errors import EvenerError, UsageError
 from evener.core.fleet import Fleet, load_fleet, only
-from evener.core.plan import Plan
+from evener.core.plan import Plan, find_plan
 from evener.core.prediction import Job
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
@@ -210,7 +210,9 @@ class _Bench:
 
     def _train(self, setup: Setup, spec: RunSpec, rundir: RunDir) -> None:
         self._write()  # this folder is a bench's
-        shutil.rmtree(rundir.path, ignore_errors=True)  # what was not finished
+        if (begun := find_plan(rundir)) is not None:  # it goes on, where this bench's terminal was closed
+            launcher.stop(rundir, begun, now=True)
+        shutil.rmtree(rundir.path, ignore_errors=True)
         resolved = resolve(spec)
         hosts = fleets.with_ranks(only(self.fleet, ",".join(setup.hosts)), setup.ranks)
         with connect(hosts) as (sessions, errors):

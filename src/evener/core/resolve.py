@@ -53,8 +53,7 @@ def resolve(
         weights_file(model.init_from)
     rundir = RunDir(spec.out or "runs")
     check_built(spec)
-    sync = asked_sync(spec)
-    check_useful(sync, has_tables=shape.has_tables, is_thinner=shape.width > 2 * sync.rank)
+    check_suits(asked_sync(spec), shape)
     checkpoint = None if in_world else starting_point(rundir, spec, resume=resume)
     if checkpoint is not None:
         _check_fits(rundir, shape, corpus, spec)
@@ -86,6 +85,11 @@ def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     if vocab_size is None and model.model in PRESETS:
         vocab_size = PRESETS[model.model].vocab_size
     return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
+
+
+def check_suits(sync: SyncSpec, shape: GPTShape) -> None:
+    """UsageError where a strategy has nothing to do in a model of this shape."""
+    check_useful(sync, has_tables=shape.has_tables, is_thinner=shape.width > 2 * sync.rank)
 
 
 def check_useful(sync: SyncSpec, *, has_tables: bool, is_thinner: bool) -> None:

@@ -66,8 +66,8 @@ _GRAMMAR = re.compile(
 SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse", "powersgd:4", "fsdp", "hsdp",
                  "zero1", "diloco:30")  # fmt: skip
 _NUMBERED = {
-    "powersgd": "powersgd:R of rank R, at least 1",
-    "diloco": "diloco:H, agreeing every H steps, at least 1; then :int8 or :int4, then :streamed, if wanted",
+    "powersgd": "powersgd:R of rank R, of 1 to 999999",
+    "diloco": "diloco:H, agreeing every H steps, of 1 to 999999; then :int8 or :int4, then :streamed, if wanted",
 }
 
 

@@ -16,8 +16,8 @@ from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.hardware import parse_hardware
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction
-from evener.core.resolve import shape_of
-from evener.core.roster import Seat
+from evener.core.resolve import check_suits, shape_of
+from evener.core.roster import Seat, asked_sync
 from evener.core.rundir import Manifest
 from evener.core.shape import PRESETS, GPTShape, shape_of_size
 from evener.core.spec import RunSpec, make_spec
@@ -145,14 +145,20 @@ def _check_ranks(num_ranks: int, job: Job) -> None:
 def job_of(spec: RunSpec, vocab_size: int | None, params: str | None) -> tuple[Job, list[str]]:
     """What is trained, by a preset or by a number of parameters alone, and what was assumed of it."""
     if params is None:
-        return Job(spec=spec, shape=shape_of(spec, vocab_size)), []
+        return _job(spec, shape_of(spec, vocab_size)), []
     model = spec.model
     base = msgspec.structs.replace(PRESETS["gpt2"], vocab_size=vocab_size or PRESETS["gpt2"].vocab_size,
                                    block_size=model.block_size or PRESETS["gpt2"].block_size)  # fmt: skip
     shape = shape_of_size(params, base)
     named = msgspec.structs.replace(spec, model=msgspec.structs.replace(model, model=params))
     told = f"{params} parameters: {shape.num_layers} layers of {shape.width}, otherwise like GPT-2"
-    return Job(spec=named, shape=shape), [told]
+    return _job(named, shape), [told]
+
+
+def _job(spec: RunSpec, shape: GPTShape, noise_tokens: float | None = None) -> Job:
+    """UsageError where `train` would refuse it."""
+    check_suits(asked_sync(spec), shape)
+    return Job(spec=spec, shape=shape, noise_tokens=noise_tokens)
 
 
 def fleet_of_words(words: Words, job: Job) -> Fleet:
@@ -235,7 +241,7 @@ def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Q
         spec = make_spec(None, dict(texts), job.spec)
         vocab_size = job.shape.vocab_size if "model" not in texts else None
         noise_tokens = job.noise_tokens if spec.model == job.spec.model else None
-        new = Job(spec=spec, shape=shape_of(spec, vocab_size), noise_tokens=noise_tokens)
+        new = _job(spec, shape_of(spec, vocab_size), noise_tokens)
         cluster = _for_dtype(_for_shape(cluster, job, new), job, new)
         job = new
     if link is not None:
