@@ -76,7 +76,7 @@ def main() -> None:
         if options.data is None:
             parser.error("--data: which corpus?")
         run_missing(options)
-    print_table()
+    print(table())
 
 
 def run_missing(options: argparse.Namespace) -> None:
@@ -155,36 +155,46 @@ def key_of(row: Line) -> Key:
     return Key(**{name: row[name] for name in Key._fields})
 
 
-def print_table() -> None:
-    """One line a strategy: the mean over the seeds that one process has too, and how far they lie apart."""
+def table() -> str:
+    """In Markdown, a line a strategy: the mean over the seeds that one process has too, and how far they lie apart."""
     groups: dict[tuple[str, str, int, int, str], dict[tuple[str, str, str], dict[int, Line]]]
     groups = defaultdict(lambda: defaultdict(dict))
     for row in rows():
         key = key_of(row)
         group = groups[key.corpus, key.shape, key.batch, key.steps, key.dtype]
         group[key.sync, key.shares, key.device][key.seed] = row
+    lines: list[str] = []
     for (corpus, shape, batch, steps, dtype), found in groups.items():
         alone = {device: by_seed for (sync, _, device), by_seed in found.items() if sync == "one process"}
         if not alone:
             continue
         elsewhere = {seed: row for by_seed in alone.values() for seed, row in by_seed.items()}
-        params = next(iter(elsewhere.values()))["params"]
-        print(f"\n{corpus}, {shape}: {params / 1e6:.1f}M parameters, {steps} steps of {batch} × 256 tokens, {dtype}\n")
-        print("| | shares | on | seeds | validation loss | penalty | of the seeds | training loss | bytes a step |")
-        print("|:--|--:|:--|--:|--:|--:|--:|--:|--:|")
+        params = next(iter(elsewhere.values()))["params"] / 1e6
+        lines += [f"### {corpus}, {shape}: {params:.1f}M parameters, {steps} steps of {batch} × 256 tokens, {dtype}\n",
+                  "| | shares | on | seeds | validation loss | beside one process | of the seeds | training loss | "
+                  "beside one process | a step sends |",
+                  "|:--|--:|:--|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
         for (sync, shares, device), by_seed in sorted(found.items(), key=lambda item: item[0][0] != "one process"):
             beside = elsewhere | alone.get(device, {})
             seeds = sorted(by_seed.keys() & beside.keys())
             if not seeds:
                 continue
-            losses = [by_seed[seed]["val_loss"] for seed in seeds]
-            penalties = [loss / beside[seed]["val_loss"] - 1 for seed, loss in zip(seeds, losses, strict=True)]
-            train = statistics.mean(by_seed[seed]["train_loss"] for seed in seeds)
-            sent = statistics.mean(by_seed[seed]["bytes_per_step"] for seed in seeds)
-            spread = f"{min(penalties):+.2%} … {max(penalties):+.2%}"
-            print(f"| {sync} | {shares} | {device} | {len(seeds)} | {statistics.mean(losses):.4f} | "
-                  f"{statistics.mean(penalties):+.2%} | {spread} | {train:.4f} | "
-                  f"{sent / 1e6:.2f} MB |")  # fmt: skip
+            mean = {name: statistics.mean(by_seed[seed][name] for seed in seeds)
+                    for name in ("val_loss", "train_loss", "bytes_per_step")}  # fmt: skip
+            more = {name: [by_seed[seed][name] / beside[seed][name] - 1 for seed in seeds]
+                    for name in ("val_loss", "train_loss")}  # fmt: skip
+            spread = " … ".join(percent(end(more["val_loss"])) for end in (min, max)[: len(seeds)])
+            lines.append(f"| {sync} | {shares} | {device} | {len(seeds)} | {mean['val_loss']:.4f} | "
+                         f"{percent(statistics.mean(more['val_loss']))} | {spread} | {mean['train_loss']:.4f} | "
+                         f"{percent(statistics.mean(more['train_loss']))} | "
+                         f"{mean['bytes_per_step'] / 1e6:.2f} MB |")  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
 
 
-main()
+def percent(share: float) -> str:
+    return f"{share:+.2%}".replace("-", "−")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,13 @@
-"""Write docs/fast.md and its picture: what machines make of what they could do together. `make docs`.
+"""Write docs/fast.md and its picture: what machines make of what they could do together, and what it costs in loss.
+`make docs`.
 
-bench/fast.py measures; bench/fast.jsonl holds what it found.
+bench/fast.py and bench/loss.py measure; bench/fast.jsonl and bench/loss.jsonl hold what they found.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +25,8 @@ from evener.report.figures import SERIES_COLOURS
 from evener.report.picture import INK, LINE, MARKERS, SOFT
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parent / "bench" / "fast.jsonl"
+BENCH = FOLDER.parent / "bench"
+RESULTS = BENCH / "fast.jsonl"
 VOCABULARIES = {"char": 65, "d8": 32768}  # of the corpora that these were trained on
 STEPS = 2000
 LOSS_BUDGET = 0.01
@@ -32,13 +35,22 @@ BEGINNING = """# Slow links and unequal machines, measured
 Emulated hosts, each pinned to a core of this machine or to a part of one, real ssh, links that the kernel shapes.
 `char` is 10.7M parameters on tinyshakespeare, `d8` 126M on Python's library in 32768 tokens; in bf16, no dropout.
 Everything is a share of the limit: what the same hosts train at once, each by itself and exchanging nothing, measured
-before and after every run; the median of some turns. "predicted" is the share that `plan` said before, "step" how far
-off it was in the length of a step; much of that is this machine, which changes its speed by the minute. Loss is what
-`bench/loss.py` measured at equal tokens, of as many replicas and a model of that size or read off between those: see
-`src/evener/plan/penalty.py`. "auto:" is what `--sync auto` took, within 1 % of loss by what was known then; with "ddp:
-none" one host alone is faster. `python bench/fast.py` goes on with it.
+before and after every run; the median of the turns that stand beside it. "predicted" is the share that `plan` said
+before, "step" how far off it was in the length of a step: {short} of {known} were too short, {off} in the median.
+Probes know nothing of what hosts take from each other that share one machine, all of which these fill; where they leave
+a tenth of it, in `bench/prediction.py`, steps are 4 % off. Loss is what `bench/loss.py` measured at equal tokens, in
+2000 steps (below), of as many replicas and a model of that size; between two sizes it is read off a line, beyond the
+largest that one's holds, as for `d8`: see `src/evener/plan/penalty.py`. "auto:" is what `--sync auto` took, within 1 %
+of loss by what was known then; with "ddp: none" one host alone is faster. `python bench/fast.py` goes on with it.
 
 ![shares of the limit](fast.png)
+"""
+LOSS = """## Loss at equal tokens
+
+Ranks of one machine, with the Sync that a fleet has; the validation loss after all steps, over the whole split, and the
+training loss of the last 100. "beside one process": the mean over the seeds of a run's loss beside that of one process
+with its seed, on the same device where there is one, or else on the other; with 1.0M parameters the two devices differ
+by −0.1, +0.1 and +0.4 %. Rounding alone makes what stands beside `ddp`.
 """
 
 
@@ -62,7 +74,6 @@ def typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "predicted_of_limit": median(known),
         "predicted_off": median(off),
         "of_limit": statistics.median(row["of_limit"] for row in rows),
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
     }
 
 
@@ -99,19 +110,32 @@ def name_of(row: dict[str, Any]) -> str:
 
 def page() -> str:
     """docs/fast.md."""
-    lines = [BEGINNING]
+    lines = [beginning()]
     for setup, found in setups().items():
         lines += [f"## {setup}\n",
-                  "| `--sync` | of the limit | predicted | turns | tokens/s | a step sends | loss | step |",
-                  "|:--|--:|--:|:--|--:|--:|--:|--:|"]  # fmt: skip
+                  "| `--sync` | of the limit | predicted | turns | a step sends | loss | step |",
+                  "|:--|--:|--:|:--|--:|--:|--:|"]  # fmt: skip
         for row in found:
             turns = " ".join(f"{share:.2f}" for share in row["turns"])
-            off = "" if row["predicted_off"] is None else f"{row['predicted_off']:+.1%}".replace("-", "−")
+            off = "" if row["predicted_off"] is None else percent(row["predicted_off"])
             share = "" if row["predicted_of_limit"] is None else f"{row['predicted_of_limit']:.2f}"
-            lines.append(f"| {name_of(row)} | {row['of_limit']:.2f} | {share} | {turns} | {row['tokens_per_s']:.0f} | "
+            lines.append(f"| {name_of(row)} | {row['of_limit']:.2f} | {share} | {turns} | "
                          f"{row['sent_bytes'] / 1e6:.1f} MB | {loss_of(row)} | {off} |")  # fmt: skip
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, LOSS, runpy.run_path(str(BENCH / "loss.py"))["table"]()])
+
+
+def beginning() -> str:
+    """What the page is about, and how far predictions were off."""
+    off = [row["predicted_off"] for row in map(json.loads, RESULTS.read_text().splitlines())
+           if row["predicted_off"] is not None]  # fmt: skip
+    short = sum(one < 0 for one in off)
+    return BEGINNING.format(short=short, known=len(off), off=percent(statistics.median(off)))
+
+
+def percent(share: float) -> str:
+    """+1.2% or −1.2%."""
+    return f"{share:+.1%}".replace("-", "−")
 
 
 def draw(path: Path) -> None:
