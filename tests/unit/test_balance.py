@@ -16,6 +16,7 @@ PACES = st.builds(
     pass_s=st.integers(0, 20).map(lambda n: n / 2),
     fixed_s=st.integers(0, 4).map(float),
     micro_batch=st.integers(1, 9),
+    num_steps=st.sampled_from([1, 2, 4]),
 )
 
 

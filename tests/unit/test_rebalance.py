@@ -309,6 +309,21 @@ def test_shares_of_a_round_are_finer_than_a_sequence_a_step():
     assert [change.shares for change in fine.changes.values()] == [[92, 46, 22]]
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("batch", "slow", "pass_sequences", "micro_batch"),
+    [(8, 1 / 3, 1.0, 1000), (8, 1 / 3, 0.5, 1000), (16, 0.8, 2.0, 8), (16, 0.5, 2.0, 4), (16, 0.7, 4.0, 8)],
+)
+def test_steps_of_a_round_tell_what_a_pass_costs(seed, batch, slow, pass_sequences, micro_batch):
+    """A host with 1.5 sequences a step has one or two; were their times taken for in proportion, it would come and go.
+    Just above a micro-batch some of a round's steps have one more pass, not all of them.
+    """
+    run = Simulated("ab", batch, lambda rank, step: (1.0, slow)[rank], independent(random.Random(seed), 0.02), every=10,
+                    pass_sequences=pass_sequences, micro_batch=micro_batch).go(300)  # fmt: skip
+    assert len(run.lasting) <= 3
+    assert run.efficiency(50) > 0.95
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("hosts", "batch"), [("ab", 24), ("abc", 18), ("abcdefgh", 64)])
 @pytest.mark.parametrize(("every", "spread"), [(10, 0.0), (10, 0.02), (10, 0.05), (30, 0.02)])

@@ -5,7 +5,8 @@
     min max_r time_r(n_r), Σ n_r fixed
 
 A pass through the model costs something apart from its sequences, so a share just above a micro-batch is a bad one: 17
-sequences in micro-batches of 16 are two passes of 9 and 8.
+sequences in micro-batches of 16 are two passes of 9 and 8. Where replicas drift a share is of the sequences of a round
+of steps, each of which has its own passes, and times are of a step in the mean.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     pass_s: float = 0.0  # of each forward and backward, apart from its sequences
     fixed_s: float = 0.0  # of every step, with a share or without
     micro_batch: int = 1 << 31  # sequences of one pass, at most
+    num_steps: int = 1  # among which a share is divided as equally as can be; times are those of one of them
 
     def time_s(self, share: int) -> float:
         """Of so many sequences.
@@ -40,10 +42,15 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
     def share_s(self, share: int) -> float:
         """The same without what every step takes."""
-        return num_passes(share, self.micro_batch) * self.pass_s + share * self.sequence_s
+        return mean_passes(share, self.micro_batch, self.num_steps) * self.pass_s + share / self.rate
+
+    @property
+    def rate(self) -> float:
+        """Sequences of a share that are done in a second, without passes."""
+        return self.num_steps / self.sequence_s
 
     def done_by(self, time_s: float) -> int:
-        """The most sequences of which it is done then, to the last place of a float.
+        """The largest share with which it is done then, to the last place of a float.
 
         >>> pace = Pace(sequence_s=1.0, pass_s=5.0, micro_batch=16)
         >>> [pace.done_by(time_s) for time_s in (5.5, 21.0, 26.5, 27.0)]
@@ -51,12 +58,25 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         """
         full_pass_s = self.pass_s + self.micro_batch * self.sequence_s
         num_full, rest_s = divmod(max(0.0, time_s - self.fixed_s), full_pass_s)
-        return int(num_full) * self.micro_batch + max(0, int((rest_s - self.pass_s) / self.sequence_s))
+        all_steps_s = self.num_steps * rest_s  # beside passes that are full in every step
+        begun = int(all_steps_s / (self.pass_s + self.sequence_s))  # steps with one more pass, of one sequence
+        if begun >= self.num_steps:
+            begun = max(self.num_steps, int((all_steps_s - self.num_steps * self.pass_s) / self.sequence_s))
+        return int(num_full) * self.micro_batch * self.num_steps + begun
 
     def of_round(self, num_steps: int) -> Pace:
-        """What a step takes in the mean, for the sequences of so many."""
-        return msgspec.structs.replace(self, sequence_s=self.sequence_s / num_steps,
-                                       micro_batch=self.micro_batch * num_steps)  # fmt: skip
+        """The same for shares of so many steps."""
+        return msgspec.structs.replace(self, num_steps=num_steps)
+
+
+def mean_passes(share: int, micro_batch: int, num_steps: int) -> float:
+    """Of a step, where a share is divided among so many.
+
+    >>> mean_passes(17, 16, 1), mean_passes(85, 8, 10)
+    (2.0, 1.5)
+    """
+    least, more = divmod(share, num_steps)
+    return (more * num_passes(least + 1, micro_batch) + (num_steps - more) * num_passes(least, micro_batch)) / num_steps
 
 
 def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0, unit: int = 1) -> list[int]:
@@ -74,7 +94,7 @@ def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0,
     if all(pace is paces[0] for pace in paces):
         return [unit * share for share in equal_shares(num_sequences // unit, len(paces))]
     left = num_sequences - least * unit * len(paces)
-    soonest_s = left / math.fsum(1 / pace.sequence_s for pace in paces)  # nothing has the rest done before that
+    soonest_s = left / math.fsum(pace.rate for pace in paces)  # nothing has the rest done before that
     shares = [unit * max(least, (pace.done_by(soonest_s) - 1) // unit) for pace in paces]
     queue = [(pace.time_s(share + unit), rank) for rank, (pace, share) in enumerate(zip(paces, shares, strict=True))]
     heapq.heapify(queue)

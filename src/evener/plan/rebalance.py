@@ -4,11 +4,11 @@
 
 A rank's time is the median of its last 5, 15 or 45 steps with the same share: few answer a large change soon, many see
 a small one through the noise. What one share took tells what another would take (balance.Pace); what a pass costs apart
-from its sequences is learned whenever a change of share changes the number of passes. Its update takes as long with any
-share, and the slower the machine the longer: of a quarter of a core 6 % of a step.
+from its sequences is learned from steps with two numbers of them. Its update takes as long with any share, and the
+slower the machine the longer: of a quarter of a core 6 % of a step.
 
 Where replicas drift nobody waits for a single step, and shares are of all batches of a round: 9.1 of 16 sequences in
-the mean of its steps.
+the mean of its steps, each of which has 9 or 10.
 
 Shares change only where the slowest rank would be done clearly sooner: by LEAST_GAIN at least, by SURE standard errors
 of that gain, and by medians of 5 steps four times in a row. Each change of the last RECENT steps but the first doubles
@@ -23,12 +23,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from evener.core.roster import Roster, num_passes, turn
 from evener.core.units import median, seconds
-from evener.plan.balance import Pace, fastest_or_none, fastest_shares, slowest_s
+from evener.plan.balance import Pace, fastest_or_none, fastest_shares, mean_passes, slowest_s
 
 WINDOWS = (5, 15, 45)  # steps
 CONFIRMED = 4  # decisions in a row, of the shortest window: three slow steps are not enough
@@ -37,7 +38,7 @@ FEW = 4  # medians of 5 steps that say nothing yet of it
 LEAST_GAIN = 0.04  # of a step
 SURE = 4.0  # standard errors
 LEAST_SPREAD = 0.01  # of a rank's times, relative
-TELLING = 10.0  # standard errors: a change of share from which what a pass costs can be read
+TELLING = 10.0  # standard errors between what passes and what sequences would make of a time, to tell them apart
 RECENT = 500  # steps
 TRIAL_EVERY = 50  # steps; a trial may also cost no more than one step in so many
 CLEARLY = 1.15  # a rank that is slower or faster than before by less is not the reason
@@ -67,14 +68,19 @@ class Balancer:
         self._names = [f"rank {m.rank} on {m.host}" if m.host in several else m.host for m in members]
         self._every = every = 1 if whole else roster.sync.every
         self._unit, self._trial = whole or 1, whole or every
-        self._micro_batches = [whole or every * member.micro_batch for member in members]
+        self._micro_batches = [whole or member.micro_batch for member in members]
         self._shares = roster.round_shares or [every * share for share in roster.shares]
         self._in_force = self._shares, roster.from_step  # those of a trial, too, and since when
-        self._windows = [_window() for _ in members]  # seconds, with the present share
+        self._windows: list[deque[tuple[int, float]]] = [
+            _window() for _ in members
+        ]  # (sequences, seconds), present share
         self._noise = [_Noise() for _ in members]  # of the shares before
-        self._updates = [_window() for _ in members]  # seconds, with any share
+        self._updates: list[deque[float]] = [_window() for _ in members]  # seconds, with any share
         self._pass_sequences = [0.0] * len(members)  # what a pass costs, in sequences
         self._left: dict[int, tuple[int, float]] = {}  # ranks with a new share: the share before, and its seconds
+        self._ratios: list[deque[float]] = [
+            _window() for _ in members
+        ]  # of times of steps with a sequence more and less
         self._idle = {rank: NEVER for rank, share in enumerate(self._shares) if not share}  # as they were last known
         self._tried = dict.fromkeys(self._idle, roster.from_step)  # since when they have no share, or were tried
         self._on_trial: int | None = None
@@ -89,31 +95,24 @@ class Balancer:
         if self._from_step is None:  # the first step of a start is slower than others
             self._from_step = step + 1
         working = [rank for rank, share in enumerate(self._shares) if share]
-        took_s = self._of_mean_share(step, took_s)
-        if step < self._from_step or not all(took_s[rank] > 0 for rank in working):
+        shares, since = self._in_force
+        in_step = turn(shares, self._every, step - since)
+        if step < self._from_step or not all(in_step[rank] and took_s[rank] > 0 for rank in working):
             return None
         for window, update_s in zip(self._updates, updates_s, strict=True):
             window.append(update_s)
-        change = self._decide(working, took_s, next_step)
+        change = self._decide(working, in_step, took_s, next_step)
         if change is not None:
             self._in_force = change.shares, next_step
         return change
 
-    def _of_mean_share(self, step: int, took_s: Sequence[float]) -> Sequence[float]:
-        """What it would have taken the ranks, had the step been like the round; 0 of a rank that it had nothing for."""
-        if self._every == 1:
-            return took_s
-        shares, since = self._in_force
-        in_step = turn(shares, self._every, step - since)
-        return [one * share / (self._every * now) if now else 0.0
-                for one, share, now in zip(took_s, shares, in_step, strict=True)]  # fmt: skip
-
-    def _decide(self, working: Sequence[int], took_s: Sequence[float], next_step: int) -> Change | None:
+    def _decide(self, working: Sequence[int], in_step: Sequence[int], took_s: Sequence[float],
+                next_step: int) -> Change | None:  # fmt: skip
         if self._on_trial is not None:
             return self._judge(self._on_trial, took_s[self._on_trial], next_step)
         for rank in working:
-            self._windows[rank].append(took_s[rank])
-            self._learn(rank)
+            self._windows[rank].append((in_step[rank], took_s[rank]))
+            self._compare(rank)
         if any(len(self._windows[rank]) < WINDOWS[0] for rank in working):
             return None
         return self._better(working, next_step) or self._try_again(next_step)
@@ -150,7 +149,7 @@ class Balancer:
         last = max(working, key=lambda rank: (paces[rank].time_s(self._shares[rank]), -rank))
         batch, errors = sum(self._shares), []
         for rank in working:
-            error = self._noise[rank].and_of(self._windows[rank]).error_of_median(size)
+            error = self._noise[rank].and_of(self._times(rank)).error_of_median(size)
             if error is None:
                 return None
             errors.append((float(rank == last) - self._shares[rank] / batch) * error)
@@ -163,14 +162,14 @@ class Balancer:
                 continue
             if before:
                 self._left[rank] = before, paces[rank].share_s(before)
-                window = list(self._windows[rank])
+                window = self._times(rank)
                 self._noise[rank] = self._noise[rank].and_of(window[: len(window) - size] or window)
             if now:
                 self._idle.pop(rank, None)
             else:
                 self._idle[rank], self._tried[rank] = paces[rank], next_step
                 self._left.pop(rank, None)  # it may come back as another machine
-            self._windows[rank] = _window()
+            self._windows[rank], self._ratios[rank] = _window(), _window()
         self._shares, self._from_step, self._confirmed = shares, next_step, 0
         self._changes.append(next_step)
         return Change(shares=shares, why=why)
@@ -217,39 +216,63 @@ class Balancer:
 
     def _paces(self, size: int) -> list[Pace]:
         """By the medians of the last steps."""
-        return [self._pace(rank, share, _median(list(self._windows[rank])[-size:])) if share else self._idle[rank]
+        return [self._pace(rank, share, _median(self._times(rank)[-size:])) if share else self._idle[rank]
                 for rank, share in enumerate(self._shares)]  # fmt: skip
 
     def _pace(self, rank: int, share: int, took_s: float) -> Pace:
         micro_batch, pass_sequences = self._micro_batches[rank], self._pass_sequences[rank]
-        sequence_s = took_s / (num_passes(share, micro_batch) * pass_sequences + share)
+        passes = mean_passes(share, micro_batch, self._every)
+        sequence_s = took_s / (passes * pass_sequences + share / self._every)
         update_s = _median(self._updates[rank]) if self._updates[rank] else 0.0
-        return Pace(
-            sequence_s=sequence_s, pass_s=pass_sequences * sequence_s, fixed_s=update_s, micro_batch=micro_batch
-        )
+        return Pace(sequence_s=sequence_s, pass_s=pass_sequences * sequence_s, fixed_s=update_s,
+                    micro_batch=micro_batch, num_steps=self._every)  # fmt: skip
 
-    def _learn(self, rank: int) -> None:
-        """What a pass costs: p sequences, where p·passes + n at two shares are in the ratio of their times."""
-        if rank not in self._left or len(self._windows[rank]) < WINDOWS[0]:
-            return
-        error = self._noise[rank].and_of(self._windows[rank]).error_of_median(WINDOWS[0])
-        if error is None:
-            return
-        share, before_s = self._left.pop(rank)
-        micro_batch, now = self._micro_batches[rank], self._shares[rank]
-        passes, passes_now = num_passes(share, micro_batch), num_passes(now, micro_batch)
-        grown, least, most = _median(self._windows[rank]) / before_s, now / share, passes_now / passes
-        if abs(most - least) < TELLING * math.sqrt(2) * error * grown:
+    def _times(self, rank: int) -> list[float]:
+        """Seconds of its last steps, each as if it had been like all of the round in the mean."""
+        if self._every == 1:
+            return [took_s for _, took_s in self._windows[rank]]
+        share, micro_batch, pass_sequences = self._shares[rank], self._micro_batches[rank], self._pass_sequences[rank]
+        in_round = mean_passes(share, micro_batch, self._every) * pass_sequences + share / self._every
+        return [took_s * in_round / (num_passes(num, micro_batch) * pass_sequences + num)
+                for num, took_s in self._windows[rank]]  # fmt: skip
+
+    def _compare(self, rank: int) -> None:
+        """Times of two numbers of sequences: before and after a change of share, or of a round's neighbouring steps."""
+        window, ratios = self._windows[rank], self._ratios[rank]
+        if self._every > 1:
+            (few, few_s), (many, many_s) = sorted([window[-1], window[-2 if len(window) > 1 else -1]])
+            if few == many:
+                return
+            ratios.append(many_s / few_s)
+            if len(ratios) >= WINDOWS[0]:
+                self._learn(rank, few, many, _median(ratios), _error(_deviations(ratios), len(ratios)))
+        elif rank in self._left and len(window) >= WINDOWS[0]:
+            error = self._noise[rank].and_of(self._times(rank)).error_of_median(WINDOWS[0])
+            if error is not None:
+                before, before_s = self._left.pop(rank)
+                grown = _median(self._times(rank)) / before_s
+                self._learn(rank, before, self._shares[rank], grown, math.sqrt(2) * error)
+
+    def _learn(self, rank: int, before: int, now: int, grown: float, error: float) -> None:
+        """What a pass costs: p sequences, where p·passes + n of two numbers n of them are in the ratio of their times,
+        `grown` with a relative standard error.
+        """
+        micro_batch = self._micro_batches[rank]
+        passes_before, passes = num_passes(before, micro_batch), num_passes(now, micro_batch)
+        least, most = now / before, passes / passes_before
+        if abs(most - least) < TELLING * error * grown:
             return
         part = (grown - least) / (most - least)  # 0: passes cost nothing; 1: sequences do
-        found = (grown * share - now) / (passes_now - grown * passes) if 0 < part < 1 else micro_batch * (part >= 1)
+        surely = 1 - error * grown / abs(most - least)
+        grown = least + max(0.0, min(part, surely)) * (most - least)
+        found = (grown * before - now) / (passes - grown * passes_before)
         self._pass_sequences[rank] = min(found, float(micro_batch))  # assumption: no more than its sequences
 
     def _reason(self, working: Sequence[int], paces: Sequence[Pace], size: int) -> str:
         """Who is slower or faster than before; where nobody is, how different they are."""
         changed = []
         for rank in working:
-            before = list(self._windows[rank])[:-size]
+            before = self._times(rank)[:-size]
             if len(before) >= WINDOWS[0]:
                 changed.append((paces[rank].share_s(self._shares[rank]) / _median(before), rank))
         factor, rank = max(changed, key=lambda one: max(one[0], 1 / one[0]), default=(1.0, 0))
@@ -272,11 +295,11 @@ class _Noise:
     def __init__(self, steps: Sequence[float] = (), medians: Sequence[float] = ()) -> None:
         self._steps, self._medians = steps, medians
 
-    def and_of(self, window: Sequence[float]) -> _Noise:
+    def and_of(self, values: Sequence[float]) -> _Noise:
         """With those of a window, of the last 45 steps together."""
-        values, size, most = list(window), WINDOWS[0], WINDOWS[-1]
+        size, most = WINDOWS[0], WINDOWS[-1]
         middle = _median(values) if values else 1.0
-        steps = [abs(value / middle - 1) for value in values]
+        steps = _deviations(values)
         ends = range(len(values), size - 1, -size)
         medians = [abs(_median(values[end - size : end]) / middle - 1) for end in ends][::-1]
         return _Noise([*self._steps, *steps][-most:], [*self._medians, *medians][-(most // size) :])
@@ -285,13 +308,24 @@ class _Noise:
         """Standard error of the median of so many steps; None where too few are known."""
         if len(self._steps) < ENOUGH:
             return None
-        of_steps = OF_MEDIAN * max(LEAST_SPREAD, MAD * _median(self._steps)) / math.sqrt(size)
+        of_steps = _error(self._steps, size)
         if len(self._medians) < FEW:
             return of_steps
         return max(of_steps, MAD * _median(self._medians) * math.sqrt(WINDOWS[0] / size))
 
 
-def _window() -> deque[float]:
+def _error(deviations: Sequence[float], size: int) -> float:
+    """Standard error of the median of so many values that deviate from their median so, relative."""
+    return OF_MEDIAN * max(LEAST_SPREAD, MAD * _median(deviations)) / math.sqrt(size)
+
+
+def _deviations(values: Sequence[float]) -> list[float]:
+    """From their median, relative."""
+    middle = _median(values) if values else 1.0
+    return [abs(value / middle - 1) for value in values]
+
+
+def _window() -> deque[Any]:
     return deque(maxlen=WINDOWS[-1])
 
 
@@ -303,7 +337,7 @@ def _median(values: Sequence[float]) -> float:
 
 def _least_s(num_sequences: int, paces: Sequence[Pace]) -> float:
     """What no division falls below: all done at once, in passes and updates that cost nothing."""
-    return num_sequences / math.fsum(1 / pace.sequence_s for pace in paces)
+    return num_sequences / math.fsum(pace.rate for pace in paces)
 
 
 def _instead(then_s: float, now_s: float) -> str:
