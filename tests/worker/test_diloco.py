@@ -292,15 +292,15 @@ def assert_same_checkpoint(ours, theirs, step):
         assert (ours.checkpoint_path(step) / file).read_bytes() == (theirs.checkpoint_path(step) / file).read_bytes()
 
 
-@pytest.mark.parametrize("drops", ["a rank", "a file"])
+@pytest.mark.parametrize("drops", ["a rank", "all but one", "a file"])
 def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
     flags = (*FLAGS, "--sync", "diloco:6", "--eval-every", "10")
     stopped = train(tmp_path / "run", *flags, "--max-s", "0", ranks=3).manifest().result.steps
-    ranks = 2 if drops == "a rank" else 3
+    ranks = {"a rank": 2, "all but one": 1, "a file": 3}[drops]
     if drops == "a file":
         shutil.rmtree(tmp_path / "run" / "own" / "rank-1")
     run = train(tmp_path / "run", *flags, "--resume", ranks=ranks)
-    assert run.manifest().result.replicas_agree is True
+    assert run.manifest().result.replicas_agree is (None if ranks == 1 else True)
     assert [record.step for record in run.records(0)] == list(range(40))
     assert run.records(0)[-1].loss < 0.9 * run.records(0)[0].loss
     assert [event["step"] for event in run.events() if event["event"] == "own.dropped"] == [stopped]
@@ -387,6 +387,19 @@ def test_a_replica_without_a_share_does_not_lag_behind_what_streams_in(tmp_path,
     assert all(torch.equal(own["weights"][name], agreed) for name, agreed in own["agreed"].items())
     busy = load_own(run, 0, 10)["sync"]
     assert not any(torch.equal(busy["weights"][name], agreed) for name, agreed in busy["agreed"].items())
+
+
+def test_where_the_first_rank_has_no_share_the_optimizers_of_one_that_learns_are_saved(tmp_path, train):
+    """Rank 1 learns all, as one process does that is alone."""
+    flags = (*FLAGS, "--steps", "12", "--checkpoint-every", "6", "--threads", "1")
+    alone = train(tmp_path / "alone", *flags)
+    run = train(tmp_path / "run", *flags, "--sync", "diloco:4", "--shares", "0:1", ranks=2)
+    for step in (6, 12):
+        ours, theirs = (load_file(one.checkpoint_path(step) / "state.safetensors") for one in (run, alone))
+        moments = [name for name in theirs if name.startswith("optimizer")]
+        assert moments
+        for name in moments:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(("sync", "ranks"), [("diloco:12:streamed", 2), ("diloco:12:int4:streamed", 3)])

@@ -1,9 +1,9 @@
 """When is a run saved, and what proves that its replicas are one model? Rank 0 writes a checkpoint, alone where nobody
 comes or goes, else one rank on each host; hashes in it say whether all hold the same.
 
-Of replicas that drift a checkpoint holds the weights that they agreed on last, and rank 0's optimizers. What each has
-become since then, optimizers and all, it keeps beside (see own.py): the same ranks go on bit for bit, and any others
-from the weights agreed on.
+Of replicas that drift a checkpoint holds the weights that they agreed on last, and the optimizers of whoever writes it
+or, where that one has no share, of the first that learns. What each has become since then, optimizers and all, it keeps
+beside (see own.py): the same ranks go on bit for bit, and any others from the weights agreed on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from evener.worker import checkpoint as checkpoints
 from evener.worker import rng
 from evener.worker.arithmetic import rounding_of
 from evener.worker.group import Group
+from evener.worker.handover import hand_over
 from evener.worker.own import forget_after, heirs, load_own, ranks_that_kept, save_own
 from evener.worker.spans import Spans
 from evener.worker.statetree import pack
@@ -116,7 +117,11 @@ class Keeper:
                 self._dir.add_event("own.dropped", step=step)
             return
         theirs = [load_own(self._dir, number, step) for number in heirs(group.numbers, seen)[group.rank]]
-        self._sync.load_own_state((mine or {}).get("sync", {}), [state["sync"] for state in theirs if state])
+        others = [state["sync"] for state in theirs if state]
+        self._sync.load_own_state((mine or {}).get("sync", {}), others)
+        drifted = any("states" in state for state in (mine, *theirs) if state)
+        if any(group.gather(b"1" if drifted else b"")) and group.rank == 0:
+            self._dir.add_event("own.dropped", step=step)
         num_missing = resume.num_own - len({number for one in seen for number in one})
         if group.rank == 0 and num_missing > 0:
             self._dir.add_event("own.missing", step=step, num=num_missing)
@@ -146,7 +151,7 @@ class Keeper:
             self.compare(step)
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control)
         generators = self._group.gather(safetensors.torch.save(rng.states(self._group.device)))
-        own = self._own()
+        own, states = self._own(), self._states()
         num_own = sum(map(bool, self._group.gather(b"1" if own else b"")))
 
         def write() -> None:
@@ -155,7 +160,7 @@ class Keeper:
                 checkpoints.save(
                     self._dir,
                     weights,
-                    self._trained.state_dicts(),
+                    states,
                     step=step,
                     val_loss=val_loss,
                     rng_states=[safetensors.torch.load(state) for state in generators],
@@ -265,6 +270,17 @@ class Keeper:
         if self._group.rank == 0:
             self._dir.add_event("replicas.reconciled", step=step, tensors=len(weights), relative=apart)
         return True
+
+    def _states(self) -> dict[str, Any]:
+        """What whoever writes saves beside the weights."""
+        states, group = self._trained.state_dicts(), self._group
+        if self._sync.replica != "drifting":
+            return states
+        told = group.gather(msgspec.json.encode([self._trained.learns, group.keeps]))
+        known = [from_json(text, tuple[bool, bool]) for text in told]
+        learners = [rank for rank, (learns, _) in enumerate(known) if learns]
+        lacks = [rank for rank, (learns, keeps) in enumerate(known) if keeps and not learns]
+        return hand_over(states, group, source=learners[0], lacks=lacks) if learners and lacks else states
 
     def _own(self) -> dict[str, Any]:
         """What this rank does not have in common with the others; empty where that is nothing."""

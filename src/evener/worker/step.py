@@ -204,6 +204,7 @@ class Step:
             if self._learns:
                 engine.trained.scaler.step(optimizer)
             optimizer.zero_grad()
+        engine.trained.learns = self._learns
         engine.sync.after_update(self._tokens, self._global_tokens)
         self.is_updated = True
         self._updated |= {id(optimizer) for optimizer in optimizers}

@@ -39,6 +39,7 @@ class Trained:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.states: dict[str, Stateful] = {"scaler": scaler}
         self.scaler = scaler
+        self.learns = True  # where not, its optimizers stand still: a replica that drifts, and has no share now
 
     @property
     def module(self) -> nn.Module:

@@ -77,6 +77,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     stops_at: int | None  # the step before which all stop, by what it heard
     saves_at: int | None  # the step before which all save, by what it heard; None: that is done
     step: int  # that comes next, or is under way
+    learns: bool  # its optimizers do not stand still
     epoch: int  # of its Roster
     sync: SyncSpec  # as its Roster has it, chosen anew or not
     bucket_bytes: int
@@ -247,6 +248,7 @@ class Live(Fixed):
         group, learner, mine_told = self._group, self._learner, told_roster()
         assert mine_told is not None
         mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, step=self._step,
+                        learns=learner.trained.learns,
                         stops_at=self._stops_at, saves_at=self._saves_at, epoch=self.roster.epoch, asks=asks,
                         sync=self.roster.sync, bucket_bytes=self.roster.bucket_bytes, saved=self._keeper.saved,
                         told=mine_told, one_size=self._one_size)  # fmt: skip
@@ -255,7 +257,7 @@ class Live(Fixed):
         known = [one for of_rank in told for one in of_rank]
         if not known or (len(known) < len(told) and not all(one.asks for one in known)):
             raise RuntimeError("remote process exit: nobody can be let in here")  # and so does everybody
-        newest = max(known, key=lambda one: (one.done, one.step))
+        newest = max(known, key=lambda one: (one.done, one.step, one.learns))
         if newest.done - min(one.done for one in known) > 1:
             raise RunError(f"ranks are more than a piece apart: {[one.done for one in known]}")
         assert group.world is not None
