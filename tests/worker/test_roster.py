@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from evener.core.roster import Seat, first_roster
+from evener.core.roster import Seat, first_roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.spec import parse_args
@@ -289,6 +289,22 @@ def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
     assert (recorder.news[0].step, recorder.news[0].weight) == (1.0, 2.0)
 
 
+def test_who_had_no_share_and_is_left_alone_writes_down_a_step_of_which_nobody_knows_the_loss(tmp_path):
+    """Whoever had all of the batch is gone before it told."""
+    told = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cpu")], None)
+    roster = msgspec.structs.replace(told, sync=parse_sync("diloco:10"))
+    recorder = recorder_of(tmp_path / "run", roster)
+    recorder.begin()
+    recorder.pause()
+    recorder.end(wish=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=0, global_tokens=4, bytes=0, lr=0.0,
+                 loss_sum=OnHost(torch.tensor(0.0)), grad_norm=None)  # fmt: skip
+    recorder.begin()
+    recorder.enter(roster, 0, None, -1)
+    recorder.catch_up()
+    recorder.close()
+    assert [(record.step, record.loss) for record in RunDir(tmp_path / "run").records(0)] == [(0, None)]
+
+
 def test_what_a_rank_tells_of_its_share_is_input_and_computing_and_its_update_beside_it(tmp_path):
     roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cpu")], None)
     recorder = recorder_of(tmp_path / "run", roster)
@@ -351,7 +367,7 @@ def test_steps_of_a_round_need_not_be_alike_and_leave_no_sample_out(tmp_path, tr
 RECORDERS = """
 import os, sys, torch
 import torch.distributed as dist
-from evener.core.roster import Seat, first_roster
+from evener.core.roster import Seat, first_roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.core.step import BLOCKED
@@ -424,7 +440,7 @@ def test_ranks_of_different_devices_lag_alike(tmp_path, run_script):
 DRIFTING = """
 import os, sys, math, torch
 import torch.distributed as dist
-from evener.core.roster import Seat, first_roster
+from evener.core.roster import Seat, first_roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.worker.clock import HostClock

@@ -444,7 +444,7 @@ def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
     >>> weighted_shares(16, [3, 1]), weighted_shares(7, [1, 0, 1]), weighted_shares(10, [1, 1, 1])
     ([12, 4], [4, 0, 3], [4, 3, 3])
     """
-    total = sum(weights)
+    total = math.fsum(weights)  # as every Python has it
     quotas = [num_sequences * weight / total for weight in weights]
     shares = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(weights)), key=lambda rank: (shares[rank] - quotas[rank], rank))

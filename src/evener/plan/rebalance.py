@@ -99,8 +99,9 @@ class Balancer:
         in_step = turn(shares, self._every, step - since)
         if step < self._from_step or not all(in_step[rank] and took_s[rank] > 0 for rank in working):
             return None
-        for window, update_s in zip(self._updates, updates_s, strict=True):
-            window.append(update_s)
+        for rank, num in enumerate(in_step):
+            if num:  # where replicas drift, nobody updates what has learned nothing
+                self._updates[rank].append(updates_s[rank])
         change = self._decide(working, in_step, took_s, next_step)
         if change is not None:
             self._in_force = change.shares, next_step
@@ -183,7 +184,7 @@ class Balancer:
         giver = max(range(len(paces)), key=lambda rank: (self._shares[rank], -rank))
         for rank, pace in sorted(self._idle.items()):
             cost = pace.time_s(self._trial) / now_s - 1  # in steps
-            if next_step - self._tried[rank] < TRIAL_EVERY * max(1.0, cost) or self._shares[giver] <= self._trial:
+            if next_step - self._tried[rank] < TRIAL_EVERY * max(1.0, cost) or self._shares[giver] < 2 * self._trial:
                 continue
             self._on_trial, self._from_step, self._tried[rank] = rank, next_step, next_step
             shares = list(self._shares)

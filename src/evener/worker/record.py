@@ -315,8 +315,9 @@ class Recorder:
         told = {int(news.step) for news in self.news}
         assert told == {draft.step}, f"news of steps {told} beside rank {self._rank}'s step {draft.step}"
         of_all = sum(news.loss_sum for news in self.news) if draft.of_all is None else draft.of_all
-        # Replicas that drift do not take up what a rank that is gone learned in this step.
-        loss = of_all / (sum(news.tokens for news in self.news) if self._slack else draft.global_tokens)
+        # Replicas that drift do not take up what a rank that is gone learned in this step; it may have had all of it.
+        tokens = sum(news.tokens for news in self.news) if self._slack else draft.global_tokens
+        loss = of_all / tokens if tokens else None
         self.heard = draft.step
         noise = None
         if draft.whole_sq is not None:

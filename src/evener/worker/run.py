@@ -239,8 +239,8 @@ class Run:
 
         It holds from the next step that begins after all ranks have heard of it. Shares follow speeds no more.
         """
-        if not 0 <= weight < math.inf:
-            raise UsageError(f"run.weigh({weight}): expected a number that is not negative")
+        if not 0 <= weight < 1e9:
+            raise UsageError(f"run.weigh({weight}): expected a number that is not negative, and below 1e9")
         self._weight = weight
 
     def mean(self, total: float, num: float) -> float:
