@@ -139,6 +139,18 @@ def test_replicas_that_share_unequally_lose_as_much_as_they_are_worth():
     assert found[0] == found[1] <= found[2] < found[3] < found[4]
 
 
+def test_what_a_larger_model_lost_says_nothing_where_replicas_of_a_smaller_one_were_measured(monkeypatch):
+    """Two and four of the small one, 9 : 5 : 2 of the large one alone: of one between them these are on the line."""
+    name = "diloco:10:int8:streamed"
+    rows = (penalty._ours(name, 0.01, 3), penalty._ours(name, 0.05, 3, shares=equal(4)),
+            penalty._ours(name, 0.006, 3, shape="char", shares="9:5:2"))  # fmt: skip
+    monkeypatch.setattr(penalty, "MEASURED", rows)
+    small, large = penalty.SHAPES.values()
+    own = [loss_penalty(parse_sync(name), num, [9, 5, 2])[0] for num in (small, large // 3 + 1, large // 2, large)]
+    assert own[0] == own[1] == own[2] == pytest.approx(0.01 + (penalty.worth([9, 5, 2]) - 2) / 2 * 0.04)
+    assert own[3] == 0.01  # no less than two
+
+
 def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_where_replicas_drift():
     """They lose more. Coded gradients do not."""
     small = penalty.SHAPES["small"]

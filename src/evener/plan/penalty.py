@@ -28,6 +28,7 @@ from evener.core.units import count, median, plural
 from evener.plan.sync import STRATEGIES, way_of_mean
 
 ALIKE = 3.0  # models of which one has at most so many times the parameters of the other: assumption
+SAME = 1.25  # the same of models that differ by their vocabulary at most
 HALF_A_DIGIT = 5e-5  # of errors as the bench writes them
 # The most by which the nearest bf16, of 8 significant bits, is off a number. With error feedback gradients are 2.3e-3
 # of their length off between two ranks, 3.1e-3 among more (*measured*, normal numbers, 2026-11-22), those of a model in
@@ -126,14 +127,18 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     by_worth: dict[float, list[Measured]] = defaultdict(list)
     for row in large_enough:
         by_worth[worth(row.shares)].append(row)
-    found = {num: _on_line(of_num, num_params) for num, of_num in sorted(by_worth.items())
-             if not drifts or min(row.num_params for row in of_num) <= num_params * ALIKE}  # fmt: skip
+    replicas, found = worth(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
+    for times in (
+        (SAME, ALIKE) if drifts else (math.inf,)
+    ):  # smaller ones lose more: those of larger ones, where need be
+        if max(found, default=0.0) < replicas:
+            found = {num: _on_line(of_num, num_params) for num, of_num in sorted(by_worth.items())
+                     if min(row.num_params for row in of_num) <= num_params * times}  # fmt: skip
     if not found:
         return None, _measured_only(f"of {count(min(row.num_params for row in large_enough))} parameters and more")
-    most = max(found)
-    if drifts and worth(shares) > most:
-        return None, _measured_only(f"of {most:g} equal replicas and fewer")
-    return _of_replicas(found, worth(shares) if drifts else 2.0)
+    if replicas > max(found):
+        return None, _measured_only(f"of {max(found):g} equal replicas and fewer")
+    return _of_replicas(found, replicas)
 
 
 def _measured_only(of_what: str) -> str:
