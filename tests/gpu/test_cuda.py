@@ -27,8 +27,10 @@ def test_a_gpu_trains_the_same_model_and_its_parts_sum_to_the_step(tmp_path, tra
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_over_nccl_agree_to_the_bit(tmp_path, train):
-    run = train(tmp_path / "run", "--steps", "20", ranks=2)
+@pytest.mark.parametrize("sync", ["ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:5:int8",
+                                  "diloco:5:int4:streamed"])  # fmt: skip
+def test_two_gpus_over_nccl_agree_to_the_bit(tmp_path, train, sync):
+    run = train(tmp_path / "run", "--steps", "20", "--sync", sync, "--verify-every", "5", ranks=2)
     assert run.manifest().roster.backend == "nccl"
     assert run.manifest().result.replicas_agree is True
     assert all(record.sync_s > 0 for record in run.records(0))
