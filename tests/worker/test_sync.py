@@ -30,6 +30,8 @@ from evener.worker.sync.whole import Whole
 
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
+# d4's shape in small: value embeddings, and a head of its own
+TABLES = ("--model", "d4", "--width", "64", "--num-heads", "2", "--num-layers", "2", "--block-size", "32")
 
 EXCHANGES = """
 import json, os, sys, types
@@ -130,18 +132,17 @@ def test_packed_gives_ddps_losses_to_the_bit(tmp_path, train, dtype):
 
 @pytest.mark.parametrize(("sync", "ranks"), [("ddp+sparse", 2), ("ddp+sparse", 3), ("int8+sparse", 2)])
 def test_tables_go_row_by_row_and_lose_nothing(tmp_path, train, sync, ranks):
-    """d4's shape in small: value embeddings, and a head of its own."""
-    shape = ("--model", "d4", "--width", "64", "--num-heads", "2", "--num-layers", "2", "--block-size", "32")
-    flags = (*FLAGS, *shape)
+    flags = (*FLAGS, *TABLES)
     dense, sparse = (train(tmp_path / name, *flags, "--sync", name, ranks=ranks) for name in (sync[:-7], sync))
     assert sparse.manifest().result.replicas_agree is True
     losses = [[record.loss for record in run.records(0)] for run in (dense, sparse)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if sync == "ddp+sparse" else 0.02)
 
 
-@pytest.mark.parametrize(("sync", "ranks"), [("int8", 2), ("int4", 3), ("powersgd:2", 2)])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks):
-    flags = (*FLAGS, "--sync", sync, "--checkpoint-every", "15", "--warmup", "2")
+@pytest.mark.parametrize(("sync", "ranks", "more"), [("bf16", 2, ("--dtype", "fp32")), ("int8", 2, ()), ("int4", 3, ()),
+                                                     ("powersgd:2", 2, ()), ("int8+sparse", 2, TABLES)])  # fmt: skip
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks, more):
+    flags = (*FLAGS, *more, "--sync", sync, "--checkpoint-every", "15", "--warmup", "2")
     whole = train(tmp_path / "whole", *flags, ranks=ranks)
     train(tmp_path / "cut", *flags, "--max-s", "0", ranks=ranks)  # ends after its first step
     cut = train(tmp_path / "cut", *flags, "--resume", ranks=ranks)
