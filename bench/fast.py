@@ -1,7 +1,7 @@
 """What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
 
     python bench/fast.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs ddp,packed,int8,auto]
-                         [--model char] [--batch 16] [--turns 3] [--steps 50] [--first 20]
+                         [--model char] [--batch 16] [--shares auto] [--turns 3] [--steps 50] [--first 20]
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
 own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4")
     parser.add_argument("--model", default="char")
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--shares", default="auto", help="11:5 has both hosts take part, be it slower than one")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--first", type=int, default=20, help="steps before them: shares settle and caches fill")
@@ -78,7 +79,7 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
         for turn in range(options.turns):
             for sync in options.syncs.split(","):
                 run = RunDir(folder / f"{sync}-{turn}")
-                flags = flags_of(options, batch=options.batch, sync=sync, out=run, steps=PLANNED)
+                flags = flags_of(options, batch=options.batch, shares=options.shares, sync=sync, out=run, steps=PLANNED)
                 train(folder, fleet, run, flags, options)
                 after = limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
                 row = row_of(options, rate, cpus, sync, run, before, after)
