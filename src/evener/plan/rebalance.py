@@ -71,16 +71,14 @@ class Balancer:
         self._micro_batches = [whole or member.micro_batch for member in members]
         self._shares = roster.round_shares or [every * share for share in roster.shares]
         self._in_force = self._shares, roster.from_step  # those of a trial, too, and since when
-        self._windows: list[deque[tuple[int, float]]] = [
-            _window() for _ in members
-        ]  # (sequences, seconds), present share
+        # Sequences and seconds of the last steps with the present share.
+        self._windows: list[deque[tuple[int, float]]] = [_window() for _ in members]
         self._noise = [_Noise() for _ in members]  # of the shares before
         self._updates: list[deque[float]] = [_window() for _ in members]  # seconds, with any share
         self._pass_sequences = [0.0] * len(members)  # what a pass costs, in sequences
         self._left: dict[int, tuple[int, float]] = {}  # ranks with a new share: the share before, and its seconds
-        self._ratios: list[deque[float]] = [
-            _window() for _ in members
-        ]  # of times of steps with a sequence more and less
+        # Of the times of neighbouring steps of a round, of which one has a sequence more.
+        self._ratios: list[deque[float]] = [_window() for _ in members]
         self._idle = {rank: NEVER for rank, share in enumerate(self._shares) if not share}  # as they were last known
         self._tried = dict.fromkeys(self._idle, roster.from_step)  # since when they have no share, or were tried
         self._on_trial: int | None = None
