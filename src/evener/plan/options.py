@@ -9,14 +9,16 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from evener.core.errors import UsageError
 from evener.core.prediction import Cluster, Job, Option
+from evener.core.resolve import check_suits
 from evener.core.roster import BUILT, DDP, Roster, SyncSpec, asked_sync, harms_fp16, parse_sync, shares_text
 from evener.core.units import listed, size
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
 from evener.plan.penalty import too_dear
-from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes, gradients, is_thin
+from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes
 
 CANDIDATES = tuple(map(parse_sync, (
     "ddp", "ddp+sparse", "packed", "packed+sparse", "bf16", "int8", "int8+sparse", "int4", "powersgd:4", "fsdp", "hsdp",
@@ -253,11 +255,12 @@ def candidates(job: Job, cluster: Cluster) -> list[SyncSpec]:
 
 
 def makes_sense(sync: SyncSpec, job: Job) -> bool:
-    """Are there tables that are only looked up, or matrices that become smaller?"""
-    tensors = gradients(job.shape)
-    if sync.kind == "powersgd" and not any(is_thin(one.rows, one.columns, sync.rank) for one in tensors):
+    """Has it something to do in this model?"""
+    try:
+        check_suits(sync, job.shape)
+    except UsageError:
         return False
-    return not sync.sparse or any(one.is_lookup for one in tensors)
+    return True
 
 
 def larger(job: Job, factor: int) -> Job:
