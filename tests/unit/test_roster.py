@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from fractions import Fraction
 
 import msgspec
 import pytest
@@ -196,3 +198,13 @@ def test_a_rank_is_called_by_its_host_where_there_are_several():
     assert names("attic", "laptop") == ["attic", "laptop"]
     assert names("attic", "attic", "laptop") == ["attic:0", "attic:1", "laptop"]
     assert names("attic", "attic") == ["rank 0", "rank 1"]
+
+
+def test_weights_are_added_up_as_exact_numbers_are_on_every_python():
+    """What sum() makes of these floats depends on the Python that adds them."""
+    weights, batch = [24.0, 1.2, 24.0, 11.6], 24
+    exact = [batch * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    left_over = batch - sum(map(math.floor, exact))
+    by_remainder = sorted(range(4), key=lambda rank: (math.floor(exact[rank]) - exact[rank], rank))
+    expected = [math.floor(quota) + (rank in by_remainder[:left_over]) for rank, quota in enumerate(exact)]
+    assert weighted_shares(batch, weights) == expected

@@ -367,7 +367,7 @@ def test_steps_of_a_round_need_not_be_alike_and_leave_no_sample_out(tmp_path, tr
 RECORDERS = """
 import os, sys, torch
 import torch.distributed as dist
-from evener.core.roster import Seat, first_roster, parse_sync
+from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.core.step import BLOCKED
@@ -440,7 +440,7 @@ def test_ranks_of_different_devices_lag_alike(tmp_path, run_script):
 DRIFTING = """
 import os, sys, math, torch
 import torch.distributed as dist
-from evener.core.roster import Seat, first_roster, parse_sync
+from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 from evener.worker.clock import HostClock
