@@ -57,14 +57,15 @@ def _published(ranks: int, num_params: float, penalty: float) -> Measured:
 
 
 def _ours(sync: str, penalty: float, runs: int, most_error: float | None = None, *, shape: str = "small",
-          shares: str = "1:1", batch: int = 16, dtype: str = "bf16", corpora: int = 1) -> Measured:  # fmt: skip
+          shares: str = "1:1", batch: int = 16, steps: int = 2000, dtype: str = "bf16",
+          corpora: int = 1) -> Measured:  # fmt: skip
     """[bench/loss.jsonl: the mean of its runs, each beside one process of the same seed on the same corpus]"""
     drifts, num_params = parse_sync(sync).kind == "diloco", SHAPES[shape]
     on = "tinyshakespeare" if corpora == 1 else "two corpora"
     parts = tuple(map(int, shares.split(":")))
     ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {shares}"
-    told = f"{ranks}, 2000 steps of {batch} × 256 tokens, {plural(runs, 'run')} on {on}, {dtype}"
-    return Measured(sync=sync, shares=parts, num_params=num_params, penalty=penalty, least_steps=2000 if drifts else 0,
+    told = f"{ranks}, {steps} steps of {batch} × 256 tokens, {plural(runs, 'run')} on {on}, {dtype}"
+    return Measured(sync=sync, shares=parts, num_params=num_params, penalty=penalty, least_steps=steps if drifts else 0,
                     least_tokens=batch * 256 if drifts else 0, most_error=most_error,
                     source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {told}")  # fmt: skip
 
@@ -128,9 +129,8 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     for row in large_enough:
         by_worth[worth(row.shares)].append(row)
     replicas, found = worth(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
-    for times in (
-        (SAME, ALIKE) if drifts else (math.inf,)
-    ):  # smaller ones lose more: those of larger ones, where need be
+    # Smaller models lose more, so what a larger one lost is told of them only where it has to be.
+    for times in (SAME, ALIKE) if drifts else (math.inf,):
         if max(found, default=0.0) < replicas:
             found = {num: _on_line(of_num, num_params) for num, of_num in sorted(by_worth.items())
                      if min(row.num_params for row in of_num) <= num_params * times}  # fmt: skip
