@@ -48,6 +48,28 @@ def test_the_rate_of_replicas_that_agree_now_and_then_is_that_of_whole_rounds():
     assert "  1.0k tokens/s" in told("ddp")  # else the usual step's: a hiccup is none of it
 
 
+def test_what_a_run_changes_is_told_with_its_reason():
+    """But not that a host without a share is tried for a step."""
+    spec, written = parse_args(["--steps", "40", "--batch", "16"]), io.StringIO()
+    resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
+    events = [
+        {"event": "remark", "what": "shares stay 8 : 8 whatever the ranks' speed"},
+        {"event": "rebalanced", "step": 66, "shares": [10.5, 5.5], "why": "laptop is slow", "is_trial": False},
+        {"event": "rebalanced", "step": 90, "shares": [15, 1], "why": "laptop is tried again", "is_trial": True},
+        {"event": "rechosen", "step": 100, "sync": "int8", "was": "ddp", "why": "the link is another"},
+        {"event": "sync.fidelity", "step": 109, "why": "what --sync int8 makes of gradients is 9.0% off"},
+    ]
+    with bar(resolved, Console(file=written, width=200)) as observe:
+        for event in events:
+            observe(event)
+    assert written.getvalue().splitlines() == [
+        "shares stay 8 : 8 whatever the ranks' speed",
+        "step 67: shares 10.5 : 5.5: laptop is slow",
+        "step 101: int8 instead of ddp: the link is another",
+        "step 110: what --sync int8 makes of gradients is 9.0% off",
+    ]
+
+
 def test_a_host_that_is_added_is_heard_and_nothing_is_told_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -268,7 +268,7 @@ def test_damaged_events_and_unknown_ones(run):
     rundir.add_event("start", ranks="many")
     rundir.add_event("run.nonfinite", ranks=None)
     rundir.add_event("rebalanced", step=20, shares=[3, 1], why="b takes 2.0 times as long as before")
-    assert "step 20: shares 3 : 1: b takes 2.0 times as long as before" in page_of(rundir).text
+    assert "step 21: shares 3 : 1: b takes 2.0 times as long as before" in page_of(rundir).text
 
 
 def test_a_bench(tmp_path, run, write_run):

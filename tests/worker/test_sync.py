@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import types
 from itertools import pairwise
 
@@ -14,6 +16,8 @@ from torch import nn
 from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
+from evener.plan import penalty
+from evener.report.events import tell
 from evener.report.summary import summarize
 from evener.worker.clock import HostClock
 from evener.worker.sync import Traits
@@ -149,13 +153,44 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks, more):
     assert [record.loss for record in cut.records(0)] == [record.loss for record in whole.records(0)]
 
 
-def test_what_ranks_left_that_are_no_more_goes_on_with_the_others(tmp_path, train):
-    flags = (*FLAGS, "--sync", "int4")
-    train(tmp_path / "run", *flags, "--max-s", "0", ranks=3)
-    run = train(tmp_path / "run", *flags, "--resume", ranks=2)
+@pytest.mark.parametrize(("sync", "before", "after", "is_lost"), [("int4", 3, 2, False), ("int4", 3, 2, True),
+                                                                  ("powersgd:2", 2, 3, False)])  # fmt: skip
+def test_what_ranks_left_that_are_no_more_goes_on_with_the_others(tmp_path, train, sync, before, after, is_lost):
+    flags = (*FLAGS, "--sync", sync)
+    train(tmp_path / "run", *flags, "--max-s", "0", ranks=before)
+    if is_lost:  # its machine is out of reach
+        shutil.rmtree(tmp_path / "run" / "own" / "rank-2")
+    run = train(tmp_path / "run", *flags, "--resume", ranks=after)
     assert run.manifest().result.replicas_agree is True
     assert [record.step for record in run.records(0)] == list(range(40))
-    assert not [event for event in run.events() if event["event"] == "own.missing"]
+    told = [tell(event, run.manifest()).what for event in run.events() if event["event"] == "own.missing"]
+    assert told == ["step 1: what 1 rank had not sent yet was kept where this run is no more"] * is_lost
+
+
+BEYOND = """
+import runpy, sys
+from evener.plan import penalty
+from evener.worker.sync import lane
+penalty.BF16_ROUNDING, lane.COMPARED_EVERY = 1e-4, 1
+sys.argv[0] = "evener.worker"
+runpy.run_module("evener.worker", run_name="__main__")
+"""
+
+
+def test_a_way_that_loses_more_than_it_did_where_it_was_measured_says_so(tmp_path, corpus, run_script):
+    """As if less than what bf16 rounds had been measured."""
+    flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
+             "--steps", "70", "--batch", "4", "--sync", "bf16"]  # fmt: skip
+    done = run_script(BEYOND, *flags, "--out", str(tmp_path / "run"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "run")
+    compared = [record for record in run.records(0) if record.fidelity]
+    (told,) = [event for event in run.events() if event["event"] == "sync.fidelity"]
+    assert told["step"] == compared[penalty.Watch.SEEN - 1].step
+    assert told["error"] == sorted(record.fidelity.error for record in compared[:5])[2]
+    assert 1e-3 < told["error"] < 2**-8  # what the nearest bf16 is off
+    assert re.fullmatch(r"what --sync bf16 makes of gradients is 0\.\d% off the exact sums; .*", told["why"])
+    assert f"step {told['step'] + 1}: {told['why']}" in done.stdout
 
 
 def test_another_strategy_than_the_checkpoints_is_refused(tmp_path, train, start):

@@ -103,11 +103,11 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
                 "of a tensor's largest number, and all took rank 0's"
             )
         case "rechosen":
-            return f"step {step}: {event.get('sync')} instead of {event.get('was')}: {event.get('why')}"
+            return f"step {_first(step)}: {event.get('sync')} instead of {event.get('was')}: {event.get('why')}"
         case "remark":
             return str(event.get("what"))
         case "sync.fidelity":
-            return f"step {step}: {event.get('why')}"
+            return f"step {_first(step)}: {event.get('why')}"
         case (
             "run.hang"
             | "run.cut-off"
@@ -127,7 +127,7 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             return f"step {step}: what {whose} had not sent yet was kept where this run is no more"
         case "rebalanced":
             shares = shares_text(event.get("shares", []))
-            return f"step {step}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")
+            return f"step {_first(step)}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")
         case "finished" | "stopped":
             return f"step {step}"
         case "run.nonfinite":
@@ -153,6 +153,11 @@ def _in_short(error: str) -> str:
     'Connection closed by peer [::1]:9'
     """
     return re.sub(r"^\[\S+:\d+\] ", "", error).partition(". This is ")[0]
+
+
+def _first(step: Any) -> Any:
+    """The first step of which it holds, counted from 1, where so many were done before it."""
+    return step + 1 if isinstance(step, int) else step
 
 
 def _as_it_stands(event: dict[str, Any]) -> str:

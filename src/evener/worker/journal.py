@@ -161,9 +161,10 @@ class Journal:
             if error is None:
                 continue
             sync, most = self._watch.sync, self._watch.most
+            what = "what replicas learned" if sync.kind == "diloco" else "gradients"
             why = (
-                f"what --sync {sync} makes of gradients is {error:.1%} off their exact sums; its cost in loss, as "
-                f"it was measured, holds up to {most:.1%}: compare the loss with ddp's"
+                f"what --sync {sync} makes of {what} is {error:.1%} off the exact sums; its cost in loss, as it was "
+                f"measured, holds up to {most:.1%}: compare the loss with ddp's"
             )
             self._dir.add_event("sync.fidelity", step=record.step, error=error, why=why)
             print(f"step {record.step + 1}: {why}", flush=True)
@@ -181,7 +182,7 @@ class Journal:
             self._tell_sync(roster, roster.from_step, was, roster.why)
         else:
             self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.mean_shares,
-                                why=roster.why)  # fmt: skip
+                                why=roster.why, is_trial=roster.is_trial)  # fmt: skip
             if not roster.is_trial:
                 shares = shares_text(roster.mean_shares)
                 print(f"step {roster.from_step + 1}: shares {shares}: {roster.why}", flush=True)
