@@ -33,7 +33,8 @@ def test_two_gpus_over_nccl_agree_to_the_bit(tmp_path, train, sync):
     run = train(tmp_path / "run", "--steps", "20", "--sync", sync, "--verify-every", "5", ranks=2)
     assert run.manifest().roster.backend == "nccl"
     assert run.manifest().result.replicas_agree is True
-    assert all(record.sync_s > 0 for record in run.records(0))
+    exchanges = [record.sync_s > 0 for record in run.records(0)]
+    assert sum(exchanges) >= 3 if sync.startswith("diloco:5") else all(exchanges)
 
 
 def test_gloo_moves_gpu_tensors_when_it_is_told_to(tmp_path, train):

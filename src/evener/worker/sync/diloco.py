@@ -43,6 +43,7 @@ from evener.worker.clock import Clock
 from evener.worker.group import Group
 from evener.worker.sync import Backward, Exchanged, Replica, Samples, Traffic
 from evener.worker.sync.codes import Scaled
+from evener.worker.sync.jobs import keep_for_this_stream
 from evener.worker.sync.lane import COMPARED_EVERY, Slots, run_and_compare
 from evener.worker.sync.narrow import Narrow
 
@@ -362,7 +363,9 @@ class DiLoCo:
 
     def _count(self, num_bytes: int, fidelity: Tensor | None) -> None:
         self._bytes += num_bytes
-        self._fidelity = self._fidelity if fidelity is None else fidelity
+        if fidelity is not None:
+            keep_for_this_stream(fidelity)
+            self._fidelity = fidelity
 
     def _step(self, fragment: Fragment, flight: Flight) -> None:
         """The outer optimizer's: SGD with Nesterov momentum, as torch.optim.SGD does it. Its delta is used up."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 import torch
+from torch import Tensor
 
 
 class Jobs:
@@ -20,6 +21,7 @@ class Jobs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         # A daemon: a program that fails while another rank's message is on its way does not wait for that to end.
         threading.Thread(target=self._work, name="evener-jobs", daemon=True).start()
@@ -41,13 +43,12 @@ class Jobs:
         """Return when these are done; what one raised is raised here."""
         for job in going:
             job.result()
-        if self._device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _work(self) -> None:
-        if self._device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.set_device(self._device)
-            self._stream = torch.cuda.Stream()
             torch.cuda.set_stream(self._stream)
         with torch.no_grad():
             while True:
@@ -58,3 +59,11 @@ class Jobs:
                     done.set_exception(error)
                 else:
                     done.set_result(None)
+
+
+def keep_for_this_stream(tensor: Tensor) -> None:
+    """Let nobody have its memory before what this thread has queued is done: another thread's stream made it, and on a
+    GPU takes it back as soon as nobody holds it.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from evener.worker.group import Group
 from evener.worker.sync import Traits
 from evener.worker.sync.codes import Code, Scratch
+from evener.worker.sync.jobs import keep_for_this_stream
 from evener.worker.sync.lane import Slots
 from evener.worker.sync.swap import swap
 
@@ -99,8 +100,10 @@ class Narrow:
             for parameter, begin, end in slots.offsets():
                 if (mine := self._loaded["mine"].pop(parameter, None)) is not None:
                     left.mine[begin:end] = mine
+                    keep_for_this_stream(mine)
                 if (sums := self._loaded["sums"].pop(parameter, None)) is not None:
                     _take_over(sums, begin, left)
+                    keep_for_this_stream(sums)
         return left
 
     def _empty(self, slots: Slots) -> _Left:

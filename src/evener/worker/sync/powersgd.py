@@ -21,6 +21,7 @@ from evener.plan.collectives import ring_all_reduce_bytes, words_bytes
 from evener.plan.sync import is_thin as shrinks
 from evener.worker.group import Group
 from evener.worker.sync import Traits
+from evener.worker.sync.jobs import keep_for_this_stream
 from evener.worker.sync.lane import Slots
 
 SEED = 0x5EED
@@ -63,6 +64,7 @@ class PowerSGD:
             torch.mm(basis, total.T, out=view)
             matrix.addmm_(basis, own.T, alpha=-1)
             # A gradient of nothing but zeros, as below a layer that begins with zeros, says nothing of the next one's.
+            keep_for_this_stream(factors[parameter])
             factors[parameter] = torch.where((total != 0).any(), total, factors[parameter])
         return sent
 
