@@ -18,7 +18,7 @@ from evener.plan import divide, penalty
 from evener.plan.advice import advice_of
 from evener.plan.cluster import NotMeasuredError, cluster_of, uniform, with_wire
 from evener.plan.cost import price
-from evener.plan.options import as_trained, fastest, larger, simplest
+from evener.plan.options import as_trained, fastest, larger, objection, simplest
 from evener.plan.question import Question, answer, chosen_hosts, of_training
 from evener.plan.question import changed as question_changed
 from evener.plan.search import flags_of_recommended, predict, what_if, why_left_out
@@ -363,6 +363,20 @@ def test_without_a_budget_what_is_not_exact_is_not_chosen_whatever_its_loss_was(
     strict = predict(changed(auto, loss_budget=0.0), slow)
     assert strict.option(strict.chosen).is_exact
     assert strict.option(drifting.chosen).rejected_because == "not exact, and no loss may be spent"
+
+
+@pytest.mark.parametrize(("budget", "steps"), [(0.0, 2000), (0.5, 2000), (1.0, 2000), (2.0, 1000), (5.0, 200)])
+@pytest.mark.parametrize("bandwidth_Bps", [1e6, 1e7, 1e8])
+def test_no_way_that_may_be_taken_is_faster_than_the_one_that_auto_takes(bandwidth_Bps, budget, steps):
+    """Whatever a person could ask for, of what somebody measured."""
+    hosts = cluster(600.0, 300.0, wire=Wire(latency_s=1e-4, bandwidth_Bps=bandwidth_Bps))
+    job = job_of(PRESETS["d8"], batch=16, steps=steps, loss_budget=budget)
+    found = predict(changed(job, sync="auto"), hosts)
+    for name in {row.sync for row in penalty.MEASURED}:
+        asked = predict(changed(job, sync=name), hosts)
+        option = asked.option(asked.chosen)
+        if not objection(option, budget / 100):
+            assert option.tokens_per_s <= 1.06 * found.option(found.chosen).tokens_per_s, name
 
 
 def test_buckets_are_small_where_a_link_is_slow_and_large_where_every_message_costs():

@@ -17,14 +17,14 @@ from evener.core.units import listed, size
 from evener.plan.collectives import best_ring, ring
 from evener.plan.cost import price
 from evener.plan.divide import MEMORY_SHARE, first_roster_by_speed
-from evener.plan.penalty import too_dear
+from evener.plan.penalty import MEASURED, too_dear
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, bucket_bytes
 
-CANDIDATES = tuple(map(parse_sync, (
-    "ddp", "ddp+sparse", "packed", "packed+sparse", "bf16", "int8", "int8+sparse", "int4", "powersgd:4", "fsdp", "hsdp",
-    "zero1", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30",
-)))  # fmt: skip
 BUCKETED = tuple(kind for kind in BUILT if kind != "diloco")  # exchange gradients, bucket by bucket
+WAYS = [parse_sync(name) for name in dict.fromkeys(("ddp", "packed", *(row.sync for row in MEASURED), "fsdp", "hsdp",
+                                                    "zero1"))]  # fmt: skip
+CANDIDATES = tuple(msgspec.structs.replace(way, sparse=sparse) for way in WAYS
+                   for sparse in ((False, True) if way.kind in BUCKETED else (False,)))  # fmt: skip
 ALIKE = 0.9  # hosts whose speeds differ by less are alike
 WORTH = 1.02  # a smaller gain is within what a prediction can err
 MOST_IN_ALL_SETS = 5  # hosts of which every set is looked at
