@@ -49,12 +49,14 @@ def bench(
         presets = ["scaling", "fleet", "strategies", "lab01"]
         raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
     from evener.cli import fleet_benches
+    from evener.core.fleet import load_fleet, only
 
     path = fleets.fleet_path(fleet)
     if path is None:
         raise UsageError(f"--preset {preset} needs a fleet", hint="--fleet FILE; evener lab up makes one")
     if data and len(data) > 1:
         raise UsageError(f"--preset {preset} takes one corpus")
+    only(load_fleet(path), hosts)  # a mistake is told before a corpus is prepared
     corpus = data[0] if data else benchmarks.prepared(benchmarks.CORPORA[0])
     if preset == "fleet":
         return fleet_benches.fleet(path, hosts, corpus, out, seconds, model, batch or 8, as_json)
