@@ -72,9 +72,8 @@ def measure(folder: Path, options: argparse.Namespace, rate: str, cpus: list[flo
     lab = Lab.up(LabSpec(name="fast", hosts=hosts), out=fleet)
     try:
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--no-iperf3", "--no-trials")
-        evener(
-            folder, "probe", "host", "--fleet", str(fleet), "--model", options.model
-        )  # all at once, as they train: they share caches
+        # All at once, as they train: they share caches.
+        evener(folder, "probe", "host", "--fleet", str(fleet), "--model", options.model)
         before = limit(folder, fleet, options, shares, "limit")
         for turn in range(options.turns):
             for sync in options.syncs.split(","):
