@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from evener.core.fleet import Host, Link, ModelRate, Rates, load_fleet
 from evener.core.link import Wire
 from evener.core.measured import update_fleet
 from evener.core.shape import preset_shape
-from evener.hosts.wire import estimate_s, rounds
+from evener.hosts.wire import both_ways, estimate_s, rounds
 from evener.launch.commands import Place
 from evener.plan.collectives import (
     Ring,
@@ -114,6 +115,32 @@ def row(collective, size_bytes, time_s, num_wrong=0):
         in_place=True, time_s=time_s, time_p95_s=time_s, iterations=3, algbw_Bps=size_bytes / time_s,
         busbw_Bps=bus_factor(collective, 2) * size_bytes / time_s, num_wrong=num_wrong, sent_bytes=None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tries", "seen", "lasted_s"),
+    [
+        ([(9, 8)], (9, 8), [2]),
+        ([(9, 2), (8, 7)], (8, 7), [2, 6]),
+        ([(9, 2), (3, 9), (9, 1)], (3, 9), [2, 6, 6]),
+        ([(5, 5)], (5, 5), [2]),  # a medium that both share
+        ([(0, 0), (0, 0), (0, 0)], (0, 0), [2, 6, 6]),
+    ],
+)
+def test_of_two_directions_at_once_of_which_tcp_keeps_one_low_the_fairest_measurement_counts(tries, seen, lasted_s):
+    lasted = []
+
+    def flow(which):
+        rates = iter([rates[which] for rates in tries])
+        return SimpleNamespace(pour=lambda _, seconds: lasted.append(seconds) or poured(next(rates)))
+
+    def poured(rate):
+        return SimpleNamespace(goodput_Bps=1e6 * rate)
+
+    ways = [("a", "b"), ("b", "a")]
+    found = both_ways({way: flow(i) for i, way in enumerate(ways)}, dict.fromkeys(ways, poured(10)), 2)
+    assert tuple(found[way].goodput_Bps / 1e6 for way in ways) == seen
+    assert lasted[::2] == lasted[1::2] == lasted_s
 
 
 def test_the_paragraph_says_what_is_reached_and_from_where_on_latency_counts():

@@ -35,8 +35,15 @@ PING_S, PINGS = 0.5, 2000
 ONE_BY_ONE = 4  # hosts, up to which pairs take turns
 ASYMMETRIC = 0.8  # one direction slower than this share of the other is worth a word
 PAUSES = 0.85  # and so is a mean below this share of the median
+# One of two directions at once that has less of what it has alone is not the wire's doing: on one that both share each
+# has a half. BBR at 10 Mbit/s left one of them a quarter in 2 of 6 measurements of 2 s, and in none of 3 of 5 s.
+UNFAIR = 0.4
+LONGER = (1, 3, 3)  # times as long, as long as one is unfair
 OVERHEAD_S = 0.3  # of one measurement: connecting, answering
 BLOCKED = {"OSError", "TimeoutError", "timeout", "ConnectionRefusedError", "ConnectionResetError"}  # no way through
+
+
+Way = tuple[str, str]  # from a host to another
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,8 +182,7 @@ def _pair(
     trips = {way: flows[way].ping() for way in ways}
     single = {way: flows[way].pour(1, seconds) for way in ways}
     several = {way: flows[way].pour(STREAMS, seconds) for way in ways}
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        duplex = dict(zip(ways, pool.map(lambda way: flows[way].pour(1, seconds), ways), strict=True))
+    duplex = both_ways(flows, single, seconds)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return [
         Wire(
@@ -200,6 +206,26 @@ def _pair(
         )
         for way in ways
     ]
+
+
+def both_ways(flows: Mapping[Way, Flow], alone: Mapping[Way, Poured], seconds: float) -> dict[Way, Poured]:
+    """Both at once. Where one had so little of what it has `alone` that TCP must have kept it low, they are measured
+    again, for longer, and the fairest counts.
+    """
+
+    def at_once(each_s: float) -> dict[Way, Poured]:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            return dict(zip(flows, pool.map(lambda flow: flow.pour(1, each_s), flows.values()), strict=True))
+
+    best, most = dict[Way, Poured](), -1.0
+    for times in LONGER:
+        found = at_once(times * seconds)
+        share = min(found[way].goodput_Bps / max(alone[way].goodput_Bps, 1.0) for way in flows)
+        if share > most:
+            best, most = found, share
+        if most > UNFAIR:
+            break
+    return best
 
 
 class Poured(msgspec.Struct, frozen=True, kw_only=True):
