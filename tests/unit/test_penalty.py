@@ -111,6 +111,20 @@ def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
     assert least[0] > 0 > twice[0]  # as much for each as two have of 4096
 
 
+def test_of_runs_with_no_more_steps_and_tokens_the_one_that_lost_least_counts(monkeypatch):
+    name = "diloco:10:int8:streamed"
+    rows = (penalty._ours(name, 0.016, 1, shape="char", shares=equal(4)),
+            penalty._ours(name, 0.033, 1, shape="char", shares=equal(4), batch=32, steps=1000))  # fmt: skip
+    monkeypatch.setattr(penalty, "MEASURED", rows)
+    told = {(steps, tokens): loss_penalty(parse_sync(name), penalty.SHAPES["char"], [1] * 4, steps, tokens)
+            for steps in (999, 1000, 2000) for tokens in (4096, 8192)}  # fmt: skip
+    assert [told[key][0] for key in ((1000, 8192), (2000, 4096), (2000, 8192))] == [0.033, 0.016, 0.016]
+    assert {told[999, tokens] for tokens in (4096, 8192)} == {
+        (None, "its loss was measured only with 1000 steps and more")
+    }
+    assert told[1000, 4096] == (None, "its loss was measured only with 8192 tokens a step and more")
+
+
 def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monkeypatch):
     """Four were measured with a small model alone, two with a larger one as well."""
     name = "diloco:10:int8:streamed"
