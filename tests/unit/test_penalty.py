@@ -172,7 +172,7 @@ def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_
         assert loss_penalty(parse_sync(sync), small // 4, [1] * ranks)[1] == (
             "its loss was measured only of 1.0M parameters and more"
         )
-    assert loss_penalty(parse_sync("diloco:30"), 10_745_088, [8, 8])[0] is None  # published of 35M and more
+    assert loss_penalty(parse_sync("diloco:30"), 10_745_088, [8] * 4)[0] is None  # published of 35M and more
     assert loss_penalty(parse_sync("int8"), small // 100, [8, 8]) == loss_penalty(parse_sync("int8"), small, [8, 8])
 
 
