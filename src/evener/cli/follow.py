@@ -14,11 +14,12 @@ from evener.core.files import follow_lines
 from evener.core.plan import Plan, find_plan
 from evener.core.progress import WINDOW, Hosts, Progress
 from evener.core.resolve import Resolved
-from evener.core.roster import parse_sync, shares_text
+from evener.core.roster import parse_sync
 from evener.core.rundir import Manifest, RunDir
 from evener.core.spec import RunSpec
 from evener.core.step import StepRecord
 from evener.core.units import count, plural, seconds, size
+from evener.report.events import CHANGES, change
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,14 +88,8 @@ def bar(resolved: Resolved, where: Console, plan: Plan | None = None) -> Iterato
                 if paces is not None:
                     paces.changed(news["hosts"])
                 say(where, f"step {news['step']}: going on with {', '.join(news['hosts'])}: {news['why']}")
-            elif news["event"] == "rebalanced" and not news["is_trial"]:
-                say(where, f"step {news['step'] + 1}: shares {shares_text(news['shares'])}: {news['why']}")
-            elif news["event"] == "rechosen":
-                say(where, f"step {news['step'] + 1}: {news['sync']} instead of {news['was']}: {news['why']}")
-            elif news["event"] == "sync.fidelity":
-                say(where, f"step {news['step'] + 1}: {news['why']}")
-            elif news["event"] == "remark":
-                say(where, news["what"])
+            elif news["event"] in CHANGES and not news.get("is_trial"):
+                say(where, change(news))
             elif news["event"] in TROUBLE:
                 where.print(in_words(news), soft_wrap=True)
             elif news["event"] == "run.diverged":

@@ -38,6 +38,24 @@ def tell(event: dict[str, Any], manifest: Manifest) -> Told:
     )
 
 
+CHANGES = ("rechosen", "remark", "sync.fidelity", "rebalanced")
+
+
+def change(event: dict[str, Any]) -> str:
+    """One of CHANGES in words. Its step is the first of which it holds, counted from 1."""
+    step, why = event.get("step"), event.get("why")
+    first = step + 1 if isinstance(step, int) else step
+    match event.get("event"):
+        case "remark":
+            return str(event.get("what"))
+        case "rechosen":
+            return f"step {first}: {event.get('sync')} instead of {event.get('was')}: {why}"
+        case "rebalanced":
+            return f"step {first}: shares {shares_text(event.get('shares', []))}" + (f": {why}" if why else "")
+        case _:
+            return f"step {first}: {why}"
+
+
 def since(value_s: float) -> str:
     """When, counted from the start.
 
@@ -102,12 +120,8 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
                 f"step {step}: unlike devices round differently: replicas differed by {event.get('relative', 0.0):.1e} "
                 "of a tensor's largest number, and all took rank 0's"
             )
-        case "rechosen":
-            return f"step {_first(step)}: {event.get('sync')} instead of {event.get('was')}: {event.get('why')}"
-        case "remark":
-            return str(event.get("what"))
-        case "sync.fidelity":
-            return f"step {_first(step)}: {event.get('why')}"
+        case "rechosen" | "remark" | "sync.fidelity" | "rebalanced":
+            return change(event)
         case (
             "run.hang"
             | "run.cut-off"
@@ -125,9 +139,6 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
         case "own.missing":
             whose = plural(event.get("num", 0), "rank")
             return f"step {step}: what {whose} had not sent yet was kept where this run is no more"
-        case "rebalanced":
-            shares = shares_text(event.get("shares", []))
-            return f"step {_first(step)}: shares {shares}" + (f": {event['why']}" if event.get("why") else "")
         case "finished" | "stopped":
             return f"step {step}"
         case "run.nonfinite":
@@ -153,11 +164,6 @@ def _in_short(error: str) -> str:
     'Connection closed by peer [::1]:9'
     """
     return re.sub(r"^\[\S+:\d+\] ", "", error).partition(". This is ")[0]
-
-
-def _first(step: Any) -> Any:
-    """The first step of which it holds, counted from 1, where so many were done before it."""
-    return step + 1 if isinstance(step, int) else step
 
 
 def _as_it_stands(event: dict[str, Any]) -> str:
