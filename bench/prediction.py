@@ -6,7 +6,8 @@
 with the kernel's counters of what each connection between hosts has received, each byte once (where several share a
 slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at the
 same place of two steps, or of two rounds where replicas agree every so many steps: ten rounds apart where parts are
-streamed, for of these one may be under way at either end.
+streamed, for of these one may be under way at either end. `char` has no table that is only looked up: ways with +sparse
+are measured with `d4`, on Python's library in 32768 tokens.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
 Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ from evener.report.summary import summarize
 
 CPUS = {2: 0.9, 3: 0.6}  # of a host, so that all together leave the machine some air
 RESULTS = Path(__file__).with_name("prediction.jsonl")
-SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8:streamed")
+SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8:streamed", "ddp+sparse",
+         "packed+sparse", "int8+sparse")  # fmt: skip
+BLOCK = 256  # tokens
 ACCUMULATIONS = (1, 4)
 BATCH = 24  # sequences: 12 or 8 a rank
 WARMUP = 3
@@ -69,20 +73,27 @@ def one_lab(folder: Path, rate: str, num_hosts: int, equal: bool, steps: int,
     lab = Lab.up(LabSpec(name=f"grid{num_hosts}", hosts=hosts), out=fleet)
     try:
         evener(folder, "probe", "wire", "--fleet", str(fleet), "--seconds", "1", "--no-iperf3")
-        before = _probed(folder, fleet)
+        models = {model_of(sync) for _, sync in cells}
+        before = _probed(folder, fleet, models)
         rows = [one_run(lab, folder, fleet, rate, num_hosts, equal, accumulation, steps, sync)
                 for accumulation, sync in cells]  # fmt: skip
-        after = _probed(folder, fleet)
+        after = _probed(folder, fleet, models)
         drift = max((after[name] / before[name] - 1 for name in before), key=abs)
         return [row | {"drift": drift} for row in rows]
     finally:
         lab.down()
 
 
-def _probed(folder: Path, fleet: Path) -> dict[str, float]:
-    """Tokens/s of each host, measured now and written into the fleet's file."""
-    evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one")
-    return {name: rates["cpu"].models["char"].tokens_per_s for name, rates in load_fleet(fleet).rates.items()}
+def model_of(sync: str) -> str:
+    return "d4" if parse_sync(sync).sparse else "char"
+
+
+def _probed(folder: Path, fleet: Path, models: Collection[str]) -> dict[tuple[str, str], float]:
+    """Tokens/s of each host with each model, measured now and written into the fleet's file."""
+    for model in sorted(models):
+        evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one", "--model", model)
+    return {(name, model): rates["cpu"].models[model].tokens_per_s
+            for name, rates in load_fleet(fleet).rates.items() for model in models}  # fmt: skip
 
 
 def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equal: bool, accumulation: int,
@@ -94,7 +105,8 @@ def one_run(lab: Lab, folder: Path, fleet: Path, rate: str, num_hosts: int, equa
     micro_batch = BATCH // num_hosts // accumulation
     flags = ["--sync", sync, "--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
     flags += ["--eval-every", "0", "--eval-tokens", "256", "--checkpoint-every", "0"]
-    flags += ["--data", str(folder.parent / "corpus"), "--out", str(out)]
+    flags += ["--model", model_of(sync), "--block-size", str(BLOCK), "--out", str(out)]
+    flags += ["--data", str(folder.parent / ("python" if way.sparse else "verbs"))]
     if rate in LEAVES_OUT:
         flags += ["--shares", ":".join(["2"] * (num_hosts - 1) + ["2" if equal else "1"])]
     evener(folder, "train", "--fleet", str(fleet), "--detach", *flags)
@@ -163,7 +175,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="evener-grid-") as name:
         folder = Path(name)
-        evener(folder, "data", "verbs", "--out", str(folder / "corpus"))
+        evener(folder, "data", "verbs", "--out", str(folder / "verbs"))
+        evener(folder, "data", "python", "--tokenizer", "bpe", "--vocab-size", "32768", "--out", str(folder / "python"))
         for number, (rate, hosts, equal) in enumerate(grid()):
             title = f"{rate} {hosts} hosts {'equal' if equal else '1 : 0.5'}"
             for attempt in range(2):

@@ -15,6 +15,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 from evener.cli.data import app
 from evener.core import corpus as core_corpus
-from evener.core.corpus import Corpus, check_block, hash_content, load_corpus, verify_content
+from evener.core.corpus import Corpus, check_block, distinct_tokens, hash_content, load_corpus, verify_content
 from evener.core.errors import DataError, EvenerError, UsageError
 from evener.corpus import tokenizer as tokenizer_module
 from evener.corpus import write
@@ -123,6 +124,21 @@ def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
     assert (corpus.vocab_size, corpus.dtype) == (70_002, "uint32")
     loaded = load_corpus(tmp_path / "c")
     assert load_tokenizer(tmp_path / "c").decode(tokens(loaded, "train") + tokens(loaded, "val")) == text
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tokens_that_differ_are_as_many_as_chance_makes_them(tmp_path: Path, dtype: str) -> None:
+    """Of n draws among V as many as V·(1 - (1 - 1/V)ⁿ) are different."""
+    num, block = 1000, 64
+    drawn = np.random.default_rng(0).integers(0, num, 1 << 17).astype(dtype)
+    folder = nanogpt_folder(tmp_path / "it")
+    found = msgspec.structs.replace(load_corpus(folder), dtype=dtype, train_tokens=len(drawn))
+    drawn.tofile(found.file("train"))
+    told = distinct_tokens(found, block)
+    assert len(told) == 12  # 1 to 2048 blocks, all there are
+    expected = [num * (1 - (1 - 1 / num) ** (block << level)) for level in range(12)]
+    assert told == pytest.approx(expected, rel=0.02)
+    assert distinct_tokens(found, 2 * len(drawn)) == []
 
 
 def test_documents_end_with_end_of_text(tmp_path: Path) -> None:

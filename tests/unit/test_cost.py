@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from evener.core.link import Wire
@@ -121,9 +122,18 @@ def test_fsdp_gathers_for_every_micro_batch():
 def test_sparse_embeddings_send_rows_and_not_tables():
     shape = preset_shape("d8", 32768, 256)
     rosters = [priced(job_of(shape, batch=2), cluster(1.0, 1.0), sync).roster for sync in ("ddp", "ddp+sparse")]
-    dense, sparse = (sum(t.size_bytes for t in exchange(shape, roster).transfers) for roster in rosters)
+    dense, sparse = (sum(t.size_bytes for t in exchange(job_of(shape), roster).transfers) for roster in rosters)
     tables = 5 * 32768 * 512 * 4
     assert dense - sparse == pytest.approx(tables - 5 * 2 * 256 * (512 * 4 + 4))
+
+
+def test_a_rank_sends_the_rows_that_its_share_of_the_corpus_looks_up():
+    job = msgspec.structs.replace(job_of(preset_shape("d8", 32768, 256), batch=12, shares="8:4"),
+                                  distinct_tokens=[100.0, 160.0, 250.0, 400.0])  # fmt: skip
+    dense, sparse = (priced(job, cluster(1.0, 1.0), sync).ranks for sync in ("ddp", "ddp+sparse"))
+    for rank, rows in enumerate((400, 250)):
+        saved = 5 * (32768 * 512 * 4 - rows * (512 * 4 + 4))
+        assert dense[rank].bytes - sparse[rank].bytes == pytest.approx(saved)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "char", "gpt2", "gpt2-xl", "d4", "d20"])
@@ -151,7 +161,7 @@ def test_a_table_goes_whole_where_its_rows_would_be_more():
     def sent(name: str, num_ranks: int) -> float:
         own = {"host": "a", "device": "cpu", "dtype": "fp32", "share": 8192 // shape.block_size, "micro_batch": 1}
         members = [Member(rank=rank, **own) for rank in range(num_ranks)]
-        work = exchange(shape, Roster(members=members, sync=parse_sync(name), backend="gloo"))
+        work = exchange(job_of(shape), Roster(members=members, sync=parse_sync(name), backend="gloo"))
         return sum(sent_bytes(one.collective, one.size_bytes, num_ranks) for one in work.transfers)
 
     table, rows = 4 * 512 * 32768, 8192 * (4 * 512 + 4)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from evener.core.corpus import load_corpus
 from evener.core.errors import UsageError
 from evener.core.fleet import Link, load_fleet
 from evener.core.hardware import HARDWARE
@@ -18,6 +19,8 @@ from evener.core.prediction import HostRates, Prediction
 from evener.core.roster import parse_sync
 from evener.core.shape import PRESETS, shape_of_size
 from evener.core.spec import parse_args
+from evener.corpus.verbs import make_verbs
+from evener.corpus.write import prepare
 from evener.plan.advice import advice_of
 from evener.plan.bill import Offer, bill, parse_offers, parse_tokens
 from evener.plan.cost import price
@@ -352,6 +355,19 @@ def test_equal_figures_that_were_written_twice_are_equal_hosts(tmp_path):
     file = write(tmp_path / "fleet.toml", f'link = "1GbE"\n{hosts}{rates}')
     question = of_fleet(load_fleet(file), parse_args(["--model=char", "--batch=24"]), None, None, "fleet.toml")
     assert len({id(host) for host in question.cluster.hosts.values()}) == 1
+
+
+def test_tables_cost_the_rows_that_the_corpus_looks_up(tmp_path):
+    """With nobody's corpus no two tokens of a step are alike, and the answer says so; other flags change neither."""
+    prepare(tmp_path / "verbs", make_verbs(0, 2000, 0.1)[0], tokenizer="byte")
+    corpus, words = load_corpus(tmp_path / "verbs"), Words(rates="500", nodes=2, link="1GbE")
+    spec = parse_args(["--model=d4", "--block-size=64", "--batch=16", "--sync=ddp+sparse"])
+    known, unknown = (of_words(words, spec, one, None) for one in (corpus, None))
+    assert [any("+sparse" in told for told in one.cluster.assumed) for one in (known, unknown)] == [False, True]
+    assert (unknown.job.rows(8), known.job.rows(8)) == (8 * 64, pytest.approx(known.job.distinct_tokens[3]))
+    assert known.job.rows(8) < len(set(bytes(range(32, 127))))  # of bytes that are text
+    assert changed(known, {"batch": "32"}, None).job.distinct_tokens == known.job.distinct_tokens
+    assert changed(known, {"block_size": "32"}, None).job.distinct_tokens == []
 
 
 def test_a_host_without_a_price_is_not_free():

@@ -615,15 +615,15 @@ def test_train_leaves_out_what_makes_it_slower_and_says_why():
     slow = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=20.0)})
     asked, known = job(), fleet(b=slow)
     seats = cluster_of(known, asked).seats
-    found = of_training(known, asked.spec, asked.shape, seats)
+    found = of_training(known, asked, seats)
     assert found.left_out.keys() == {"b"}
     assert found.left_out["b"].startswith("adding b makes this run slower: ")
     assert found.option(found.chosen).roster.hosts == found.cluster.names == ["a"]
     all_of_them = changed(asked, shares="equal")
-    insisted = of_training(known, all_of_them.spec, asked.shape, seats)
+    insisted = of_training(known, all_of_them, seats)
     assert (insisted.left_out, insisted.option(insisted.chosen).roster.shares) == ({}, [12, 12])
     half = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=500.0)})
-    found = of_training(fleet(b=half), asked.spec, asked.shape, seats)
+    found = of_training(fleet(b=half), asked, seats)
     assert (found.left_out, found.option(found.chosen).roster.shares) == ({}, [16, 8])
 
 

@@ -21,7 +21,7 @@ from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
 from evener.core.errors import UsageError
 from evener.core.fleet import Fleet, Host, Rates
 from evener.core.machine import this_machine, usable_cores
-from evener.core.prediction import Job, Prediction
+from evener.core.prediction import Prediction
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
@@ -72,7 +72,7 @@ def scaling(
     def predicted(spec: RunSpec) -> Prediction:
         name = this_machine().host
         here = Fleet(hosts={name: Host(address="local", ranks=spec.machine.ranks)}, rates={name: rates})
-        job = Job(spec=spec, shape=resolved[spec.out].shape)
+        job = msgspec.structs.replace(resolved[spec.out].job, spec=spec)
         return predict(job, cluster_of(here, job))
 
     with follow.series(series, screen) as observer:

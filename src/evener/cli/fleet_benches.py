@@ -19,7 +19,6 @@ from evener.cli.terminal import console, say, table
 from evener.core.errors import EvenerError, UsageError
 from evener.core.fleet import Fleet, load_fleet, only
 from evener.core.plan import Plan, find_plan
-from evener.core.prediction import Job
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
 from evener.core.spec import EvalSpec, ModelSpec, RunSpec, TrainSpec
@@ -101,7 +100,7 @@ class _Bench:
         self.base: str | None = None  # what the others are compared with
         self._names: dict[str, str] = {}
         self.resolved = resolve(base)  # a mistake is told before anything is measured
-        self.job = Job(spec=base, shape=self.resolved.shape)
+        self.job = self.resolved.job
         if out.exists() and any(out.iterdir()) and not compare.is_comparison(out):
             raise UsageError(f"{out}: exists and is not a bench", hint="another --out")
         if compare.is_comparison(out) and compare.read(out).kind != kind:

@@ -32,7 +32,7 @@ def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], r
 
     name, to_plan = fleets.rundir_of(resolved).path.name, fleets.as_it_agrees(resolved)
     # Of a run that is resumed the ranks stay where they were.
-    order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.spec, resolved.shape)
+    order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.job)
     hosts = fleets.in_order(fleet, order)
     machine = resolved.spec.machine
     prepared = launcher.prepare(hosts, sessions, errors, name, before.id if before else None, machine=machine)

@@ -126,7 +126,7 @@ def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_ask
     from evener.plan.search import flags_of_recommended, in_a_line
 
     try:
-        prediction = of_training(fleet, resolved.spec, resolved.shape, seats, leaves_out=not as_asked)
+        prediction = of_training(fleet, resolved.job, seats, leaves_out=not as_asked)
     except UsageError as unknown:  # what stands in the run's own way is told by those who start it
         say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         if resolved.spec.train.sync == "auto":

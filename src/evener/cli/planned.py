@@ -26,6 +26,8 @@ from evener.plan.question import Question, assuming
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evener.core.corpus import Corpus
+
 LEGEND = (
     "exposed: communication that computing does not hide. ×: tokens/s beside the fastest host alone. sends: by one "
     "rank, of a step. loss: beside ddp; ?: not measured."
@@ -46,18 +48,18 @@ def of_fleet(of_what: Mapping[str, Any], spec: RunSpec, names_data: bool) -> Que
             "no fleet.toml here, and no --fleet",
             hint="or without machines: --nodes 2 --link 1GbE --compute-tokens-per-s 500",
         )
-    vocab_size = vocab_size_of(spec)
+    corpus = corpus_of(spec)
     fleet = only(load_fleet(path), of_what["hosts"])
-    asked = question.of_fleet(fleet, spec, vocab_size, of_what["link"], path, of_what["params"])
-    return without_data(asked) if vocab_size is None and names_data else asked
+    asked = question.of_fleet(fleet, spec, corpus, of_what["link"], path, of_what["params"])
+    return without_data(asked) if corpus is None and names_data else asked
 
 
 def of_words(machines: Mapping[str, Any], of_what: Mapping[str, Any], spec: RunSpec, names_data: bool) -> Question:
     """Machines that nobody has yet."""
-    vocab_size = vocab_size_of(spec) if names_data else None
+    corpus = corpus_of(spec) if names_data else None
     words = question.Words(**{**machines, "per_node": machines["per_node"] or 1}, link=of_what["link"])
-    asked = question.chosen_hosts(question.of_words(words, spec, vocab_size, of_what["params"]), of_what["hosts"])
-    return without_data(asked) if vocab_size is None and names_data else asked
+    asked = question.chosen_hosts(question.of_words(words, spec, corpus, of_what["params"]), of_what["hosts"])
+    return without_data(asked) if corpus is None and names_data else asked
 
 
 def without_data(asked: Question) -> Question:
@@ -85,12 +87,12 @@ def of_run(run: str, texts: dict[str, str], link: str | None, fleet: str | None)
     return question.changed(asked, texts, link)
 
 
-def vocab_size_of(spec: RunSpec) -> int | None:
-    """Of the corpus, where it is here."""
+def corpus_of(spec: RunSpec) -> Corpus | None:
+    """What it trains on, where that is here."""
     from evener.core.corpus import load_corpus
 
     path = Path(spec.data.data)
-    return load_corpus(path).vocab_size if path.exists() else None
+    return load_corpus(path) if path.exists() else None
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------

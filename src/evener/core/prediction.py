@@ -7,6 +7,7 @@ Whoever has a Prediction can ask again with one thing changed: a faster link, a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,6 +29,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
     shape: GPTShape
     noise_tokens: float | None = None  # gradient noise scale at the point from which it goes on; None: not measured
+    distinct_tokens: list[float] = []  # in 1, 2, 4, … sequences, in the mean; empty: nobody looked at its corpus
 
     @property
     def model(self) -> str:
@@ -38,6 +40,23 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.spec.train.batch * self.shape.block_size
+
+    def rows(self, sequences: int) -> float:
+        """Rows that so many sequences look up in a table, in the mean; where nobody looked at the corpus, one a token.
+
+        Between two numbers that were seen, and beyond the last, tokens that differ grow as a power of all [Heaps].
+
+        >>> from evener.core.shape import preset_shape
+        >>> job = Job(spec=RunSpec(), shape=preset_shape("d8", 32768, 256), distinct_tokens=[100.0, 160.0, 250.0])
+        >>> [round(job.rows(sequences)) for sequences in (0, 1, 2, 3, 4, 8, 1 << 20)]
+        [0, 100, 160, 208, 250, 391, 32768]
+        """
+        seen, most = self.distinct_tokens, self.shape.vocab_size
+        if not seen or not sequences:
+            return min(sequences * self.shape.block_size, most)
+        level = max(0, min(int(math.log2(sequences)), len(seen) - 2))
+        power = math.log2(seen[level + 1] / seen[level]) if len(seen) > 1 else 1.0
+        return min(seen[level] * math.pow(sequences / 2**level, power), most)
 
     def roster(self, seats: Sequence[Seat]) -> Roster:
         """The Roster with which a run on these seats begins of whose speed nobody knows anything."""

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core.corpus import Corpus, check_block, load_corpus
+from evener.core.corpus import Corpus, check_block, distinct_tokens, load_corpus
 from evener.core.errors import CheckpointError, NoRoomError, UsageError
+from evener.core.prediction import Job
 from evener.core.roster import NO_SYNC, Roster, SyncSpec, asked_sync, check_built
 from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
@@ -29,6 +30,11 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     corpus: Corpus
     shape: GPTShape
     resume: Checkpoint | None  # the checkpoint to go on from
+
+    @property
+    def job(self) -> Job:
+        """What the planner is asked about."""
+        return job_of(self.spec, self.shape, self.corpus)
 
 
 def resolve(
@@ -60,6 +66,12 @@ def resolve(
     sync = roster.sync if roster else asked_sync(spec) if spec.machine.ranks > 1 else NO_SYNC
     _check_disk(rundir, shape, spec, OWN_BYTES_PER_PARAM.get(sync.kind, 0) * (ranks_here or spec.machine.ranks))
     return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
+
+
+def job_of(spec: RunSpec, shape: GPTShape, corpus: Corpus | None, noise_tokens: float | None = None) -> Job:
+    """With what the corpus says of a model's tables, where it has some."""
+    distinct = distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_tables else []
+    return Job(spec=spec, shape=shape, noise_tokens=noise_tokens, distinct_tokens=distinct)
 
 
 def weights_file(init_from: str) -> Path:

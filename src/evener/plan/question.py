@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from evener.core.corpus import Corpus
 from evener.core.errors import UsageError, did_you_mean
 from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
 from evener.core.hardware import parse_hardware
 from evener.core.link import parse_link
 from evener.core.prediction import Cluster, Job, Option, Prediction
-from evener.core.resolve import check_suits, shape_of
+from evener.core.resolve import check_suits, job_of, shape_of
 from evener.core.roster import Seat, asked_sync
 from evener.core.rundir import Manifest
 from evener.core.shape import PRESETS, GPTShape, shape_of_size
@@ -45,10 +46,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[str] = []  # sentences: what a run's records changed in what was measured before
 
 
-def of_fleet(fleet: Fleet, spec: RunSpec, vocab_size: int | None, link: str | None, source: str,
+def of_fleet(fleet: Fleet, spec: RunSpec, corpus: Corpus | None, link: str | None, source: str,
              params: str | None = None) -> Question:  # fmt: skip
-    """What was measured, in the fleet's file; `vocab_size` of the corpus, the preset's own if None."""
-    job, assumed = job_of(spec, vocab_size, params)
+    """What was measured, in the fleet's file; without the corpus the vocabulary is the preset's own."""
+    job, assumed = _asked_job(spec, corpus, params)
     known = parse_link(link) if link is not None else None
     cluster = cluster_of(fleet, job, known.wire if known else None)
     if known is not None:
@@ -56,24 +57,21 @@ def of_fleet(fleet: Fleet, spec: RunSpec, vocab_size: int | None, link: str | No
     return Question(job=job, cluster=assuming(cluster, assumed), source=source, price_per_kwh=fleet.price_per_kwh)
 
 
-def of_training(fleet: Fleet, spec: RunSpec, shape: GPTShape, seats: Sequence[Seat], *,
-                leaves_out: bool = True) -> Prediction:  # fmt: skip
+def of_training(fleet: Fleet, job: Job, seats: Sequence[Seat], *, leaves_out: bool = True) -> Prediction:
     """What `train` is about to do on these seats, by rank; NotMeasuredError where too little was measured.
 
     With --shares auto the hosts that make it no faster are left out, unless all are to take part.
     """
-    job = Job(spec=spec, shape=shape)
     found = predict(job, cluster_of(fleet, job, seats=seats), keep_order=True, leaves_out=leaves_out)
-    left_out = why_left_out(found) if leaves_out and spec.machine.shares == "auto" else {}
+    left_out = why_left_out(found) if leaves_out and job.spec.machine.shares == "auto" else {}
     if not left_out:
         return found
     cluster = only(found.cluster, [name for name in found.cluster.names if name not in left_out])
     return msgspec.structs.replace(predict(job, cluster, keep_order=True), left_out=left_out)
 
 
-def ring_order(fleet: Fleet, spec: RunSpec, shape: GPTShape) -> list[str]:
+def ring_order(fleet: Fleet, job: Job) -> list[str]:
     """The hosts in the order in which `train` counts their ranks: the file's, or that of the fastest ring."""
-    job = Job(spec=spec, shape=shape)
     try:
         return in_best_ring(job, cluster_of(fleet, job)).names
     except UsageError:  # too little was measured; what stands in the run's own way is told by those who start it
@@ -94,14 +92,14 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     price_per_h: float | None = None  # of a node
 
 
-def of_words(words: Words, spec: RunSpec, vocab_size: int | None, params: str | None = None) -> Question:
+def of_words(words: Words, spec: RunSpec, corpus: Corpus | None, params: str | None = None) -> Question:
     """Machines that nobody has yet: what a fleet's file with the same words would say."""
     if words.rates is None and words.gpus is None:
         raise UsageError(
             "how fast is one rank alone? --compute-tokens-per-s N, or --gpu NAME",
             hint="evener probe host measures it on a machine that you have",
         )
-    job, assumed = job_of(spec, vocab_size, params)
+    job, assumed = _asked_job(spec, corpus, params)
     fleet = fleet_of_words(words, job)
     if words.per_node > 1 and words.gpus is None and spec.machine.device == "auto":
         assumed.append("several ranks on a node are GPUs, with NCCL and bf16")
@@ -142,23 +140,27 @@ def _check_ranks(num_ranks: int, job: Job) -> None:
         )
 
 
-def job_of(spec: RunSpec, vocab_size: int | None, params: str | None) -> tuple[Job, list[str]]:
+def _asked_job(spec: RunSpec, corpus: Corpus | None, params: str | None) -> tuple[Job, list[str]]:
     """What is trained, by a preset or by a number of parameters alone, and what was assumed of it."""
+    model, vocab_size, assumed = spec.model, corpus.vocab_size if corpus else None, []
     if params is None:
-        return _job(spec, shape_of(spec, vocab_size)), []
-    model = spec.model
-    base = msgspec.structs.replace(PRESETS["gpt2"], vocab_size=vocab_size or PRESETS["gpt2"].vocab_size,
-                                   block_size=model.block_size or PRESETS["gpt2"].block_size)  # fmt: skip
-    shape = shape_of_size(params, base)
-    named = msgspec.structs.replace(spec, model=msgspec.structs.replace(model, model=params))
-    told = f"{params} parameters: {shape.num_layers} layers of {shape.width}, otherwise like GPT-2"
-    return _job(named, shape), [told]
+        shape = shape_of(spec, vocab_size)
+    else:
+        base = msgspec.structs.replace(PRESETS["gpt2"], vocab_size=vocab_size or PRESETS["gpt2"].vocab_size,
+                                       block_size=model.block_size or PRESETS["gpt2"].block_size)  # fmt: skip
+        shape = shape_of_size(params, base)
+        spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(model, model=params))
+        assumed = [f"{params} parameters: {shape.num_layers} layers of {shape.width}, otherwise like GPT-2"]
+    job = _job(spec, shape, corpus)
+    if shape.has_tables and not job.distinct_tokens:
+        assumed.append("with +sparse each token of a step sends a row: no corpus is here to count those that differ")
+    return job, assumed
 
 
-def _job(spec: RunSpec, shape: GPTShape, noise_tokens: float | None = None) -> Job:
+def _job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
     """UsageError where `train` would refuse it."""
     check_suits(asked_sync(spec), shape)
-    return Job(spec=spec, shape=shape, noise_tokens=noise_tokens)
+    return job_of(spec, shape, corpus)
 
 
 def fleet_of_words(words: Words, job: Job) -> Fleet:
@@ -217,7 +219,8 @@ def of_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]]
     if prediction is None and len(set(dtypes.values())) == 1:  # in what else they could compute nobody knows
         dtype = manifest.roster.members[0].dtype
         spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype=dtype))
-    job = Job(spec=spec, shape=manifest.shape, noise_tokens=noise_scale(records[0]))
+    job = Job(spec=spec, shape=manifest.shape, noise_tokens=noise_scale(records[0]),
+              distinct_tokens=prediction.job.distinct_tokens if prediction else [])  # fmt: skip
     cluster = fit(job, manifest, records, prediction.cluster if prediction else None)
     changes = [
         f"{name}: {rate(cluster.hosts[name].tokens_per_s[dtype])} a rank, predicted with "
@@ -240,8 +243,11 @@ def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Q
     if texts:
         spec = make_spec(None, dict(texts), job.spec)
         vocab_size = job.shape.vocab_size if "model" not in texts else None
-        noise_tokens = job.noise_tokens if spec.model == job.spec.model else None
-        new = _job(spec, shape_of(spec, vocab_size), noise_tokens)
+        new = _job(spec, shape_of(spec, vocab_size), None)
+        if spec.model == job.spec.model:
+            new = msgspec.structs.replace(new, noise_tokens=job.noise_tokens)
+        if (spec.data, new.shape.block_size) == (job.spec.data, job.shape.block_size):
+            new = msgspec.structs.replace(new, distinct_tokens=job.distinct_tokens)
         cluster = _for_dtype(_for_shape(cluster, job, new), job, new)
         job = new
     if link is not None:

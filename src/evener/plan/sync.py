@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from evener.core.collective import Collective
+from evener.core.prediction import Job
 from evener.core.roster import Kind, Member, Roster, SyncSpec
 from evener.core.shape import MLP_EXPANSION, GPTShape
 from evener.plan.collectives import ring_all_reduce_bytes, words_bytes
@@ -66,6 +67,9 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     coded_bytes: float = 0.0  # gradients that a rank makes small and large again, in an exchange
     moved_bytes: float = 0.0  # memory traffic of what else it does with them
     every: int = 1  # steps between two exchanges
+    row_bytes: float = (
+        0.0  # that a rank sends for each row that it has looked up, in all tables that are only looked up
+    )
     fewer_bytes: float = 0.0  # that a rank sends whose gradients fit into bf16, where those of others do not
     hidden: bool = False  # it runs beside the next steps' computing
     interleaved: bool = False  # computing waits for it layer by layer: neither hides all of the other
@@ -198,25 +202,29 @@ def bucketed(tensors: Sequence[Gradient], most_bytes: int | None = None) -> list
     return found
 
 
-def exchange(shape: GPTShape, roster: Roster) -> Exchange:
+def exchange(job: Job, roster: Roster) -> Exchange:
     """What the Roster's strategy does in one step of the rank that has most to do.
 
     >>> from evener.core.roster import Member, parse_sync
     >>> from evener.core.shape import preset_shape
-    >>> shape, own = preset_shape("d8", 32768), {"device": "cpu", "dtype": "fp32", "share": 1, "micro_batch": 1}
+    >>> from evener.core.spec import RunSpec
+    >>> job = Job(spec=RunSpec(), shape=preset_shape("d8", 32768))
+    >>> own = {"device": "cpu", "dtype": "fp32", "share": 1, "micro_batch": 1}
     >>> members = [Member(rank=rank, host=host, **own) for rank, host in enumerate("ab")]
     >>> for name in ("ddp", "ddp+sparse"):
-    ...     found = exchange(shape, Roster(members=members, sync=parse_sync(name), backend="gloo"))
+    ...     found = exchange(job, Roster(members=members, sync=parse_sync(name), backend="gloo"))
     ...     print(round(sum(transfer.size_bytes for transfer in found.transfers) / 1e6, 1))
     503.3
     209.8
     """
-    work = STRATEGIES[roster.sync.kind].exchange(shape, roster)
+    work = STRATEGIES[roster.sync.kind].exchange(job.shape, roster)
     if not roster.sync.sparse:
         return work
-    rows = [_rows(shape, roster, tensor) for tensor in gradients(shape) if tensor.is_lookup]
-    transfers = sorted([*work.transfers, *rows], key=lambda transfer: transfer.ready)
-    return msgspec.structs.replace(work, transfers=transfers)
+    tables, touched = [tensor for tensor in gradients(job.shape) if tensor.is_lookup], job.rows(max(roster.shares))
+    sent = [_rows(tensor, touched, roster.world_size) for tensor in tables]
+    transfers = sorted([*work.transfers, *sent], key=lambda transfer: transfer.ready)
+    by_rows = sum(_row_bytes(tensor) for tensor, one in zip(tables, sent, strict=True) if one.collective == "swap")
+    return msgspec.structs.replace(work, transfers=transfers, row_bytes=(roster.world_size - 1) * by_rows)
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,16 +250,16 @@ def _buckets(shape: GPTShape, roster: Roster) -> list[tuple[int, float]]:
     return buckets_of(shape, roster.sync.sparse, bucket_bytes(roster))
 
 
-def _rows(shape: GPTShape, roster: Roster, tensor: Gradient) -> Transfer:
-    """A table that is only looked up: the rows that were touched, at most one a token, with their numbers.
+def _rows(table: Gradient, touched: float, num_ranks: int) -> Transfer:
+    """A table that is only looked up: the rows that were touched, with their numbers. All of it where that is less."""
+    size, whole = touched * _row_bytes(table), GRADIENT_BYTES * table.num_params
+    if (num_ranks - 1) * size > ring_all_reduce_bytes(whole, num_ranks):
+        return Transfer(collective="all_reduce", size_bytes=float(whole), ready=table.ready)
+    return _swap(size, table.ready, num_ranks)
 
-    All of it where that is less to send.
-    """
-    touched = min(max(roster.shares) * shape.block_size, tensor.rows)
-    size, whole = touched * (GRADIENT_BYTES * tensor.columns + INDEX_BYTES), GRADIENT_BYTES * tensor.num_params
-    if (roster.world_size - 1) * size > ring_all_reduce_bytes(whole, roster.world_size):
-        return Transfer(collective="all_reduce", size_bytes=float(whole), ready=tensor.ready)
-    return _swap(float(size), tensor.ready, roster.world_size)
+
+def _row_bytes(table: Gradient) -> float:
+    return float(GRADIENT_BYTES * table.columns + INDEX_BYTES)
 
 
 def _swap(sent_bytes: float, ready: float, num_ranks: int) -> Transfer:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from evener.core.errors import RunError
-from evener.core.prediction import Cluster, Job
+from evener.core.prediction import Cluster
 from evener.core.resolve import Resolved
 from evener.core.roster import Roster, weighted_shares
 from evener.core.spec import RunSpec
@@ -89,7 +89,7 @@ class Fixed:
         may_choose = spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED and self.roster.world_size > 1
         is_known = cluster is not None and cluster.hosts.keys() >= {*self.roster.hosts}  # none was added to the run
         if may_choose and resolved is not None and cluster is not None and is_known:
-            self._chooser = Chooser(Job(spec=spec, shape=resolved.shape), cluster, self.roster)
+            self._chooser = Chooser(resolved.job, cluster, self.roster)
         return remark
 
     def balance(self, *, one_size: bool) -> str:
