@@ -12,6 +12,7 @@ import pytest
 from evener.cli import fleet_run
 from evener.core.errors import HostError
 from evener.core.fleet import Fleet, Host, Link
+from evener.core.prediction import Job
 from evener.core.shape import preset_shape
 from evener.core.spec import MachineSpec, parse_args
 from evener.hosts.checks import check
@@ -400,7 +401,8 @@ def test_a_training_has_its_own_machines_looked_at(monkeypatch):
 
     monkeypatch.setattr(launcher, "survey", survey)
     spec = parse_args(["--device=cpu", "--ranks=2", "--out=runs/x"])
-    resolved: Any = SimpleNamespace(spec=spec, shape=preset_shape("tiny", 256), resume=None)
+    job = Job(spec=spec, shape=preset_shape("tiny", 256))
+    resolved: Any = SimpleNamespace(spec=spec, job=job, resume=None)
     with pytest.raises(Looked) as looked:
         fleet_run.planned(Fleet(hosts=World().hosts), {}, {}, resolved)
     assert looked.value.args == (spec.machine,)
