@@ -68,10 +68,10 @@ def resolve(
     return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
 
 
-def job_of(spec: RunSpec, shape: GPTShape, corpus: Corpus | None, noise_tokens: float | None = None) -> Job:
+def job_of(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
     """With what the corpus says of a model's tables, where it has some."""
     distinct = distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_tables else []
-    return Job(spec=spec, shape=shape, noise_tokens=noise_tokens, distinct_tokens=distinct)
+    return Job(spec=spec, shape=shape, distinct_tokens=distinct)
 
 
 def weights_file(init_from: str) -> Path:

@@ -72,7 +72,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
     """What a step costs the ranks of a Roster. One without a share waits."""
     num_ranks = roster.world_size
     kinds, of_rank = _kinds(cluster, roster)
-    work, most_rows = exchange(job, roster), job.rows(max(roster.shares))
+    work = exchange(job, roster)
     sizes = {_size(transfer) for transfer in (*work.transfers, *work.after)}
     rings = {scope: ring(cluster, _of_scope(cluster, roster, scope)) for scope in {scope for *_, scope in sizes}}
     lasting_s = {size: backend_s(size[0], size[1], rings[size[2]], roster.backend) for size in sizes}
@@ -101,14 +101,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
                 optimizer_s=cluster.hosts[kind.member.host].update_s * work.update_share,
             ),
             sync_s=in_flight_s + after_s,
-            bytes=round(
-                (
-                    sent
-                    - work.fewer_bytes * fits_bf16(kind.member)
-                    - work.row_bytes * (most_rows - job.rows(kind.member.share))
-                )
-                / work.every
-            ),
+            bytes=round((sent - _fewer_bytes(job, roster, kind.member, work)) / work.every),
             memory_bytes=memory(job.shape, roster, kind.member.rank, recompute=job.spec.model.recompute).total,
         )
         for kind, own in zip(kinds, times, strict=True)
@@ -151,6 +144,12 @@ def _sent(size: Size, around: Ring, roster: Roster) -> float:
     collective, size_bytes, scope = size
     sent = sent_bytes(collective, size_bytes, around.num_ranks, roster.backend)
     return sent * len(roster.hosts) / roster.world_size if scope == "hosts" else sent
+
+
+def _fewer_bytes(job: Job, roster: Roster, member: Member, work: Exchange) -> float:
+    """That this rank sends in an exchange than the one that has most to do."""
+    fewer_rows = job.rows(max(roster.shares)) - job.rows(member.share)
+    return work.fewer_bytes * fits_bf16(member) + work.row_bytes * fewer_rows
 
 
 def _kinds(cluster: Cluster, roster: Roster) -> tuple[list[_Kind], list[int]]:
