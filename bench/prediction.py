@@ -7,7 +7,8 @@ with the kernel's counters of what each connection between hosts has received, e
 slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at the
 same place of two steps, or of two rounds where replicas agree every so many steps: ten rounds apart where parts are
 streamed, for of these one may be under way at either end. `char` has no table that is only looked up: ways with +sparse
-are measured with `d4`, on Python's library in 32768 tokens.
+are measured with `d4`, on Python's library in 32768 tokens. It moves so much memory that hosts on one machine slow each
+other: they are probed all at once, as they train.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
 Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go
@@ -91,7 +92,8 @@ def model_of(sync: str) -> str:
 def _probed(folder: Path, fleet: Path, models: Collection[str]) -> dict[tuple[str, str], float]:
     """Tokens/s of each host with each model, measured now and written into the fleet's file."""
     for model in sorted(models):
-        evener(folder, "probe", "host", "--fleet", str(fleet), "--one-by-one", "--model", model)
+        together = [] if model == "d4" else ["--one-by-one"]
+        evener(folder, "probe", "host", "--fleet", str(fleet), "--model", model, *together)
     return {(name, model): rates["cpu"].models[model].tokens_per_s
             for name, rates in load_fleet(fleet).rates.items() for model in models}  # fmt: skip
 

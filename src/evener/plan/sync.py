@@ -224,7 +224,9 @@ def exchange(job: Job, roster: Roster) -> Exchange:
     sent = [_rows(tensor, touched, roster.world_size) for tensor in tables]
     transfers = sorted([*work.transfers, *sent], key=lambda transfer: transfer.ready)
     by_rows = sum(_row_bytes(tensor) for tensor, one in zip(tables, sent, strict=True) if one.collective == "swap")
-    return msgspec.structs.replace(work, transfers=transfers, row_bytes=(roster.world_size - 1) * by_rows)
+    looked_at = 2.0 * GRADIENT_BYTES * sum(table.num_params for table in tables)  # for the largest, and the least
+    return msgspec.structs.replace(work, transfers=transfers, row_bytes=(roster.world_size - 1) * by_rows,
+                                   moved_bytes=work.moved_bytes + looked_at)  # fmt: skip
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,7 +245,16 @@ def _all_reduces(found: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
 
 
 def _ddp(shape: GPTShape, roster: Roster) -> Exchange:
-    return Exchange(transfers=_all_reduces(_buckets(shape, roster)))
+    return Exchange(transfers=_all_reduces(_buckets(shape, roster)), moved_bytes=_into_buckets_bytes(shape))
+
+
+def _into_buckets_bytes(shape: GPTShape) -> float:
+    """Each gradient is copied into its bucket.
+
+    *Measured*, gradient_as_bucket_view, nothing sent: 14.5 ms for 147 MB that a plain copy takes 11.8 ms for, 3.9 and
+    2.6 for 43 MB. Backward makes a new gradient where there is none, and DDP takes it over.
+    """
+    return 2.0 * GRADIENT_BYTES * shape.num_params()
 
 
 def _buckets(shape: GPTShape, roster: Roster) -> list[tuple[int, float]]:
@@ -284,7 +295,7 @@ def _packed(shape: GPTShape, roster: Roster) -> Exchange:
     num_ranks = roster.world_size
     one_saves = total_saved if num_ranks == 2 else total_saved * (num_ranks - 1) / num_ranks
     return Exchange(transfers=_to_all_and_back(sizes, num_ranks), coded_bytes=_coded(shape, roster),
-                    fewer_bytes=0.0 if all_fit else one_saves)  # fmt: skip
+                    moved_bytes=_into_buckets_bytes(shape), fewer_bytes=0.0 if all_fit else one_saves)  # fmt: skip
 
 
 def fits_bf16(member: Member) -> bool:
@@ -307,7 +318,8 @@ def _narrow(bits: int, block: int) -> Callable[[GPTShape, Roster], Exchange]:
     def narrow(shape: GPTShape, roster: Roster) -> Exchange:
         factor = element_bytes(bits, block) / GRADIENT_BYTES
         sizes = [(factor * size, factor * size, ready) for size, ready in _buckets(shape, roster)]
-        return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_coded(shape, roster))
+        return Exchange(transfers=_to_all_and_back(sizes, roster.world_size), coded_bytes=_coded(shape, roster),
+                        moved_bytes=_into_buckets_bytes(shape))  # fmt: skip
 
     return narrow
 
@@ -327,7 +339,7 @@ def _powersgd(shape: GPTShape, roster: Roster) -> Exchange:
         ready = bucket[-1].ready
         sizes = [left + GRADIENT_BYTES * rest, *([right] if thin else [])]
         transfers += _all_reduces([(size + words, ready) for size in sizes])
-    return Exchange(transfers=transfers, coded_bytes=_coded(shape, roster))
+    return Exchange(transfers=transfers, coded_bytes=_coded(shape, roster), moved_bytes=_into_buckets_bytes(shape))
 
 
 def is_thin(rows: int, columns: int, rank: int) -> bool:
@@ -396,6 +408,7 @@ def _zero1(shape: GPTShape, roster: Roster) -> Exchange:
     part = GRADIENT_BYTES * shape.num_params() / roster.world_size
     return Exchange(
         transfers=_all_reduces(_buckets(shape, roster)),
+        moved_bytes=_into_buckets_bytes(shape),
         after=[Transfer(collective="broadcast", size_bytes=part, ready=1.0) for _ in range(roster.world_size)],
         update_share=1 / roster.world_size,
     )
