@@ -39,7 +39,7 @@ before and after every run; the median of the turns that stand beside it, of 50 
 at 100 and 10 Mbit/s: 12 and 6). "predicted" is the share that `plan` said before, "step" how far off it was in the
 length of a step: {short} of {known} were too short, {off} in the median. Probes know nothing of what hosts take from
 each other that share one machine, all of which these fill; where they leave a tenth of it, in `bench/prediction.py`,
-steps are 4 % off. Loss is what `bench/loss.py` measured at equal tokens, in 2000 steps (below), of as many replicas and
+steps are 5 % off. Loss is what `bench/loss.py` measured at equal tokens, in 2000 steps (below), of as many replicas and
 a model of that size; between two sizes it is read off a line, beyond the largest that one's holds, as for `d8`: see
 `src/evener/plan/penalty.py`. "auto:" is what `--sync auto` took, within 1 % of loss by what was known then; with "ddp:
 none" one host alone is faster. `python bench/fast.py` goes on with it.
