@@ -49,7 +49,7 @@ _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _MAX_PICKLE_BYTES = 64 * 1024 * 1024
 _SAMPLED_ABOVE_BYTES = 64 * 1024 * 1024
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
-_LOOKED_AT_TOKENS = 1 << 18
+_LOOKED_AT_BLOCKS = 256
 _PREPARE_HINT = "prepare one, for example: evener data verbs"
 
 
@@ -165,16 +165,16 @@ def distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
     """How many tokens are different ones in 1, 2, 4, … blocks of the training split, in the mean: so many rows of a
     table does a batch of them look up.
 
-    Of blocks drawn from all over it, 262,144 tokens at most; empty where it is shorter than a block.
+    Of 256 blocks drawn from all over it; empty where it is shorter than one.
     """
     num_blocks = corpus.train_tokens // block_size
-    num = min(num_blocks, max(1, _LOOKED_AT_TOKENS // block_size))
-    if not num:
+    if not num_blocks:
         return []
+    num = 1 << (min(num_blocks, _LOOKED_AT_BLOCKS).bit_length() - 1)
     num_bytes, kind = block_size * _ITEM_BYTES[corpus.dtype], {"uint16": "H", "uint32": "I"}[corpus.dtype]
     groups = []
     with open_file(corpus.file("train")) as file:
-        for block in random.Random(0).sample(range(num_blocks), 1 << (num.bit_length() - 1)):
+        for block in random.Random(0).sample(range(num_blocks), num):
             file.seek(block * num_bytes)
             groups.append(set(array(kind, file.read(num_bytes))))
     found = [sum(map(len, groups)) / len(groups)]
