@@ -7,11 +7,11 @@ with the kernel's counters of what each connection between hosts has received, e
 slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at the
 same place of two steps, or of two rounds where replicas agree every so many steps: ten rounds apart where parts are
 streamed, for of these one may be under way at either end. `char` has no table that is only looked up: ways with +sparse
-are measured with `d4`, on Python's library in 32768 tokens. It moves so much memory that hosts on one machine slow each
-other: they are probed all at once, as they train.
+are measured with `d4`, on Python's library in 32768 tokens. Its hosts are probed all at once, as they train, where
+the others are probed one by one.
 The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
 not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
-Needs Linux, root and an idle machine, on which not even a linter runs: 25 minutes for each of the eight labs. Rows go
+Needs Linux, root and an idle machine, on which not even a linter runs: 33 minutes for each of the eight labs. Rows go
 into bench/prediction.jsonl, and what is there is not measured again.
 """
 

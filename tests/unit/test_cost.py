@@ -136,6 +136,18 @@ def test_a_rank_sends_the_rows_that_its_share_of_the_corpus_looks_up():
         assert dense[rank].bytes - sparse[rank].bytes == pytest.approx(saved)
 
 
+@pytest.mark.parametrize(("shape", "copied_s", "measured_s"), [
+    (preset_shape("d4", 32768, 256), 11.8e-3, 14.5e-3), (preset_shape("char", 65), 2.6e-3, 3.9e-3),
+])  # fmt: skip
+def test_copying_gradients_into_buckets_takes_what_was_measured(shape, copied_s, measured_s):
+    """Backward with DDP's reducer beside backward without, nothing sent; a plain copy of as much takes so long."""
+    job, rate = job_of(shape, batch=2), 2 * 4 * shape.num_params() / copied_s
+    ddp, fast = (priced(job, cluster_of(1e9, 1e9, wire=WIRE, copy_Bps=one), "ddp") for one in (rate, 1e18))
+    told_s = ddp.ranks[0].cost.compute_s - fast.ranks[0].cost.compute_s
+    assert copied_s == pytest.approx(told_s, rel=0.01)
+    assert told_s == pytest.approx(measured_s, rel=0.35)
+
+
 @pytest.mark.parametrize("preset", ["tiny", "char", "gpt2", "gpt2-xl", "d4", "d20"])
 def test_gradients_come_once_each_and_in_order(preset):
     shape = PRESETS[preset]

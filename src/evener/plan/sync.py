@@ -67,9 +67,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     coded_bytes: float = 0.0  # gradients that a rank makes small and large again, in an exchange
     moved_bytes: float = 0.0  # memory traffic of what else it does with them
     every: int = 1  # steps between two exchanges
-    row_bytes: float = (
-        0.0  # that a rank sends for each row that it has looked up, in all tables that are only looked up
-    )
+    row_bytes: float = 0.0  # that a rank sends for each row that its tokens look up, of all tables
     fewer_bytes: float = 0.0  # that a rank sends whose gradients fit into bf16, where those of others do not
     hidden: bool = False  # it runs beside the next steps' computing
     interleaved: bool = False  # computing waits for it layer by layer: neither hides all of the other
