@@ -20,12 +20,13 @@ from evener.core.files import write_atomic
 from evener.watch.guard import HEADERS, Guard, user_token
 from evener.watch.hub import Hub, View
 from evener.watch.reader import Reader
-from evener.watch.server import WRITES_EVERY_S, Actions, Server
+from evener.watch.server import Actions, Server
 
 from ..conftest import wait_until
 
 TOKEN = "t" * 43
 BASE = "http://127.0.0.1:7447"
+SAMPLES_EVERY_S = 0.05
 HOSTILE = "<script>alert(1)<img src=x onerror=alert(2)>\"'& {{ 7 * 7 }}"
 
 
@@ -38,7 +39,7 @@ def serve(tmp_path, write_run):
         runs = [write_run(tmp_path / name, [{}, {}], verdict=verdict, evaluations={10: 2.0}, sync_s=0.02, **other)
                 for name in names or ("one",)]  # fmt: skip
         hub = Hub(lambda: [run.path for run in runs])
-        app = Guard(Server(hub, actions or Actions()).app(), TOKEN, 7447)
+        app = Guard(Server(hub, actions or Actions(), samples_every_s=SAMPLES_EVERY_S).app(), TOKEN, 7447)
         client = TestClient(app, base_url=BASE, follow_redirects=False).__enter__()
         opened.append(client)
         return client, hub, runs
@@ -356,11 +357,11 @@ def test_whoever_was_asked_to_write_goes_on_while_somebody_looks_and_it_can(serv
         can[0] = False
         save(30)
         wait_until(lambda: written == [10, 20, 30])
-        time.sleep(4 * WRITES_EVERY_S)
+        time.sleep(4 * SAMPLES_EVERY_S)
         assert written == [10, 20, 30]
         can[0] = True
         client.post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE})
         wait_until(lambda: written[3:] == [30])
     save(40)
-    time.sleep(4 * WRITES_EVERY_S)
+    time.sleep(4 * SAMPLES_EVERY_S)
     assert written == [10, 20, 30, 30]

@@ -46,7 +46,7 @@ from evener.watch.reader import Reader
 
 ALIVE_S = 15.0
 ANSWER_S = 2.0  # what takes longer goes on behind the answer
-WRITES_EVERY_S = 0.5  # looks for a newer checkpoint
+SAMPLES_EVERY_S = 0.5  # looks for a newer checkpoint
 MEANWHILE = {**dict.fromkeys(("stop", "save"), "asked: its step is finished first"), "sample": "it begins to write"}
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
@@ -73,8 +73,9 @@ def assets() -> dict[str, str]:
 class Server:
     """What answers."""
 
-    def __init__(self, hub: Hub, actions: Actions) -> None:
+    def __init__(self, hub: Hub, actions: Actions, *, samples_every_s: float = SAMPLES_EVERY_S) -> None:
         self._hub, self._actions, self._assets = hub, actions, assets()
+        self._samples_every_s = samples_every_s
         text = "".join(f"{name}\0{content}\0" for name, content in sorted(self._assets.items()))
         self._version = f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._acting: dict[tuple[str, str], Future[str]] = {}
@@ -104,6 +105,8 @@ class Server:
         tasks = asyncio.create_task(self._hub.run()), asyncio.create_task(self._write_on())
         yield
         self._hub.close()
+        for task in tasks:
+            task.cancel()  # either may sleep for a second, which whoever presses Ctrl-C would wait for
         await asyncio.gather(*tasks, return_exceptions=True)
         self._hub.end()
 
@@ -238,7 +241,7 @@ class Server:
                     self._writing.discard(key)
                 elif self._hub.is_seen(key) and await self._hub.do(self._hub.readers[key].has_not_written):
                     self._act(key, "sample", self._actions.sample)
-            await asyncio.sleep(WRITES_EVERY_S)
+            await asyncio.sleep(self._samples_every_s)
 
     def _view(self, request: Request, page: str) -> View | None:
         """What a page shows; None where there is no such page or run."""
