@@ -12,7 +12,7 @@ import msgspec
 from evener.core.corpus import Corpus, check_block, distinct_tokens, load_corpus
 from evener.core.errors import CheckpointError, NoRoomError, UsageError
 from evener.core.prediction import Job
-from evener.core.roster import NO_SYNC, Roster, SyncSpec, asked_sync, check_built
+from evener.core.roster import NO_SYNC, Roster, SyncSpec, asked_sync, check_built, parse_shares
 from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
@@ -60,6 +60,7 @@ def resolve(
     rundir = RunDir(spec.out or "runs")
     check_built(spec)
     check_suits(asked_sync(spec), shape)
+    parse_shares(spec.machine.shares)
     checkpoint = None if in_world else starting_point(rundir, spec, resume=resume)
     if checkpoint is not None:
         _check_fits(rundir, shape, corpus, spec)
