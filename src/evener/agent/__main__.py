@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,16 @@ TOLD_TO_END = 143  # of a launcher whose ranks were well until another host's fa
 class Agent:
     """One host's, of one run."""
 
-    def __init__(self, spec: AgentSpec, folder: Path) -> None:
-        """CheckpointError where what this host promised the others is damaged: it could promise something else."""
+    def __init__(
+        self, spec: AgentSpec, folder: Path, *, clock: Callable[[], float] = time.monotonic,
+        start_ranks: Callable[[AgentSpec, Path, Meeting], Ranks] = Ranks,
+    ) -> None:  # fmt: skip
+        """Take part in the run of `folder`; `clock` and `start_ranks` are what a simulation replaces.
+
+        CheckpointError where what this host promised the others is damaged: it could promise something else.
+        """
         self._spec, self._folder, self._path = spec, folder, folder / KEPT_FILE
+        self._clock, self._start_ranks = clock, start_ranks
         self._spec_path, self._spec_is_of = folder / AGENT_FILE, 0  # when it was written
         self._is_spec_news = False  # by what others say, and not written down yet
         self._kept_out, self._leaves = folder / KEPT_OUT_FILE, ""  # why this host leaves, by its agent
@@ -85,11 +93,11 @@ class Agent:
             raise CheckpointError(f"{told}: one of both is damaged")
         is_back = kept.life > 0
         kept = Kept(kept.world, kept.vote, kept.life + 1)
-        join_by = time.monotonic() + (spec.silent_s if is_back else spec.join_s)
+        join_by = self._clock() + (spec.silent_s if is_back else spec.join_s)
         self._council = Council(spec.host, kept, silent_s=spec.silent_s, join_by=join_by, lives=spec.lives)
         if is_back and self._council.is_member:
             self._council.phase, self._council.why = self._regroup(), "its agent was started again"
-        self._gossip = Gossip(spec.key.encode(), self._hear)
+        self._said_edition = -1
         self._news = asyncio.Event()  # somebody said something new
         self._refusal, self._refused_at = "", 0.0  # as long as nothing can be written down, this host says nothing
         self._kept: Kept | None = None  # as it is on the disk
@@ -106,36 +114,47 @@ class Agent:
         self._hangs_since = self._look_at = 0.0
 
     async def main(self) -> int:
+        """Take part until the run has ended, or goes on without this host; the exit status."""
+        gossip = Gossip(self._spec.key.encode(), self.hear)
         place = self._spec.hosts[self._spec.host]
-        await self._gossip.listen((place.address, self._spec.port))
+        await gossip.listen((place.address, self._spec.port))
         try:
-            told = -1  # the edition
-            while (status := self._try_look()) is None:
-                now = time.monotonic()
-                others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
-                          if name != self._spec.host}  # fmt: skip
-                council, spec = self._council, self._spec
-                if not self._refusal and (council.is_to_say(now) or told != spec.edition):
-                    told = spec.edition
-                    word = msgspec.structs.replace(council.say(now), hosts=spec.hosts, edition=spec.edition)
-                    self._gossip.say(word, others)
+            while (status := self.look()) is None:
+                statement = self.statement()
+                if statement is not None:
+                    others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
+                              if name != self._spec.host}  # fmt: skip
+                    gossip.say(statement, others)
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ROUND_S):
                         await self._news.wait()
             return status
         finally:
-            await self._gossip.close()
-            if self._ranks is not None:
-                self._ranks.end()
+            await gossip.close()
+            self.close()
 
-    def _hear(self, statement: Statement) -> None:
+    def close(self) -> None:
+        """End what is left of this host's ranks."""
+        if self._ranks is not None:
+            self._ranks.end()
+
+    def hear(self, statement: Statement) -> None:
+        """Receive another host's statement."""
         # A host was added while this one was out of reach: before anything that is said of it.
         self._is_spec_news |= self._go_by(statement.hosts, statement.edition)
-        if statement.host in self._spec.hosts and self._council.hear(statement, time.monotonic()):
+        if statement.host in self._spec.hosts and self._council.hear(statement, self._clock()):
             self._news.set()
 
-    def _try_look(self) -> int | None:
+    def statement(self) -> Statement | None:
+        """Return what the other hosts are to receive now, if anything."""
+        now, spec = self._clock(), self._spec
+        if self._refusal or not (self._council.is_to_say(now) or self._said_edition != spec.edition):
+            return None
+        self._said_edition = spec.edition
+        return msgspec.structs.replace(self._council.say(now), hosts=spec.hosts, edition=spec.edition)
+
+    def look(self) -> int | None:
         """Do what is to be done now; the exit status, where that is all. What can't be written down can't be promised:
         where the disk refuses, the others go on without this host, until it does not any more.
         """
@@ -146,8 +165,8 @@ class Agent:
             self._end_ranks()
             if council.phase not in (Phase.DONE, Phase.REFUSED):
                 council.phase = self._regroup() if council.is_member else Phase.WAITING
-            self._refused_at = self._refused_at if self._refusal else time.monotonic()
-            if time.monotonic() - self._refused_at > PATIENCE_S:
+            self._refused_at = self._refused_at if self._refusal else self._clock()
+            if self._clock() - self._refused_at > PATIENCE_S:
                 raise
         if refusal != self._refusal:
             print(f"evener: {refusal or 'this host can take part again'}", flush=True)
@@ -155,8 +174,8 @@ class Agent:
         return status
 
     def _look(self) -> int | None:
-        """`_try_look`, or OSError."""
-        now, council = time.monotonic(), self._council
+        """`look`, or OSError."""
+        now, council = self._clock(), self._council
         self._look_for_room(now)
         self._read_spec()
         if self._is_spec_news:  # before any world that has them is kept
@@ -212,7 +231,7 @@ class Agent:
         with contextlib.suppress(OSError, ValueError):
             self._takes = int(told.read_text())
             told.unlink()
-        self._room_at = time.monotonic() + min(ROOM_AGAIN_S * 2 ** min(self._no_rooms, 10), MOST_ROOM_AGAIN_S)
+        self._room_at = self._clock() + min(ROOM_AGAIN_S * 2 ** min(self._no_rooms, 10), MOST_ROOM_AGAIN_S)
         self._no_rooms += 1
         self._council.phase, self._council.why = Phase.LEAVING, ""  # it has not given up
         error = f"{self._spec.host} has {free / 1e9:.2f} GB free, its checkpoints need {self._takes / 1e9:.2f} GB"
@@ -266,12 +285,12 @@ class Agent:
         if self._ranks is not None:
             self._ranks.meet(meeting)
         elif council.world.is_fresh:
-            self._ranks, self._failures = Ranks(spec, self._folder, meeting), []
+            self._ranks, self._failures = self._start_ranks(spec, self._folder, meeting), []
         else:  # they ended while it was decided
             council.phase, council.why = Phase.FAILED, "its ranks have ended"
             return
         council.phase, self._are_in = Phase.RUNNING, True
-        self._in_since = min(self._in_since, time.monotonic())
+        self._in_since = min(self._in_since, self._clock())
 
     def _be_ready(self, now: float) -> None:
         """Have ranks that could be let in."""
@@ -280,7 +299,8 @@ class Agent:
             if now >= self._again_at:
                 self._again_at = now + min(AGAIN_S * 2 ** min(self._in_vain, 10), MOST_AGAIN_S)
                 self._in_vain += 1
-                self._ranks, self._failures = Ranks(self._spec, self._folder, Meeting(world=council.world)), []
+                meeting = Meeting(world=council.world)
+                self._ranks, self._failures = self._start_ranks(self._spec, self._folder, meeting), []
         elif self._ranks.status() is not None:
             failures = self._ranks.failures()
             refused = [one for one in failures if one["exitcode"] == REFUSED]
@@ -408,7 +428,7 @@ class Agent:
         return Phase.LEAVING if is_away else Phase.REGROUP
 
     def _end_ranks(self) -> None:
-        if time.monotonic() - self._in_since > LASTING_S:
+        if self._clock() - self._in_since > LASTING_S:
             self._in_vain = 0
         self._in_since = math.inf
         if self._ranks is not None:

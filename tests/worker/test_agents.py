@@ -1,0 +1,209 @@
+"""What agents of several hosts agree on and do, whatever befalls them: simulated, and as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.core.rundir import RunDir
+from evener.core.world import AGENT_FILE, LEFT, NO_ROOM, OVER, Part
+
+from ..agents import AgentProcesses, Pulse, SimulatedAgents
+from ..tiers import exhaustive
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a loopback address of its own: Linux")
+Hosts = SimulatedAgents | AgentProcesses
+MakeHosts = Callable[..., Hosts]
+
+
+@pytest.fixture(params=[SimulatedAgents, pytest.param(AgentProcesses, marks=exhaustive)])
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MakeHosts]:
+    made: list[Hosts] = []
+
+    def make(names: str, pulses: dict[str, Pulse] | None = None) -> Hosts:
+        made.append(request.param(tmp_path, names, pulses))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_rank_that_is_killed_is_started_again_with_the_others(hosts: MakeHosts) -> None:
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    fleet.kill_rank("b")
+    fleet.until_in(1, "abc")
+    assert "evener: b failed: world 1 is a, b, c" in fleet.log("c")
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("gone", "left"), [("a", "bc"), ("b", "ac")])
+def test_whoever_loses_its_power_the_others_go_on_and_take_it_back(hosts: MakeHosts, gone: str, left: str) -> None:
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    fleet.kill(gone)
+    fleet.until_in(1, left)
+    fleet.start(gone)
+    fleet.until(lambda: "world 1" in fleet.log(gone))  # it has heard
+    fleet.kill_rank(left[1])
+    fleet.until_in(2, left + gone)
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
+
+
+def test_an_agent_that_is_killed_comes_back(hosts: MakeHosts) -> None:
+    """Its supervisor starts it again, before anybody has missed it."""
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    fleet.kill("a")
+    fleet.start("a")
+    fleet.until_in(1, "ab")
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "ab"] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pulses", "what"),
+    [
+        ({}, "is stopped, by a signal or a debugger"),
+        (
+            {"a": Pulse("loop.py:3 in train", waits=True), "b": Pulse("data.py:9 in read", waits=False)},
+            "does nothing, in data.py:9 in read, and the others wait for it",
+        ),
+    ],
+    ids=["stopped", "idle"],
+)
+def test_a_rank_that_holds_the_others_up_is_named_and_all_begin_again(
+    hosts: MakeHosts, tmp_path: Path, pulses: dict[str, Pulse], what: str
+) -> None:
+    fleet = hosts("ab", pulses)
+    fleet.until_in(0, "ab")
+    if not pulses:
+        fleet.stop_rank("b")
+    fleet.until(lambda: (tmp_path / "b" / "events.jsonl").exists())
+    fleet.until_in(1, "ab")
+    event = json.loads((tmp_path / "b" / "events.jsonl").read_text().splitlines()[0])
+    assert (event["event"], event["rank"], event["error"]) == ("run.hang", 1, f"rank 1 on b {what}")
+    assert not (tmp_path / "a" / "events.jsonl").exists()
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "ab"] == [0, 0]
+
+
+def test_of_a_host_that_is_added_whoever_was_not_told_hears_from_the_others(hosts: MakeHosts, tmp_path: Path) -> None:
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    fleet.parts |= {"c": Part(address="127.0.0.3", num_ranks=1)}
+    fleet.edition += 1
+    fleet.tell("a")
+    fleet.until(lambda: b'"c"' in (tmp_path / "b" / AGENT_FILE).read_bytes())
+    fleet.add("c")
+    fleet.until(lambda: (tmp_path / "b" / "host" / "waiting").exists())
+    fleet.kill_rank("a")
+    fleet.until_in(1, "abc")
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
+
+
+def test_what_fails_always_ends(hosts: MakeHosts) -> None:
+    """What the ranks say would fail in any world, at once."""
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    fleet.end_ranks(str(OVER))
+    assert [fleet.wait(name) for name in "ab"] == [OVER, OVER]
+
+
+@pytest.mark.parametrize(("status", "times"), [("2", 1), ("1", 4)])
+def test_what_fails_always_on_one_host_the_others_do_without(
+    hosts: MakeHosts, tmp_path: Path, status: str, times: int
+) -> None:
+    """At once where its ranks refuse after all have trained; else after the fourth time in a row."""
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    fleet.kill_rank("b")
+    fleet.until_in(1, "abc")
+    fleet.end_ranks(status, "c")
+    assert fleet.wait("c") == LEFT
+    fleet.until_in(1 + times, "ab")
+    (event,) = RunDir(tmp_path / "c").events()
+    assert (event["event"], event["host"]) == ("run.leaves", "c")
+    told = f"c leaves the run: rank 2 ended with exit code {status}"
+    assert event["error"] == told + " 4 times, and nothing was saved in between" * (times > 1)
+    fleet.end_ranks("0", "ab")
+    assert [fleet.wait(name) for name in "ab"] == [0, 0]
+
+
+def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(hosts: MakeHosts, tmp_path: Path) -> None:
+    """What its agent writes down fits there all the time."""
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    with (tmp_path / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 29)
+    fleet.end_ranks(str(NO_ROOM), "c")
+    fleet.until_in(1, "ab")
+    (event,) = RunDir(tmp_path / "c").events()
+    assert (event["event"], event["host"]) == ("run.no-room", "c")
+    (tmp_path / "c" / "go").unlink()
+    (tmp_path / "ballast").unlink()
+    fleet.until(lambda: "this host has room again" in fleet.log("c"))
+    fleet.until(lambda: (tmp_path / "a" / "host" / "waiting").exists())
+    fleet.kill_rank("a")
+    fleet.until_in(2, "abc")
+    fleet.end_ranks("0")
+    assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
+
+
+def test_without_room_on_the_first_of_two_the_other_goes_on(hosts: MakeHosts, tmp_path: Path) -> None:
+    """It is no cut: the first says so."""
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    (tmp_path / "a" / "host" / "needs").write_text(str(1 << 60))
+    fleet.end_ranks(str(NO_ROOM), "a")
+    fleet.until_in(1, "b")
+    assert f"its checkpoints need {(1 << 60) / 1e9:.2f} GB" in fleet.log("a")
+    fleet.end_ranks("0", "b")
+    assert [fleet.wait(name) for name in "ab"] == [0, 0]
+
+
+def test_where_all_leave_the_run_has_failed(hosts: MakeHosts) -> None:
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    fleet.kill_rank("a")
+    fleet.until_in(1, "ab")
+    fleet.end_ranks("2")
+    assert OVER in [fleet.wait(name) for name in "ab"]  # of whoever was the last
+
+
+def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: MakeHosts, tmp_path: Path) -> None:
+    """Also where it was in the next world already, and where its supervisor starts its agent again."""
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    (tmp_path / "c" / "host" / "kept-out").write_text("its memory fails")
+    fleet.kill_rank("a")
+    assert fleet.wait("c") == LEFT
+    fleet.until(lambda: "is a, b\n" in fleet.log("b"))
+    fleet.start("c")
+    assert fleet.wait("c") == LEFT
+    assert fleet.log("c").count("has left the run: its memory fails\n") == 2
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "ab"] == [0, 0]
+
+
+def test_one_host_of_two_waits_without_the_first(hosts: MakeHosts) -> None:
+    fleet = hosts("ab")
+    fleet.until_in(0, "ab")
+    fleet.freeze("a")
+    fleet.until(lambda: "too few of the hosts are in reach" in fleet.log("b"))
+    fleet.until(lambda: not fleet.has_ranks("b"))
+    fleet.thaw("a")
+    # It was stopped: that it heard nobody meanwhile says nothing of them.
+    fleet.until(lambda: "world 1 is a, b" in fleet.log("a"))
+    fleet.until(lambda: any(f"world {number} rank 1 of 2\n" in fleet.told("b") for number in range(1, 7)))
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "ab"] == [0, 0]
