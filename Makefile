@@ -1,18 +1,29 @@
-# make demo   set up, run the main job, say where the report lies
-# make test   set up, run the whole test suite
+# make demo      set up, run the main job, say where the report lies
+# make check     lint, types and pure tests: while you work
+# make test      and all that starts processes: everything that a change can break
+# make test-all  and long matrices, all fault drills, all seeds: CONTRIBUTING.md says which tier holds what
 # make bench  measure; with NANOGPT=FOLDER, a checkout of https://github.com/karpathy/nanoGPT, beside that too
 PYTHON ?= python3
 BIN := .venv/bin
-# Three workers share two cores with the ranks that they start: much of the time is spent waiting for hosts.
-PYTEST_WORKERS ?= 3
+# One worker a core for pure tests; one more for tests that spend much of their time waiting for hosts.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+PYTEST_WORKERS ?= $(shell expr $(CORES) + 1)
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test lint format bench docs clean
+.PHONY: demo check test test-all lint format bench docs clean
 
 demo: .venv/installed
 	$(BIN)/evener bench --force
 
-test: .venv/installed
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
+check: lint
+	$(PYTEST) -n $(CORES) tests/unit src --ignore=src/evener/worker
+
+test: check
+	$(PYTEST) -n $(PYTEST_WORKERS) tests src/evener/worker --ignore=tests/unit
+
+test-all: lint
+	$(PYTEST) -n $(PYTEST_WORKERS) --exhaustive -m 'not alone'
+	$(BIN)/python -m pytest --exhaustive -m alone
 
 lint: .venv/installed
 	$(BIN)/ruff check .

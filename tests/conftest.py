@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import random
 import shutil
@@ -13,31 +15,57 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
+import psutil
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from evener.core.rundir import RunDir
+from evener.core.rundir import Contention, RunDir
+from evener.core.runwriter import RunWriter
 from evener.hosts.remote import runs
 
+from . import guard, sample_runs, tiers
 from .ranks import Server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 collect_ignore_glob = ["worker/loops/*"]  # programs that tests start
 TIMEOUT_S = 300  # of a machine as busy as it likes
+GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 # Tests share the cores: a thread that waits must not keep one busy.
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1",
+                    guard.VARIABLE: guard.MARK}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Other people's programs that are no packages."""
     parser.addoption("--nanogpt", metavar="DIR", help="a checkout of karpathy/nanoGPT, to be launched on two hosts")
+    parser.addoption("--record-drills", action="store_true", help="write what doctor sees in each fault drill anew")
+    parser.addoption("--exhaustive", action="store_true", help="run every test: the tier of `make test-all`")
 
 
-def pytest_configure() -> None:
-    """A shell that starts the tests in the background, or nohup, has them and what they start ignore these signals."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the tier, and take back SIGINT and SIGHUP, which a shell has a background job (or nohup) ignore."""
+    tiers.RUNS_EXHAUSTIVE = config.getoption("exhaustive")
+    # The fast tiers try the same examples every time; new ones are looked for by `make test-all`.
+    hypothesis.settings.register_profile("tier", derandomize=not tiers.RUNS_EXHAUSTIVE)
+    hypothesis.settings.load_profile("tier")
+    config.stash[GUARD] = guard.start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Return when what this test process left behind has been ended."""
+    config.stash[GUARD].communicate()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave exhaustive tests to `make test-all`."""
+    if not tiers.RUNS_EXHAUSTIVE:
+        left = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 def slowdown() -> float:
@@ -150,6 +178,18 @@ def wait_until(condition: Callable[[], bool], explain: Callable[[], str] = lambd
 
 
 @pytest.fixture
+def write_run() -> Callable[..., RunWriter]:
+    """Write a run directory without a run."""
+    return sample_runs.write_run
+
+
+@pytest.fixture
+def contention() -> Callable[..., Contention]:
+    """Return a measurement of how ranks disturb each other."""
+    return sample_runs.contention
+
+
+@pytest.fixture
 def start(corpus: Path) -> Callable[..., Started]:
     """Start `evener.worker` with these flags; `out` is its run directory."""
 
@@ -166,9 +206,9 @@ def flags_of(corpus: Path, out: Path) -> list[str]:
     return [*flags, "--threads", "1", "--dtype", "fp32", "--shares", "equal"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A real Chromium, Debian's, started once: that takes a second or two, and no process can have two Playwrights."""
+    """A real Chromium, Debian's. While it is there its event loop runs in this thread, so that no other one can."""
     if CHROMIUM is None and "CI" in os.environ:
         pytest.fail("there is no chromium: apt install chromium")
     if CHROMIUM is None:
@@ -198,6 +238,39 @@ def train(corpus: Path, server: Server, tmp_path: Path) -> Callable[..., RunDir]
         return RunDir(out)
 
     return train
+
+
+@pytest.fixture
+def shared_train(
+    corpus: Path, server: Server, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., RunDir]:
+    """Return the run of these flags, made by whichever test of all workers asks for it first. It is only read."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-runs"
+    folder.mkdir(exist_ok=True)
+
+    def train(*args: str, ranks: int = 1) -> RunDir:
+        out = folder / hashlib.sha256(repr((args, ranks)).encode()).hexdigest()[:16]
+        with out.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                made = tmp_path / "run-to-share"
+                ended = server.run(
+                    tmp_path / "printed", [*flags_of(corpus, made), *args], ranks, module="evener.worker"
+                )
+                assert not any(ended.statuses), f"{ended.statuses}\n{ended.said('out')}{ended.said('err')}"
+                made.rename(out)
+        return RunDir(out)
+
+    return train
+
+
+@pytest.fixture
+def quiet_machine() -> None:
+    """Skip a test that measures the machine itself where other programs use it."""
+    used = psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1)
+    if used > 0.25:
+        pytest.skip(f"not judged: other programs use {used:.1f} of the machine's cores")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page
 
 from ..conftest import TIMEOUT_S, free_port, wait_until
-from ..unit.conftest import write_run as _write_run
 
 AWAY = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED")  # what a browser says itself of a server that is not there
 
@@ -84,9 +83,3 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     yield watch
     for one in started:
         one.stop(signal.SIGKILL)
-
-
-@pytest.fixture(name="write_run")
-def write_run_fixture() -> Callable[..., object]:
-    """Run directories written by hand."""
-    return _write_run

@@ -12,6 +12,7 @@ from playwright.sync_api import Page, expect
 from evener.core.runwriter import RunWriter
 from evener.report import beside
 from evener.report.page import run_page
+from tests.tiers import exhaustive, exhaustively
 
 from ..conftest import Started, flags_of, wait_until
 
@@ -105,6 +106,7 @@ def test_a_hidden_tab_has_no_stream(page, run, watch):
     shows_step(page, step)
 
 
+@exhaustive
 def test_a_page_that_is_open_for_long_does_not_grow(page, run, watch):
     """Messages as the server sends them, many times as many as of an evening: as many nodes, as much memory."""
     page.add_init_script("""
@@ -139,6 +141,7 @@ def test_a_page_that_is_open_for_long_does_not_grow(page, run, watch):
     assert more_used < used + 1_000_000
 
 
+@exhaustive
 def test_nobody_is_left_out(context, page, run, watch, tmp_path, write_run):
     """axe-core's rules, on every page, wide and narrow, light and dark; and the keyboard reaches the button."""
     other = write_run(tmp_path / "other", [{}], verdict="failed")
@@ -155,7 +158,7 @@ def test_nobody_is_left_out(context, page, run, watch, tmp_path, write_run):
         keeps_to_the_rules(page)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), *exhaustively((1400, "light"))])
 def test_nor_is_anybody_by_the_reports(page, run, tmp_path, write_run, width, scheme):
     """Pages that open offline: of a run, and of two beside each other. Each picture has its figures as text."""
     other = write_run(tmp_path / "other", [{}], evaluations={10: 2.0, 20: 1.0})
@@ -184,6 +187,7 @@ def keeps_to_the_rules(page: Page) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"], page.url
 
 
+@exhaustive
 def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
     """A real one, of a worker that trains; nobody but the page follows it."""
     from evener.cli.main import app

@@ -15,8 +15,9 @@ from evener.core.measured import update_fleet
 from evener.core.rundir import RunDir
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 
 
 def bench(folder: Path, *args: object) -> dict:

@@ -16,6 +16,7 @@ from evener.lab.host import Host
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
+from tests.tiers import exhaustive
 
 CALM_S = (0.0, 0.2)
 KEEPER = "import sys, time; time.sleep(1000)"  # a process, called as it is told
@@ -100,7 +101,7 @@ def is_broken(name: str, lab: Lab, host: Host, keepers: dict[str, int]) -> bool:
     raise AssertionError(name)
 
 
-@pytest.mark.slow
+@exhaustive
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_does_what_its_row_says_and_leaves_nothing(lab: Lab, name: str) -> None:
     if name == "half-speed" and not (cgroup.ROOT / "cpu").exists():
@@ -131,6 +132,7 @@ def test_without_a_rate_a_limit_and_a_disk_of_its_own_a_host_can_only_be_ended(m
     assert len(able) == len(ROWS) - 3
 
 
+@exhaustive
 def test_a_disk_outlives_the_power_of_its_host_and_not_the_lab(make_lab: MakeLab) -> None:
     lab = make_lab(a=HostSpec(disk="64MB"))
     host = lab.host("a")

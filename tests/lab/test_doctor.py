@@ -21,6 +21,7 @@ from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec
 from tests.conftest import SlowedDown, slowdown
 from tests.lab.conftest import MakeLab, wait_until
+from tests.tiers import exhaustive, exhaustively
 
 MINE = {"version.evener"}  # somebody may edit the code meanwhile
 
@@ -107,7 +108,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 CALLS = ":[0-9A-F]{4} [0-9A-F]{8}:(?!733C|0016)[0-9A-F]{4} 02"  # of /proc/net/tcp: unanswered, neither 29500 nor ssh
 
 
-@pytest.mark.parametrize("closed", ["a", "b"])
+@pytest.mark.parametrize("closed", ["a", *exhaustively("b")])
 def test_gloo_itself_connects_from_the_greater_address_to_the_smaller(lab, closed):
     """What the severity of net.firewall rests on: with b's ephemeral ports closed a run starts, with a's it hangs."""
     lab.host(closed).firewall(["tcp dport { 22, 29500 } accept", "meta l4proto tcp drop"])
@@ -178,7 +179,7 @@ RATES = [
 ]
 
 
-@pytest.mark.parametrize(("rates", "check"), RATES, ids=[row[1] for row in RATES])
+@pytest.mark.parametrize(("rates", "check"), [RATES[1], *exhaustively(RATES[0], RATES[2])])
 def test_a_link_that_is_slow_lopsided_or_lossy_is_found(lab, rates, check):
     b = lab.host("b")
     b.set_rate(**rates)
@@ -313,6 +314,7 @@ def test_hosts_that_are_off_cost_one_time_out_and_the_others_are_examined(make_l
         lab.down()
 
 
+@exhaustive
 def test_a_link_slower_than_all_others_is_one_finding(make_lab):
     lab = make_lab(**{name: HostSpec(rate="1Gbit") for name in "abcde"})
     try:
@@ -322,7 +324,7 @@ def test_a_link_slower_than_all_others_is_one_finding(make_lab):
         lab.down()
 
 
-@pytest.mark.slow
+@exhaustive
 def test_sixteen_hosts_take_less_than_half_a_minute(make_lab):
     lab = make_lab(**{name: HostSpec(rate="1Gbit") for name in "abcdefghijklmnop"})
     try:

@@ -18,6 +18,7 @@ from evener.lab.host import Host
 from evener.lab.lab import Lab
 from tests.lab.conftest import rank_on, wait_until
 from tests.lab.test_launch import FLAGS, Command, Fleet
+from tests.tiers import exhaustive
 
 WITHIN_S = 60  # on a machine as busy as it likes; 15 s where it is not
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -52,6 +53,7 @@ def keepers_on(host: Host) -> list[int]:
     return found
 
 
+@exhaustive
 def test_a_stopped_rank_is_named_and_when_it_goes_on_nothing_was_lost(fleet: Fleet, corpus: Path) -> None:
     with running(fleet, corpus, "runs/frozen") as watcher:
         pid = rank_on(fleet.lab.host("b"))
@@ -75,6 +77,7 @@ def fleet_pid(pid: int) -> int:
     return int(line.split()[-1])
 
 
+@exhaustive
 def test_a_rank_that_waits_for_something_of_its_own_is_named_with_its_line(fleet: Fleet, corpus: Path) -> None:
     """A loop of somebody's own that reads what nobody writes, on one of two hosts."""
     (fleet.folder / "wait.py").write_text(
@@ -103,6 +106,7 @@ def test_a_rank_that_waits_for_something_of_its_own_is_named_with_its_line(fleet
     watcher.wait()
 
 
+@exhaustive
 def test_ranks_that_wait_for_each_other_are_named_with_the_lines_in_which_they_do(fleet: Fleet) -> None:
     """A loop of somebody's own whose ranks exchange different things."""
     (fleet.folder / "cross.py").write_text(
@@ -130,6 +134,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_the_lines_in_which_they_d
     watcher.wait()
 
 
+@exhaustive
 @pytest.mark.skipif(
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )
@@ -156,6 +161,7 @@ def memory_of(num_bytes: int) -> Iterator[Path]:
             assert time.monotonic() < deadline
 
 
+@exhaustive
 @pytest.mark.skipif(
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )
@@ -176,6 +182,7 @@ def test_where_hosts_come_and_go_it_comes_back_with_half_as_many_sequences_at_a_
     assert (event["rank"], "half as many sequences at a time" in event["error"]) == (1, True)
 
 
+@exhaustive
 def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) -> None:
     a = fleet.lab.host("a")
     a.exec(["sh", "-ec", "mkdir -p ~/.evener; mount -t tmpfs -o size=400M tmpfs ~/.evener"])
@@ -193,6 +200,7 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) 
         a.exec(["sh", "-ec", "umount -l ~/.evener"])
 
 
+@exhaustive
 def test_a_run_whose_keepers_were_killed_goes_on_and_ends_well(fleet: Fleet, corpus: Path) -> None:
     with running(fleet, corpus, "runs/kept", "60", "--checkpoint-every", "0") as watcher:
         for host in fleet.lab.hosts:

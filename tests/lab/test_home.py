@@ -19,6 +19,7 @@ from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, rank_on, wait_until
 from tests.lab.test_launch import FLAGS, Fleet, losses
+from tests.tiers import exhaustive
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,6 +39,7 @@ def ended(fleet: Fleet, name: str) -> None:
     wait_until(lambda: all(state(fleet, name, host) == "ended" for host in "ab"), f"{name} ends")
 
 
+@exhaustive
 def test_of_a_run_that_nobody_followed_all_is_here_when_its_hosts_are_gone(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
@@ -74,6 +76,7 @@ def test_of_a_run_that_nobody_followed_all_is_here_when_its_hosts_are_gone(
     assert [event["step"] for event in away.events() if event["event"] == "checkpoint"] == [2, 4, 6, 8]
 
 
+@exhaustive
 def test_what_a_run_saves_comes_home_while_it_is_followed(fleet: Fleet, corpus: Path) -> None:
     every = ["--checkpoint-every", "5", "--keep", "1"]
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", *every, "--out", "runs/seen", "--detach")
@@ -128,6 +131,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@exhaustive
 def test_what_a_script_writes_is_found_by_the_next_and_comes_home(fleet: Fleet) -> None:
     project = fleet.folder / "project"
     (project / "sub").mkdir(parents=True)
@@ -158,6 +162,7 @@ def test_what_a_script_writes_is_found_by_the_next_and_comes_home(fleet: Fleet) 
     assert (there / "tracked.txt~").read_text() == "mine\nmore\nmore\n"
 
 
+@exhaustive
 def test_a_file_that_did_not_travel_is_named(fleet: Fleet) -> None:
     project = fleet.folder / "project"
     (project / "data").mkdir(parents=True)
@@ -177,6 +182,7 @@ def test_a_file_that_did_not_travel_is_named(fleet: Fleet) -> None:
     assert "evener setup --with installs the package that has no_such_package_at_all on the hosts" in done.stderr
 
 
+@exhaustive
 def test_a_script_that_joins_has_its_records_in_the_run_directory_of_its_launch(fleet: Fleet) -> None:
     shutil.copy(EXAMPLES / "own_loop.py", fleet.folder)
     flags = ["--batch", "64", "--steps", "6", "--threads", "1"]

@@ -22,6 +22,7 @@ from evener.lab.host import Host
 from evener.lab.lab import Lab, take_down
 from evener.lab.spec import HostSpec, LabSpec, default_names, parse_bps, read_spec
 from tests.lab.conftest import MakeLab, wait_until
+from tests.tiers import exhaustive, exhaustively
 
 PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes, with TCP's timestamps; HTB counts the rest too
 ANSWERED, NO_ANSWER = "answered", "no answer"
@@ -220,6 +221,7 @@ class TestSsh:
         sent = a.interface_counters().tx_bytes - before.tx_bytes
         assert 3_000_000 < sent < 3_300_000
 
+    @exhaustive
     def test_a_pulled_cable_cuts_it(self, pair: Lab) -> None:
         a = pair.host("a")
         a.link_up(False)
@@ -232,7 +234,7 @@ class TestSsh:
 
 
 class TestTheLink:
-    @pytest.mark.parametrize("rate", ["100Mbit", "1Gbit"])
+    @pytest.mark.parametrize("rate", ["100Mbit", *exhaustively("1Gbit")])
     def test_a_sender_gets_its_rate(self, pair: Lab, rate: str) -> None:
         for host in pair.hosts:
             host.set_rate(rate)
@@ -259,6 +261,7 @@ class TestTheLink:
         assert abs(payload - expected) < 0.002 * expected
         assert abs(received / sent - 1) < 0.01
 
+    @exhaustive
     def test_a_policer_drops_what_a_queue_would_hold(self, pair: Lab) -> None:
         a, b = pair.hosts
 
@@ -281,6 +284,7 @@ class TestTheLink:
         assert a.exec(["cat", "/sys/class/net/eth0/mtu"]).stdout == "1400\n"
         a.set_mtu(1500)
 
+    @exhaustive
     def test_large_packets_vanish_on_a_narrow_path(self, pair: Lab) -> None:
         a, b = pair.hosts
         a.set_mtu(1500, path_mtu=1400)
@@ -330,7 +334,7 @@ def limited(make_lab: MakeLab) -> Lab:
 
 
 class TestLimits:
-    @pytest.mark.parametrize("way", ["exec", "ssh"])
+    @pytest.mark.parametrize("way", ["ssh", *exhaustively("exec")])
     def test_a_busy_loop_gets_its_share(self, limited: Lab, way: str) -> None:
         half, free = limited.host("half"), limited.host("free")
         argv = half.argv([sys.executable, "-c", BUSY]) if way == "exec" else limited.ssh_argv(
@@ -434,6 +438,7 @@ class TestNothingStays:
         lab.down()  # twice does no harm
         assert take_down(lab.name) is False
 
+    @exhaustive
     def test_a_killed_lab_is_cleaned_by_the_next_of_its_name(self, make_lab: MakeLab, tmp_path: Path) -> None:
         lab = make_lab(a=HostSpec(cpus=1), b=HostSpec())
         with pytest.raises(EvenerError, match=f"lab {lab.name} is up already: a, b"):
@@ -458,6 +463,7 @@ class TestNothingStays:
         assert not path.exists()
         assert state.find_processes(path) == []
 
+    @exhaustive
     def test_a_lab_that_another_evener_made_is_ended(self, make_lab: MakeLab, tmp_path: Path) -> None:
         """From another checkout, or another version's folder: its processes run another file."""
         shutil.copytree(Path(evener.__file__).parent, tmp_path / "evener", ignore=shutil.ignore_patterns("__pycache__"))

@@ -28,6 +28,7 @@ from evener.hosts.session import REMOTE, open_session
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
+from tests.tiers import exhaustive, num_examples
 
 TIMEOUT_S = 300  # of a machine as busy as it likes
 ENV = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "120"}
@@ -191,7 +192,7 @@ def test_arguments_cross_ssh_unchanged(fleet: Fleet) -> None:
         assert json.loads(odd.printed("runs/a b", host, rank)) == arguments
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(4, 15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=4),
     folder=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=20),
@@ -211,6 +212,7 @@ def test_any_text_crosses_ssh_unchanged(pair: Lab, arguments: list[str], folder:
     assert json.loads(log.split(" O ", 1)[1]) == [arguments, "".join(arguments), run]
 
 
+@exhaustive
 def test_status_255_is_the_programs_own(fleet: Fleet) -> None:
     """ssh's own exit status for a lost connection, here from a rank."""
     (fleet.folder / "odd.py").write_text("import os; os._exit(255 if os.environ['RANK'] == '1' else 0)")
@@ -303,6 +305,7 @@ def test_a_killed_supervisor_leaves_nothing(counting: Fleet) -> None:
     wait_until(lambda: "b" not in counting.processes("runs/count"), "b's processes are gone")
 
 
+@exhaustive
 def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
     """Ctrl-C, then kill -9 of another watcher, then the link away for a moment: the logs are complete."""
     watcher = counting.start("logs", "-f", "runs/count")
@@ -331,6 +334,7 @@ def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
         ).read_bytes()
 
 
+@exhaustive
 def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
     """The watcher says so within seconds and connects again, and no line is missing or there twice."""
     watcher = counting.start("logs", "-f", "runs/count")
@@ -344,6 +348,7 @@ def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
     assert is_complete(counting)
 
 
+@exhaustive
 def test_a_resumed_run_is_followed_and_ends_well(fleet: Fleet, corpus: Path) -> None:
     """Killed hard on one host, resumed while somebody watches: whole records, and rank 0's own manifest."""
     flags = ["--checkpoint-every", "5", "--eval-every", "0", "--membership", "fixed"]
@@ -366,6 +371,7 @@ def test_a_resumed_run_is_followed_and_ends_well(fleet: Fleet, corpus: Path) -> 
     assert rundir.manifest().verdict == "finished"
 
 
+@exhaustive
 def test_stopping_on_a_checkpoint_saves(fleet: Fleet, corpus: Path) -> None:
     """Only the first host has the checkpoints; every rank must know that this step has been saved."""
     fleet.ok(
@@ -377,6 +383,7 @@ def test_stopping_on_a_checkpoint_saves(fleet: Fleet, corpus: Path) -> None:
     assert fleet.rundir("runs/each").manifest().verdict == "stopped"
 
 
+@exhaustive
 def test_ssh_is_killed(counting: Fleet) -> None:
     """The watcher's ssh processes are killed: it connects again, and no line is missing or there twice."""
     watcher = counting.start("logs", "-f", "runs/count")
@@ -391,6 +398,7 @@ def test_ssh_is_killed(counting: Fleet) -> None:
     assert is_complete(counting)
 
 
+@exhaustive
 def test_only_the_chosen_interface_is_listened_on(counting: Fleet) -> None:
     wait_until(lambda: "line" in counting.ok("logs", "runs/count", "--rank", "0").stdout, "the ranks are connected")
     mine = {"a": 0, "b": 0}
@@ -422,6 +430,7 @@ def test_secrets_stay_here(fleet: Fleet) -> None:
     assert (fleet.there("runs/env", "a") / "host/spec.json").stat().st_mode & 0o077 == 0
 
 
+@exhaustive
 def test_code_is_not_sent_twice(fleet: Fleet) -> None:
     (fleet.folder / "new.txt").write_text(uuid.uuid4().hex)
     first = fleet.ok("launch", "--out", "runs/first", "--json", "--", "hello.py")
@@ -495,6 +504,7 @@ def test_stopping_a_training_saves(fleet: Fleet, corpus: Path) -> None:
     assert [record.step for record in rundir.records(1)] == list(range(steps + 2))
 
 
+@exhaustive
 def test_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(**{name: HostSpec() for name in "abcdefgh"})
     fleet = Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path)

@@ -13,6 +13,7 @@ from evener.core.plan import find_plan
 from evener.lab.host import Host
 from tests.lab.conftest import wait_until
 from tests.lab.test_launch import Fleet, fleet  # noqa: F401  a fixture
+from tests.tiers import exhaustively
 
 FLAGS = ["--model", "tiny", "--batch", "8", "--eval-tokens", "256", "--threads", "1", "--device", "cpu",
          "--compile", "off", "--sync", "diloco:10:int8:streamed", "--steps", "1000000"]  # fmt: skip
@@ -47,7 +48,7 @@ def _dotted(raw: bytes) -> str:
 OFTEN_S = 0.01  # from look to look: some sockets are there for a moment
 
 
-@pytest.mark.parametrize("membership", ["fixed", "restart", "live"])
+@pytest.mark.parametrize("membership", ["live", *exhaustively("fixed", "restart")])
 def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path, membership: str) -> None:  # noqa: F811
     """From before the launch until steps are taken, whenever somebody looks: store, Gloo, agents, and the look at the
     hosts.

@@ -14,8 +14,9 @@ from evener.core.rundir import RunDir
 from evener.core.step import aligned, first_of
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, command_lines, wait_until, worlds_of
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 WITHIN_S = 300.0  # of a machine as busy as it likes
 EVENER = (sys.executable, "-c", "from evener.cli.main import main; main()")
 FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",

@@ -17,8 +17,9 @@ from evener.core.plan import read_plan, read_prediction
 from evener.core.rundir import RunDir
 from evener.lab.spec import HostSpec
 from evener.report.summary import summarize
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 FLAGS = ("--model=tiny", "--batch=12", "--dtype=fp32", "--threads=1", "--eval-tokens=256", "--eval-every=0",
          "--shares=equal")  # fmt: skip
 

@@ -17,6 +17,7 @@ from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
 from tests.lab.conftest import MakeLab, command_lines, wait_until
 from tests.lab.test_lab import ANSWERED, CONNECT, evener_cli, ssh, traces
+from tests.tiers import exhaustive
 
 FIREWALL = "tcp dport 29500 drop"
 PORT = "5201"
@@ -95,6 +96,7 @@ def reaches(sender: Host, address: str) -> None:
     wait_until(lambda: ANSWERED in sender.exec(connect, check=False).stdout, f"{sender.name} cannot reach {address}")
 
 
+@exhaustive
 def test_others_hear_nothing_and_it_comes_up_as_it_was(make_lab: MakeLab) -> None:
     a = HostSpec(rate_up="50Mbit", cpus=1, more_interfaces=("wlan0", "docker0"), firewall=(FIREWALL,))
     lab = make_lab(a=a, b=HostSpec(more_interfaces=("wlan0",)))
@@ -154,6 +156,7 @@ def test_a_host_that_is_killed_says_goodbye(make_lab: MakeLab) -> None:
     reaches(other, one.address)
 
 
+@exhaustive
 def test_all_of_them_and_down_takes_a_host_that_is_off_along(make_lab: MakeLab) -> None:
     lab = make_lab(a=HostSpec(cpus=1), b=HostSpec(), c=HostSpec())
     for host in lab.hosts:
@@ -171,6 +174,7 @@ def test_all_of_them_and_down_takes_a_host_that_is_off_along(make_lab: MakeLab) 
     assert lab.name not in Path("/proc/mounts").read_text()
 
 
+@exhaustive
 def test_the_command_line(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(a=HostSpec(), b=HostSpec())
 

@@ -18,6 +18,7 @@ from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
 from tests.lab.test_launch import ENV, Fleet
 from tests.lab.test_listening import FLAGS, listening
+from tests.tiers import exhaustive
 
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1.5)"
 
@@ -75,6 +76,7 @@ def begin(fleet: Fleet, corpus: Path, out: str, *flags: str) -> None:
     wait_until(lambda: all(any(path.stat().st_size for path in folder.glob("*")) for folder in folders), "steps")
 
 
+@exhaustive
 def test_without_it_a_stranger_connects_to_everything(fleet: Fleet, corpus: Path) -> None:
     begin(fleet, corpus, "runs/one")
     try:
@@ -83,6 +85,7 @@ def test_without_it_a_stranger_connects_to_everything(fleet: Fleet, corpus: Path
         fleet.run("stop", "--now", "runs/one")
 
 
+@exhaustive
 def test_with_doctor_s_command_a_run_trains_and_a_stranger_connects_to_ssh_alone(
     fleet: Fleet, corpus: Path, commands: dict[str, str]
 ) -> None:

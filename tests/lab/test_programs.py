@@ -15,6 +15,7 @@ import pytest
 
 from evener.lab.lab import Lab
 from tests.lab.test_launch import Fleet
+from tests.tiers import exhaustive
 
 TRAINER = """
 import os, torch
@@ -72,6 +73,7 @@ def fleet(pair: Lab, tmp_path: Path) -> Fleet:
     return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("program", "is_one"), [(SYNC, "Test Distributed `no_sync`"), (OPERATIONS, "Num processes: 2")]
 )
@@ -83,6 +85,7 @@ def test_accelerates_own_tests_pass_on_two_hosts(fleet: Fleet, program: str, is_
     assert is_one in fleet.printed("runs/own", "a", 0)
 
 
+@exhaustive
 @pytest.mark.parametrize(("package", "program"), [("transformers", TRAINER), ("lightning", LIGHTNING)])
 def test_what_a_trainer_saves_is_found_and_fetched(fleet: Fleet, package: str, program: str) -> None:
     pytest.importorskip(package)

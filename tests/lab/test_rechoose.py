@@ -10,15 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from evener.core.fleet import Link, ModelRate, Rates
 from evener.core.measured import update_fleet
 from evener.core.rundir import RunDir
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, rank_on, wait_until
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 WITHIN_S = 240.0  # of a machine as busy as it likes
 FLAGS = ("--model=tiny", "--batch=8", "--dtype=bf16", "--threads=1", "--shares=equal", "--eval-tokens=256",
          "--eval-every=0", "--checkpoint-every=0", "--verify-every=50", "--sync=auto", "--loss-budget=0")  # fmt: skip

@@ -18,8 +18,9 @@ from evener.core.step import aligned, first_of
 from evener.lab.host import Host
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, come_home, command_lines, rank_on, wait_until, worlds_of
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 WITHIN_S = 300.0  # of a machine as busy as it likes
 FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",
          "--eval-every=0", "--dropout=0", "--checkpoint-every=5", "--shares=equal", "--lr=3e-5",

@@ -15,15 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from evener.lab.lab import Host, Lab
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import command_lines, wait_until
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[2]
 SETUP_S = 900
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 
 
 class Controller:

@@ -15,8 +15,9 @@ from evener.core.rundir import RunDir
 from evener.lab import cgroup
 from evener.lab.spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 WITHIN_S = 240.0  # of a machine as busy as it likes
 FLAGS = ("--model=tiny", "--batch=16", "--dtype=fp32", "--threads=1", "--eval-tokens=256", "--eval-every=0",
          "--dropout=0", "--checkpoint-every=0", "--verify-every=0", "--warmup=0", "--lr=3e-5",

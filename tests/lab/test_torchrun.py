@@ -13,6 +13,7 @@ from evener.lab.spec import HostSpec
 from evener.worker import torchrun
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
 from tests.lab.test_launch import Fleet
+from tests.tiers import exhaustive
 
 OUTAGE_S = 30.0
 TALK = """
@@ -40,6 +41,7 @@ def started(fleet: Fleet, script: str, hosts: str) -> None:
         wait_until(lambda log=log: log.exists() and "line" in log.read_text(), f"{host} is at work")
 
 
+@exhaustive
 def test_a_run_outlives_half_a_minute_without_a_link(make_lab: MakeLab, tmp_path: Path) -> None:
     """With traffic and without, at once, on two pairs of hosts."""
     fleets = []
@@ -80,6 +82,7 @@ def dark(make_lab: MakeLab, tmp_path: Path) -> Iterator[dict[str, Fleet]]:
         fleet.lab.down()
 
 
+@exhaustive
 def test_a_host_without_power_ends_the_run(dark: dict[str, Fleet]) -> None:
     """The first host or another: whoever is left ends its ranks, says why, and leaves no process."""
     for victim, fleet in dark.items():

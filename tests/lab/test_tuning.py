@@ -20,8 +20,9 @@ from evener.hosts.ways import Way
 from evener.lab import tunnel
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 
 HOLD_S = 0.02  # in each direction
 FAR = {"a": "100.64.9.1", "b": "100.64.9.2"}

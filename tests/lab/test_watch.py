@@ -10,15 +10,15 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import Page, expect
 
 from evener.lab.spec import HostSpec
 from tests.browser.conftest import Watched, context, page, watch  # noqa: F401
 from tests.lab.conftest import MakeLab, rank_on, wait_until
 from tests.lab.test_launch import Fleet
+from tests.tiers import exhaustive
 
-pytestmark = pytest.mark.slow
+pytestmark = exhaustive
 WITHIN_MS = 300_000  # of a machine as busy as it likes
 FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--threads=1", "--eval-tokens=256",
          "--eval-every=0", "--dropout=0", "--checkpoint-every=0", "--shares=equal")  # fmt: skip

@@ -17,12 +17,11 @@ from evener.hosts import wire
 from evener.hosts.session import connect
 from evener.lab.spec import HostSpec
 from evener.plan.collectives import sent_bytes
+from tests.tiers import exhaustive, exhaustively
 
 # Of a link's rate TCP's payload is 1448 of every 1514 bytes.
 PAYLOAD = 1448 / 1514
 NEAR = 0.05
-
-pytestmark = pytest.mark.slow
 
 
 def evener(*args: object) -> subprocess.CompletedProcess[str]:
@@ -61,7 +60,7 @@ def measured(fleet: Path, *rates_bps: float, fields: Sequence[str] = GOODPUTS) -
     return found
 
 
-@pytest.mark.parametrize(("rate", "bps"), [("100Mbit", 1e8), ("1Gbit", 1e9)])
+@pytest.mark.parametrize(("rate", "bps"), [("100Mbit", 1e8), *exhaustively(("1Gbit", 1e9))])
 def test_goodput_is_the_rate_of_the_link(make_lab, tmp_path, rate, bps):
     lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate=rate), b=HostSpec(rate=rate))
     found = measured(tmp_path / "lab.toml", bps, bps)
@@ -77,6 +76,7 @@ def test_goodput_is_the_rate_of_the_link(make_lab, tmp_path, rate, bps):
     assert not [finding for finding in found.findings if finding.check != "net.stack-loss"]  # a busy machine pauses
 
 
+@exhaustive
 def test_one_direction_that_is_slower_is_named(make_lab, tmp_path):
     lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate_up="40Mbit", rate_down="200Mbit"), b=HostSpec(rate="200Mbit"))
     found = measured(tmp_path / "lab.toml", 40e6, 200e6, fields=["goodput_Bps"])
@@ -88,6 +88,7 @@ def test_one_direction_that_is_slower_is_named(make_lab, tmp_path):
     assert (finding.host, finding.peer, finding.severity) == ("a", "b", "warning")
 
 
+@exhaustive
 def test_a_pair_that_cannot_connect_is_a_finding_and_the_others_are_measured(make_lab, tmp_path):
     hosts = {"a": HostSpec(), "b": HostSpec(), "c": HostSpec(firewall=("tcp dport != 22 drop",))}
     lab = make_lab(tmp_path / "lab.toml", **hosts)
@@ -99,6 +100,7 @@ def test_a_pair_that_cannot_connect_is_a_finding_and_the_others_are_measured(mak
     assert {(finding.host, finding.peer) for finding in blocked} == {("c", "a"), ("c", "b")}
 
 
+@exhaustive
 def test_the_verb_writes_the_fleet_file(make_lab, tmp_path):
     file = tmp_path / "lab.toml"
     lab = make_lab(file, a=HostSpec(rate="200Mbit"), b=HostSpec(rate="200Mbit"))
@@ -114,6 +116,7 @@ def test_the_verb_writes_the_fleet_file(make_lab, tmp_path):
     assert file.read_text().startswith(before.rstrip())
 
 
+@exhaustive
 def test_collectives_send_what_the_formulas_say(make_lab, tmp_path):
     """Of the kernel's own counters: Gloo's reduce-scatter is an all-reduce, its broadcast a binomial tree."""
     file = tmp_path / "lab.toml"
@@ -130,6 +133,7 @@ def test_collectives_send_what_the_formulas_say(make_lab, tmp_path):
         assert row["sent_bytes"] == pytest.approx(sent_bytes(row["collective"], row["size_bytes"], 3), rel=0.03)
 
 
+@exhaustive
 def test_hosts_are_measured_by_turns(make_lab, tmp_path):
     file = tmp_path / "lab.toml"
     lab = make_lab(file, a=HostSpec(), b=HostSpec())

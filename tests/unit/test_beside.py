@@ -22,7 +22,7 @@ from evener.core.shape import preset_shape
 from evener.core.spec import RunSpec, TrainSpec
 from evener.report import beside
 
-from .conftest import BATCH, BLOCK_SIZE, write_run
+from ..sample_runs import BATCH, BLOCK_SIZE, write_run
 
 
 @pytest.fixture

@@ -9,9 +9,6 @@ import os
 import pickle
 import random
 import re
-import signal
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +38,8 @@ from evener.corpus.tokenizer import (
     train_bpe,
 )
 from evener.corpus.write import prepare
+
+from ..tiers import num_examples
 
 TEXT = "The old horse pulls the load.\nAn eager horse pulls more: naïve, 重い, 🐎!\n" * 40
 
@@ -179,20 +178,20 @@ def test_gpt2_without_its_vocabulary_is_one_line(tmp_path: Path, monkeypatch: py
     assert entries(tmp_path) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(50, 200), deadline=None)
 @given(text=st.text())
 def test_byte_round_trips_any_text(text: str) -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(50, 200), deadline=None)
 @given(text=st.one_of(st.text(), st.text(" \t\n\r\x85\u3000aé'<|endoftext|>1")))
 def test_bpe_round_trips_any_text(bpe: BpeTokenizer, text: str) -> None:
     assert bpe.decode(bpe.encode(text)) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(50, 200), deadline=None)
 @given(
     pieces=st.lists(
         st.tuples(
@@ -316,50 +315,6 @@ def test_a_folder_with_other_files_is_never_touched(tmp_path: Path, force: bool)
 
 
 # Whole or not there
-
-BLOCKED_CHILD = """
-import sys
-from pathlib import Path
-from evener.corpus.text import Document, split_by_fraction
-from evener.corpus.write import prepare
-
-def block(doing, done, total):
-    if doing == "encoding" and done > total // 2:
-        print("half", flush=True)
-        sys.stdin.read()
-
-text = b"horse " * 1_000_000
-splits = split_by_fraction([Document("t", len(text), text)], 0.1)
-prepare(Path(sys.argv[1]), splits, tokenizer="byte", force=True, progress=block)
-"""
-
-
-@pytest.mark.parametrize("existing", [False, True])
-def test_a_killed_run_leaves_nothing_that_loads(tmp_path: Path, existing: bool) -> None:
-    out = tmp_path / "c"
-    before = prepare(out, splits(), tokenizer="char").corpus if existing else None
-    child = subprocess.Popen(
-        [sys.executable, "-c", BLOCKED_CHILD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert child.stdout
-    try:
-        assert child.stdout.readline() == b"half\n"
-        with pytest.raises(DataError, match="c is being prepared by another process"):
-            prepare(out, splits(), tokenizer="char", force=True)
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-    partial = tmp_path / ".c.partial"
-    assert (partial / "train.bin").stat().st_size > 1_000_000
-    with pytest.raises(DataError, match="is unfinished: its preparation was interrupted"):
-        load_corpus(partial)
-    if before:
-        assert load_corpus(out) == before
-    else:
-        with pytest.raises(DataError, match="no such folder"):
-            load_corpus(out)
-    assert prepare(out, splits(), tokenizer="char").was_written == (before is None)
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_of_two_runs_the_second_does_not_replace_the_first(tmp_path: Path) -> None:
@@ -653,14 +608,6 @@ def test_the_library_of_this_python_is_a_corpus() -> None:
     names = {document.name for document in found}
     assert {"ast.py", "json/decoder.py"} <= names
     assert not any("site-packages" in name or "_sysconfigdata" in name for name in names)
-
-
-def test_preparing_needs_no_torch() -> None:
-    program = (
-        "import sys, evener.corpus.write, evener.corpus.verbs, evener.corpus.python, evener.corpus.check;"
-        "assert not {'torch', 'tokenizers', 'tiktoken'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("module", [core_corpus, tokenizer_module, write])

@@ -18,6 +18,8 @@ from evener.watch.curves import Curves
 from evener.watch.reader import KEPT, Reader
 from evener.watch.series import POINTS, Series
 
+from ..tiers import num_examples
+
 COST = {"data_s": 0.001, "compute_s": 0.1, "exposed_sync_s": 0.02, "wait_s": 0.003, "optimizer_s": 0.004}
 
 
@@ -44,7 +46,7 @@ def test_a_peak_of_one_step_is_seen_after_a_million():
     assert series.mean == pytest.approx(values.mean(), rel=1e-12)  # numpy's
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(30, 60))
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=90), st.integers(1, 30))
 def test_a_series_is_what_numpy_says_of_its_buckets(values, piece):
     """However they come, and with what was not measured left out."""
@@ -212,7 +214,7 @@ def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
     assert same(read_all(Reader(RunDir(run.path))), first)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(20, 40))
 @given(st.data())
 def test_no_summary_ends_the_page(tmp_path_factory, data):
     """Whatever stands there."""

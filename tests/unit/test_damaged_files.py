@@ -38,7 +38,7 @@ from evener.hosts.remote import runs as remote_runs
 from evener.hosts.session import RemoteError
 from evener.launch import carry, here, mirror, tool
 from evener.launch import fleet as launcher
-from tests.unit.conftest import write_run
+from tests.sample_runs import write_run
 
 NUM, SEED = 300, 20261123
 HANGS_S, LONG_S = 60, 2.0  # by the clock, of a machine as busy as it likes; of its processor

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pandas as pd
 import polars as pl
 import pytest
@@ -13,7 +10,7 @@ import evener
 from evener.core.errors import UsageError
 from evener.report import frames
 
-from .conftest import STARTED, write_run
+from ..sample_runs import STARTED, write_run
 
 
 @pytest.fixture
@@ -93,9 +90,3 @@ def test_what_is_no_run_or_no_package(tmp_path):
     with pytest.raises(UsageError, match="engine 'panda'") as told:
         evener.read_run(tmp_path, "panda")
     assert told.value.hint == 'did you mean "pandas"?'
-
-
-def test_evener_alone_loads_neither(run):
-    code = "import sys, evener; assert not {'pandas', 'polars', 'numpy', 'torch', 'msgspec'} & sys.modules.keys(); "
-    code += f"evener.read_run({str(run)!r}); assert not {{'pandas', 'polars', 'torch'}} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)

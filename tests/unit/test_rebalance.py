@@ -14,6 +14,8 @@ from evener.core.spec import parse_args
 from evener.plan.balance import Pace, fastest_shares, slowest_s
 from evener.plan.rebalance import RECENT, TRIAL_EVERY, Balancer, Change
 
+from ..tiers import pairwise, seeds
+
 Speed = Callable[[int, int], float]  # of a rank at a step, in sequences a second
 
 
@@ -119,19 +121,20 @@ def bursts(rng: random.Random, factor: float) -> Speed:
     return noise
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("hosts", "batch"), [("ab", 24), ("abcd", 64)])
-@pytest.mark.parametrize(
-    ("kind", "size"), [(independent, 0.02), (independent, 0.1), (independent, 0.3), (spikes, 0.03)]
+@pairwise(
+    fleet=[("ab", 24), ("abcd", 64)],
+    noise=[(independent, 0.02), (independent, 0.1), (independent, 0.3), (spikes, 0.03)],
+    seed=range(4),
 )
-def test_noise_changes_nothing(seed, hosts, batch, kind, size):
+def test_noise_changes_nothing(fleet, noise, seed):
+    (hosts, batch), (kind, size) = fleet, noise
     run = Simulated(hosts, batch, noise=kind(random.Random(seed), size)).go(2000)
     assert len(run.changes) <= 3  # in 2000 steps; nearly always none
     if size <= 0.1 and kind is independent:
         assert not run.changes
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize(("kind", "size"), [(drifting, 0.05), (drifting, 0.2), (bursts, 1.7), (spikes, 0.15)])
 def test_a_restless_machine_is_soon_left_alone(seed, kind, size):
     """What lasts for a while may be answered; never more often than RECENT allows: gains of 4 %, 4, 8, 16, 32, 64."""
@@ -143,11 +146,9 @@ def test_a_restless_machine_is_soon_left_alone(seed, kind, size):
 # --- changes of speed -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize(("hosts", "batch"), [("ab", 24), ("abc", 48), ("abcdefgh", 64)])
-@pytest.mark.parametrize("spread", [0.0, 0.02, 0.05])
-def test_a_host_cut_to_half_is_answered_within_ten_steps(seed, lag, hosts, batch, spread):
+@pairwise(fleet=[("ab", 24), ("abc", 48), ("abcdefgh", 64)], spread=[0.0, 0.02, 0.05], seed=range(3), lag=[0, 1])
+def test_a_host_cut_to_half_is_answered_within_ten_steps(fleet, spread, seed, lag):
+    hosts, batch = fleet
     at, noise = 60, independent(random.Random(seed), spread)
     run = Simulated(hosts, batch, cut(1, at, 0.5), noise, lag=lag).go(200)
     assert at < min(run.lasting) <= at + 10
@@ -309,7 +310,7 @@ def test_shares_of_a_round_are_finer_than_a_sequence_a_step():
     assert [change.shares for change in fine.changes.values()] == [[92, 46, 22]]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize(
     ("batch", "slow", "pass_sequences", "micro_batch"),
     [(8, 1 / 3, 1.0, 1000), (8, 1 / 3, 0.5, 1000), (16, 0.8, 2.0, 8), (16, 0.5, 2.0, 4), (16, 0.7, 4.0, 8)],
@@ -324,10 +325,13 @@ def test_steps_of_a_round_tell_what_a_pass_costs(seed, batch, slow, pass_sequenc
     assert run.efficiency(50) > 0.95
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("hosts", "batch"), [("ab", 24), ("abc", 18), ("abcdefgh", 64)])
-@pytest.mark.parametrize(("every", "spread"), [(10, 0.0), (10, 0.02), (10, 0.05), (30, 0.02)])
-def test_a_drifting_host_cut_to_half_is_answered_within_ten_steps(seed, hosts, batch, every, spread):
+@pairwise(
+    fleet=[("ab", 24), ("abc", 18), ("abcdefgh", 64)],
+    of_round=[(10, 0.0), (10, 0.02), (10, 0.05), (30, 0.02)],
+    seed=range(3),
+)
+def test_a_drifting_host_cut_to_half_is_answered_within_ten_steps(fleet, of_round, seed):
+    (hosts, batch), (every, spread) = fleet, of_round
     at, noise = 60, independent(random.Random(seed), spread)
     run = Simulated(hosts, batch, cut(1, at, 0.5), noise, every=every).go(300)
     assert at < min(run.lasting) <= at + 10

@@ -19,7 +19,7 @@ from evener.launch import pruned
 from evener.report import listing
 from evener.report.listing import Row
 
-from .conftest import STARTED, write_run
+from ..sample_runs import STARTED, write_run
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from evener.worker.sampling import epoch_indices, epoch_positions, uniform_indices
 
+from ..tiers import num_examples
+
 BATCHES = [1, 2, 3, 12, 64, 480, 4096]
 NUM_ITEMS = 50_000
 Sampler = Callable[[int, int, int, int], np.ndarray]
@@ -138,14 +140,14 @@ def test_an_epoch_that_is_not_one_is_caught(batch):
     assert len(np.unique(old)) < 1200
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=num_examples(25, 100))
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 2**20))
 def test_any_number_of_items_is_permuted(num_items, seed, epoch):
     found = epoch_indices(num_items, seed, epoch * num_items, num_items)
     assert np.array_equal(np.sort(found), np.arange(num_items))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=num_examples(25, 100))
 @given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 100), st.integers(0, 100))
 def test_parts_are_parts_of_the_same(num_items, first, count, more):
     whole = epoch_indices(num_items, 3, first, count + more)

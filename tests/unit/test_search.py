@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import msgspec
 import pytest
@@ -25,6 +24,8 @@ from evener.plan.search import flags_of_recommended, predict, what_if, why_left_
 from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, buckets, gradients
 from tests.unit import planner
 from tests.unit.planner import changed, costing, job_of, priced
+
+from ..cost import in_loops
 
 SHAPE = preset_shape("char", 512)
 JOB = job_of(SHAPE, batch=24, micro_batch=12)
@@ -433,9 +434,8 @@ def test_what_if_changes_one_thing_at_a_time():
 
 
 def test_thirty_two_hosts_take_a_moment():
-    began = time.process_time()
-    predict(changed(JOB, batch=512), uniform({f"n{i}": 100.0 for i in range(32)}, FAST))
-    assert time.process_time() - began < 1.0
+    hosts = uniform({f"n{i}": 100.0 for i in range(32)}, FAST)
+    assert in_loops(lambda: predict(changed(JOB, batch=512), hosts)) < 500  # a second
 
 
 def test_a_share_above_a_micro_batch_is_avoided():

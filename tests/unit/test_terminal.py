@@ -1,11 +1,9 @@
-"""Tables and lines fit any terminal, nothing that decides is cut, and colour is where it is wanted."""
+"""Tables and lines fit any terminal, and nothing that decides is cut."""
 
 from __future__ import annotations
 
 import io
-import json
 import re
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -25,11 +23,9 @@ from evener.plan.compute import Roofline
 from evener.report.collectives import judge_all
 from evener.report.summary import summarize
 
+from ..sample_runs import write_run
 from . import test_checks as checks
 from . import test_probe_figures as probed
-from .conftest import write_run
-from .pseudo import COLOUR, ESCAPE, argv, environment, in_pipe, in_terminal
-from .test_plan_verb import FLEET, ONE, WORDS
 
 
 def shown(width, titles, rows, **how):
@@ -40,6 +36,7 @@ def shown(width, titles, rows, **how):
 
 
 TITLES = ("way", "step", "more", "why not")
+
 ROWS = [("ddp", "1 s", "9", "too slow by far"), ("int8", "20 ms", "10", "")]
 
 
@@ -86,80 +83,6 @@ def test_a_pipe_gets_every_row_in_one_line(monkeypatch):
     assert len(lines) == 4
     assert lines[2].split()[2] == "9"
     assert lines[3] == "one two " * 20
-
-
-# --- the verbs --------------------------------------------------------------------------------------------------------
-
-PLANS = {
-    "nodes": WORDS,
-    "one way": (*WORDS, "--sync", "ddp"),
-    "fleet": ("--fleet", "fleet.toml", "--model", "d8", "--block-size", "512", "--batch", "8"),
-    "from": ("--from", "runs/one"),
-}
-SCALE = ("--model", "gpt2", "--scale", "1,2,4,8", "--per-node", "8", *ONE)
-
-
-@pytest.fixture(scope="module", name="place")
-def _place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("place")
-    (place / "fleet.toml").write_text(FLEET)
-    write_run(place / "runs" / "one", [{}])
-    write_run(place / "runs" / "20261122-174207-gpt2-medium-verbs", [{}, {}])
-    return place
-
-
-def told(*args, cwd):
-    done = subprocess.run(argv(*args), capture_output=True, text=True, check=False, cwd=cwd, env=environment())
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def fits(text, whole, columns):
-    """No line is longer; every word is one that the pipe got, or of the line that names what is left out."""
-    assert max(map(len, text.splitlines())) <= columns
-    words = {word for word in text.split() if not set(word) <= {"─"}}
-    missing = re.findall(r"not shown in \d+ columns: (?:.*,\n)*.*", text)
-    assert words <= {*whole.split(), *" ".join(missing).split()}
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-@pytest.mark.parametrize("form", PLANS)
-def test_a_plan_decides_in_any_terminal(place, form, columns):
-    text = ESCAPE.sub("", in_terminal("plan", *PLANS[form], columns=columns, cwd=place))
-    fits(text, in_pipe("plan", *PLANS[form], cwd=place), columns)
-    words = " ".join(text.split())
-    found = json.loads(told("plan", *PLANS[form], "--json", cwd=place))
-    head = next(line.split() for line in text.splitlines() if line.startswith("way"))
-    assert {"step", "tokens/s", "×"} <= set(head)
-    for option in found["options"]:
-        assert re.search(rf"^{re.escape(option['name'])}\s+[\d.]+ m?s .*  [\d.]+k? +(\d\.\d\d|–)$", text, re.M)
-        assert (option["rejected_because"] or "← recommended") in words
-    assert found["verdict"] in words
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_simulation_decides_in_any_terminal(place, columns):
-    text = ESCAPE.sub("", in_terminal("plan", *SCALE, columns=columns, cwd=place))
-    fits(text, in_pipe("plan", *SCALE, cwd=place), columns)
-    head = next(line.split() for line in text.splitlines() if line.startswith("ranks"))
-    assert {"tokens/s", "effic.", "step", "with"} <= set(head)
-    for point in json.loads(told("plan", *SCALE, "--json", cwd=place))["points"]:
-        assert re.search(rf"^{point['ranks']} .*  {point['efficiency']:.1%}  .*  {point['goodput']:.1%}$", text, re.M)
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_runs_have_a_line_each(place, columns):
-    text = ESCAPE.sub("", in_terminal("runs", columns=columns, cwd=place))
-    whole = in_pipe("runs", cwd=place)
-    fits(text, whole, columns)
-    for run in ("runs/one", "runs/20261122-174207-gpt2-medium-verbs"):
-        assert re.search(rf"^{run}\s.*finished .* 20 .* 0.1500 .* 9.8k", text, re.M)
-        row = "finished char verbs h [12] 20 0.1500 1.2500 1.2500 9.8k [0-9]+ [a-z]+ [0-9.]+ kB".replace(" ", " +")
-        assert re.search(rf"^{run} +{row}$", whole, re.M)
-
-
-def test_columns_says_how_wide_the_reader_of_a_pipe_is(place):
-    assert in_pipe("runs", cwd=place, COLUMNS="60") == in_terminal("runs", columns=60, cwd=place, TERM="dumb")
 
 
 def written(columns, show):
@@ -272,43 +195,3 @@ def test_a_lab_tells_who_is_dead(monkeypatch, capsys, columns):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= columns
     assert re.search(r"^a     10.77.0.1  1.0Gbit  unlimited policed .* dead", text, re.M)
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_drills_are_listed_whole(columns):
-    text = ESCAPE.sub("", in_terminal("lab", "drill", "--list", columns=columns))
-    fits(text, in_pipe("lab", "drill", "--list"), columns)
-    assert re.search(r"^net.rendezvous-loopback-name +b ↔ a", text, re.M)
-
-
-# --- colour -----------------------------------------------------------------------------------------------------------
-
-PREPARE = ("data", "verbs", "--sentences", "3000", "--force", "--out")  # draws bars while it works
-
-
-def test_a_terminal_gets_colour_unless_it_is_not_wanted(tmp_path):
-    assert COLOUR.search(in_terminal(*PREPARE, tmp_path))
-    for refused in ({"NO_COLOR": "1"}, {"NO_COLOR": "0"}, {"NO_COLOR": "1", "FORCE_COLOR": "1"}):
-        text = in_terminal(*PREPARE, tmp_path, **refused)
-        assert "written" in text
-        assert not COLOUR.search(text)
-    assert COLOUR.search(in_terminal(*PREPARE, tmp_path, NO_COLOR=""))  # as no-color.org has it
-
-
-def test_a_dumb_terminal_gets_plain_lines(tmp_path, place):
-    for args in ((*PREPARE, tmp_path), ("plan", *WORDS), ("runs",), ("plan", "--help"), ("doctor", "--fleet", "local")):
-        text = in_terminal(*args, columns=60, cwd=place, TERM="dumb")
-        assert text.strip()
-        assert "\x1b" not in text
-
-
-def test_a_pipe_gets_no_escape_codes(tmp_path, place):
-    for args in ((*PREPARE, tmp_path), ("plan", *WORDS), ("plan", *SCALE), ("runs",), ("lab", "drill", "--list"),
-                 ("--help",), ("train", "--help"), ("plan", "--nodes", "x")):  # fmt: skip
-        text = in_pipe(*args, cwd=place)
-        assert text.strip()
-        assert "\x1b" not in text
-
-
-def test_colour_can_be_forced_on_a_pipe():
-    assert ESCAPE.search(in_pipe("plan", *WORDS, FORCE_COLOR="1"))

@@ -25,7 +25,10 @@ from evener.watch.pages import all_pieces, rank_pieces, status, word_pieces
 from evener.watch.reader import Reader
 from tests.unit.planner import job_of
 
-from .conftest import MEASURED, STARTED
+from ..sample_runs import MEASURED, STARTED
+from ..tiers import num_examples
+
+SHARED_FOLDER = [HealthCheck.function_scoped_fixture]  # which each example leaves as it was
 
 STEP_S = sum(value for value in MEASURED.values() if value)
 
@@ -224,7 +227,7 @@ FACTS = dict.fromkeys(KEYS, VALUES)
 EVENT = st.fixed_dictionaries({"event": st.sampled_from(NAMES), "time": st.floats(0, 2e9)}, optional=FACTS)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=num_examples(40, 150), suppress_health_check=SHARED_FOLDER)
 @given(st.lists(EVENT, max_size=6), st.sampled_from(["running", "failed"]))
 def test_no_event_ends_the_page(tmp_path, write_run, events, verdict):
     """Whatever types its facts have: a disk that was full, another version, somebody's own program."""

@@ -14,7 +14,7 @@ from evener.core.rundir import RunDir
 from evener.watch import screen
 from evener.watch.reader import Reader
 
-from .conftest import STARTED
+from ..sample_runs import STARTED
 
 
 def shown(readers, width=80, height=24) -> list[str]:

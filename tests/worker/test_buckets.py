@@ -9,6 +9,8 @@ import pytest
 from evener.core.shape import preset_shape
 from evener.plan.sync import CODED_BUCKET_BYTES, buckets, gradients
 
+from ..tiers import exhaustively
+
 SCRIPT = """
 import json, sys, time
 import torch, torch.distributed as dist
@@ -47,7 +49,9 @@ print(json.dumps({"sizes": [size for size, _ in seen], "ready": [sorted(of)[2] f
 
 
 @pytest.mark.parametrize("most_bytes", [None, CODED_BUCKET_BYTES])
-@pytest.mark.parametrize(("name", "vocab_size", "num_layers"), [("char", 512, 6), ("gpt2", 4000, 3), ("d4", 4096, 4)])
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "num_layers"), [("d4", 4096, 4), *exhaustively(("char", 512, 6), ("gpt2", 4000, 3))]
+)
 def test_buckets_are_torchs_own_and_ready_when_it_says(run_script, name, vocab_size, num_layers, most_bytes):
     done = run_script(SCRIPT, name, str(vocab_size), str(num_layers), str((most_bytes or 0) >> 20))
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from evener.core.plan import read_plan
 from evener.core.rundir import RunDir
 
 from ..conftest import ENV, TIMEOUT_S, wait_until
+from ..tiers import exhaustive, exhaustively
 
 EVENER = [sys.executable, "-c", "from evener.cli.main import main; main()"]
 TINY = ("--model", "tiny", "--eval-tokens", "1024", "--threads", "1")
@@ -133,7 +134,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *exhaustively(1)])
 def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, begin, ranks):
     started = begin(ranks, "auto" if ranks == 1 else "off")  # a compiled model, where there is a compiler
     run = started.run
@@ -151,7 +152,7 @@ def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, begin, ranks):
     assert [record.step for record in run.records(ranks - 1)] == list(range(steps))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *exhaustively(1)])
 def test_a_second_ctrl_c_ends_it_at_once(begin, ranks):
     """Also ranks that do not come to the end of their step."""
     started = begin(ranks)
@@ -165,6 +166,7 @@ def test_a_second_ctrl_c_ends_it_at_once(begin, ranks):
     assert started.run.manifest().verdict == "stopped"
 
 
+@exhaustive
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGHUP])
 def test_a_run_ends_with_the_one_who_started_it(begin, signum):
     """A killed launcher, a closed terminal: it saves, and no process stays."""
@@ -212,6 +214,7 @@ def test_a_detached_run_is_read_listed_and_stopped_like_any_other(tmp_path, corp
     assert {json.loads(line)["rank"] for line in lines} == {0}
 
 
+@exhaustive
 def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
     """On a fleet, there again although no file here names it, then on this machine, and on the fleet again."""
     fleet = tmp_path / "elsewhere" / "machines.toml"
@@ -238,6 +241,7 @@ def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
     assert [r.loss for r in run.records(0)] == [r.loss for r in RunDir(tmp_path / "whole").records(0)]
 
 
+@exhaustive
 def test_a_resumed_run_that_is_killed_is_not_blamed_on_an_earlier_start(tmp_path, started):
     started.process.send_signal(signal.SIGINT)
     started.process.wait(TIMEOUT_S)
@@ -254,7 +258,7 @@ def test_a_resumed_run_that_is_killed_is_not_blamed_on_an_earlier_start(tmp_path
     assert "long ago" not in resumed.told()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *exhaustively(1)])
 def test_a_rank_killed_is_named(begin, ranks):
     started = begin(ranks)
     os.kill(started.run.manifest().ranks[-1].pid, signal.SIGKILL)
@@ -280,7 +284,7 @@ def test_a_script_of_ones_own_runs_here_too(tmp_path):
     ("flags", "message"),
     [
         (("--dtype", "fp16", "--device", "cpu"), "error: --dtype fp16: loss scaling needs a GPU"),
-        (("--init-from", "junk"), "error: junk: cannot be read as safetensors"),
+        *exhaustively((("--init-from", "junk"), "error: junk: cannot be read as safetensors")),
     ],
 )
 def test_what_only_the_worker_can_see_is_one_line_too_and_leaves_nothing(tmp_path, corpus, flags, message):
@@ -300,6 +304,7 @@ def test_max_s_stops_and_saves(tmp_path, corpus):
     assert json.loads(done.stdout)["verdict"] == "stopped"
 
 
+@exhaustive
 def test_bench(tmp_path, corpus):
     argv = ["bench", "--data", str(corpus), "--model", "tiny", "--seconds", "2", "--ranks", "1", "--ranks", "2"]
     done = evener(tmp_path, *argv)
@@ -325,6 +330,7 @@ def test_bench(tmp_path, corpus):
     assert len(series["explanation"]) > 100
 
 
+@exhaustive
 def test_lab01_to_the_letter(tmp_path, corpus):
     done = evener(tmp_path, "bench", "--preset", "lab01", "--data", str(corpus))
     assert done.returncode == 0, done.stderr

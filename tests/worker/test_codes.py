@@ -10,6 +10,8 @@ from evener.plan.penalty import Watch
 from evener.worker.sync import codes
 from evener.worker.sync.codes import FRAME, Bf16, Scaled
 
+from ..tiers import exhaustively
+
 CODES = {"bf16": Bf16(), "int8": Scaled(8), "int4": Scaled(4)}
 NUM = (1 << 18) + 3 * 256  # a piece and a bit
 
@@ -43,7 +45,7 @@ def test_the_error_is_at_most_half_a_step_of_the_blocks_scale(name, largest):
 
 
 @pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("num", [3 * 256, FRAME, 5 * FRAME, 4 * FRAME + 512])
+@pytest.mark.parametrize("num", [3 * 256, FRAME, *exhaustively(5 * FRAME, 4 * FRAME + 512)])
 def test_what_travels_does_not_depend_on_how_much_a_device_works_on_at_once(name, num, monkeypatch):
     """A GPU works on many frames at a time, and what it sends is read by a processor that works on one."""
     values = torch.randn(num, generator=torch.Generator().manual_seed(3))

@@ -18,7 +18,8 @@ from evener.launch.lines import lines_here
 from evener.plan.collectives import bus_factor
 
 from ..conftest import TIMEOUT_S, wait_until
-from ..unit.pseudo import ESCAPE, in_terminal
+from ..integration.pseudo import ESCAPE, in_terminal
+from ..tiers import exhaustive, exhaustively
 
 SIZES = (1000, 65536, 1 << 20)  # the first is no multiple of anything
 
@@ -38,7 +39,7 @@ def measure(ranks: int, **fields: object) -> tuple[World, list[Row], list[Stoppe
     )
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "in_place"), [(2, "fp32", False), (3, "bf16", True)])
+@pytest.mark.parametrize(("ranks", "dtype", "in_place"), [(3, "bf16", True), *exhaustively((2, "fp32", False))])
 def test_every_collective_is_right_at_every_size(ranks, dtype, in_place):
     world, rows, stopped = measure(ranks, dtype=dtype, in_place=in_place)
     assert (world.ranks, world.backend, stopped) == (ranks, "gloo", [])
@@ -58,11 +59,13 @@ def test_every_collective_is_right_at_every_size(ranks, dtype, in_place):
     assert [row.in_place for row in rows if row.collective == "all_gather"] == [in_place] * len(SIZES)
 
 
+@exhaustive
 def test_wrong_values_are_counted():
     _, rows, _ = measure(2, sizes=(65536,), spoil=7)
     assert [row.num_wrong for row in rows] == [7] * len(COLLECTIVES)
 
 
+@exhaustive
 def test_what_does_not_fit_into_the_time_is_left_out_and_said():
     _, rows, stopped = measure(2, collectives=("all_reduce",), sizes=(1024, 65536, 1 << 20, 1 << 40), seconds=4.0)
     assert [row.size_bytes for row in rows] == [1024, 65536, 1 << 20]
@@ -95,6 +98,7 @@ def test_the_verb_prints_one_object(tmp_path):
     assert "reaches" in found["explanation"][0]
 
 
+@exhaustive
 def test_the_verb_prints_the_table_that_nccl_tests_users_know():
     done = evener(
         "probe", "collectives", "--fleet", "local", "--op", "broadcast", "--max-size", "4KiB", "--seconds", "5"
@@ -106,6 +110,7 @@ def test_the_verb_prints_the_table_that_nccl_tests_users_know():
     assert "# Out of bounds values : 0 OK" in done.stdout
 
 
+@exhaustive
 def test_the_table_fits_a_narrow_terminal():
     told = in_terminal("probe", "collectives", "--fleet", "local", "--op", "broadcast", "--max-size", "4KiB",
                        "--seconds", "5", columns=60)  # fmt: skip
@@ -115,6 +120,7 @@ def test_the_table_fits_a_narrow_terminal():
     assert any(line.startswith("not shown in 60 columns: count, root") for line in lines)
 
 
+@exhaustive
 def test_a_host_is_measured_and_told_apart(tmp_path):
     done = evener("probe", "host", "--fleet", "local", "--model", "tiny", "--seconds", "1", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
@@ -135,6 +141,7 @@ def test_a_host_is_measured_and_told_apart(tmp_path):
     assert device["bound_by"] in ("arithmetic", "memory", "overhead")
 
 
+@exhaustive
 def test_ctrl_c_leaves_no_process():
     code = "from evener.cli.main import main; main()"
     args = ["probe", "collectives", "--fleet", "local", "--op", "all_reduce", "--seconds", "60"]

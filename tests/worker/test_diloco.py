@@ -19,6 +19,8 @@ from evener.core.spec import parse_args
 from evener.worker.own import load_own
 from tests.conftest import flags_of
 
+from ..tiers import exhaustively
+
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
 CODED = ("", ":int8", ":int4")
 
@@ -113,7 +115,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
 def test_replicas_agree_to_the_bit_by_the_outer_step_of_torchs_own_sgd(run_script, ranks):
     done = run_script(OUTER, *(f"diloco:3{code}" for code in CODED), ranks=ranks)
     assert done.returncode == 0, done.stderr
@@ -226,7 +228,7 @@ with evener.join(spec) as run:
 """
 
 
-@pytest.mark.parametrize(("ranks", "shares"), [(2, "5:2"), (3, "4:0:3")])
+@pytest.mark.parametrize(("ranks", "shares"), [(3, "4:0:3"), *exhaustively((2, "5:2"))])
 def test_one_step_alone_and_a_plain_outer_step_are_data_parallel_sgd(tmp_path, run_script, ranks, shares):
     """H = 1, no outer momentum, plain SGD inside; tokens are what losses are weighed by."""
     runs = []
@@ -246,11 +248,11 @@ def weights(run):
     return load_file(run.checkpoint_path(run.checkpoint_steps()[-1]) / "weights.safetensors")
 
 
-@pytest.mark.parametrize(("code", "ranks"), [("", 2), (":int8", 2), (":int4", 3), (":streamed", 2)])
-def test_a_run_learns_nearly_what_ddp_learns(tmp_path, train, code, ranks):
+@pytest.mark.parametrize(("code", "ranks"), [(":int8", 2), (":streamed", 2), *exhaustively(("", 2), (":int4", 3))])
+def test_a_run_learns_nearly_what_ddp_learns(shared_train, code, ranks):
     flags = (*FLAGS, "--steps", "60")
-    plain = train(tmp_path / "ddp", *flags, ranks=ranks)
-    run = train(tmp_path / "run", *flags, "--sync", f"diloco:10{code}", ranks=ranks)
+    plain = shared_train(*flags, ranks=ranks)
+    run = shared_train(*flags, "--sync", f"diloco:10{code}", ranks=ranks)
     assert run.manifest().result.replicas_agree is True
     assert sum(event["event"] == "replicas.agree" for event in run.events()) == 6
     losses, truth = ([record.loss for record in one.records(0)] for one in (run, plain))
@@ -272,7 +274,9 @@ def test_parts_of_a_step_are_its_wall_time_and_bytes_are_sent_when_it_agrees(tmp
         assert median(parts) > 0.99  # a rank may be preempted between its last lap and the end of a step
 
 
-@pytest.mark.parametrize(("sync", "ranks"), [("diloco:7:int8", 2), ("diloco:7", 3), ("diloco:16:int4:streamed", 2)])
+@pytest.mark.parametrize(
+    ("sync", "ranks"), [("diloco:16:int4:streamed", 2), *exhaustively(("diloco:7:int8", 2), ("diloco:7", 3))]
+)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks):
     """From a checkpoint between two outer steps, and from a stop, after which the replicas had become one model."""
     flags = (*FLAGS, "--sync", sync, "--checkpoint-every", "10", "--warmup", "2", "--dropout", "0.1",
@@ -292,7 +296,7 @@ def assert_same_checkpoint(ours, theirs, step):
         assert (ours.checkpoint_path(step) / file).read_bytes() == (theirs.checkpoint_path(step) / file).read_bytes()
 
 
-@pytest.mark.parametrize("drops", ["a rank", "all but one", "a file"])
+@pytest.mark.parametrize("drops", ["a rank", *exhaustively("all but one", "a file")])
 def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
     flags = (*FLAGS, "--sync", "diloco:6", "--eval-every", "10")
     stopped = train(tmp_path / "run", *flags, "--max-s", "0", ranks=3).manifest().result.steps
@@ -306,9 +310,17 @@ def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
     assert [event["step"] for event in run.events() if event["event"] == "own.dropped"] == [stopped]
 
 
-@pytest.mark.parametrize(("was", "now"), [("diloco:6:int8:streamed", "diloco:30"), ("int8", "diloco:30"),
-                                          ("diloco:6:streamed", "diloco:30:streamed"),
-                                          ("diloco:30:streamed", "diloco:6:streamed")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("diloco:6:int8:streamed", "diloco:30"),
+        *exhaustively(
+            ("int8", "diloco:30"),
+            ("diloco:6:streamed", "diloco:30:streamed"),
+            ("diloco:30:streamed", "diloco:6:streamed"),
+        ),
+    ],
+)
 def test_what_ranks_kept_that_agreed_another_way_is_dropped(tmp_path, train, was, now):
     """The run's newest manifest is of a rank alone, which ended before its first checkpoint."""
     train(tmp_path / "run", *FLAGS, "--sync", was, "--max-s", "0", ranks=2)
@@ -402,7 +414,7 @@ def test_where_the_first_rank_has_no_share_the_optimizers_of_one_that_learns_are
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("sync", "ranks"), [("diloco:12:streamed", 2), ("diloco:12:int4:streamed", 3)])
+@pytest.mark.parametrize(("sync", "ranks"), [("diloco:12:int4:streamed", 3), *exhaustively(("diloco:12:streamed", 2))])
 def test_streamed_fragments_agree_to_the_bit_after_every_step(tmp_path, train, sync, ranks):
     run = train(tmp_path / "run", *FLAGS, "--verify-every", "1", "--sync", sync, ranks=ranks)
     assert run.manifest().result.replicas_agree is True

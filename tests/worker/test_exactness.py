@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ..tiers import exhaustive, exhaustively
+
 STEPS = ("--steps", "50", "--batch", "16", "--eval-every", "25", "--lr", "0.001")  # 16 cannot be divided by 3
 
 
@@ -18,7 +20,7 @@ def places(tmp_path_factory):
     return tmp_path_factory.mktemp("exactness")
 
 
-@pytest.mark.parametrize("micro_batch", ["16", "2"])
+@pytest.mark.parametrize("micro_batch", ["2", *exhaustively("16")])
 def test_one_two_and_three_ranks_have_the_same_losses(tmp_path, train, micro_batch):
     runs = {n: train(tmp_path / f"{n}", *STEPS, "--micro-batch", micro_batch, ranks=n) for n in (1, 2, 3)}
 
@@ -56,6 +58,7 @@ def test_bf16_learns_nearly_the_same(tmp_path, train):
     assert bf16.records(0)[-1].loss == pytest.approx(fp32.records(0)[-1].loss, rel=0.02)
 
 
+@exhaustive
 def test_a_run_starts_from_gpt2_weights(tmp_path, train, start):
     """At a learning rate of 0 what is saved is what was loaded; another shape is refused."""
     import transformers

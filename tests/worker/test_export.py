@@ -16,6 +16,8 @@ from evener.corpus.tokenizer import load_tokenizer
 from evener.worker.checkpoint import load_weights, read_tensors
 from evener.worker.model import GPT
 
+from ..tiers import exhaustive, exhaustively
+
 FLAGS = ["--model", "tiny", "--batch", "4", "--dtype", "fp32", "--eval-tokens", "256", "--eval-every", "0"]
 TEXTS = ["She has been working.", "a  b\n\nc\t", "ä ö 🐎 <|endoftext|>"]
 
@@ -24,8 +26,15 @@ def evener(*words: str) -> int:
     return int(app(list(words), standalone_mode=False) or 0)
 
 
-@pytest.mark.parametrize("more", [[], ["--model", "gpt2", "--num-layers", "2", "--num-heads", "2", "--width", "32",
-                                       "--block-size", "64"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        *exhaustively(
+            ["--model", "gpt2", "--num-layers", "2", "--num-heads", "2", "--width", "32", "--block-size", "64"]
+        ),
+    ],
+)
 def test_logits_are_equal_to_the_bit(tmp_path: Path, train: Callable[..., RunDir], more: list[str]) -> None:
     run = train(tmp_path / "run", *FLAGS, "--steps", "6", "--lr", "0.01", *more)
     assert evener("export", str(tmp_path / "run"), "--out", str(tmp_path / "out")) == 0
@@ -39,6 +48,7 @@ def test_logits_are_equal_to_the_bit(tmp_path: Path, train: Callable[..., RunDir
         assert torch.equal(ours(tokens), theirs(tokens).logits)
 
 
+@exhaustive
 def test_training_begins_with_what_was_exported_and_with_a_run(tmp_path: Path, train: Callable[..., RunDir]) -> None:
     first = train(tmp_path / "run", *FLAGS, "--steps", "6", "--lr", "0.01")
     weights = read_tensors(first.checkpoint_path(6) / "weights.safetensors")

@@ -28,6 +28,8 @@ from evener.worker.spans import Spans
 from tests.conftest import TIMEOUT_S
 from tests.worker.test_worlds import Training, alone, pytestmark  # noqa: F401
 
+from ..tiers import exhaustive, exhaustively
+
 # evener's own worker with a fault: before each update, `spoil` may change what a host holds.
 SPOILED = """
 import os, pathlib, runpy, sys, torch
@@ -100,7 +102,7 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("what", ONCE)
+@pytest.mark.parametrize("what", ["gradient norm", *exhaustively("loss")])
 def test_what_is_not_finite_once_is_taken_again(tmp_path: Path, corpus: Path, undisturbed: list[float],
                                                 what: str) -> None:  # fmt: skip
     fleet = Spoiled.by(ONCE[what], tmp_path, corpus)
@@ -121,6 +123,7 @@ class Drifting(Spoiled):
         return [*super().flags(corpus), "--sync", "diloco:10"]
 
 
+@exhaustive
 def test_replicas_that_drift_go_back_too(tmp_path: Path, corpus: Path) -> None:
     fleet = Drifting.by(ONCE["gradient norm"], tmp_path, corpus)
     assert fleet.wait() == [0, 0, 0], fleet.log("a")
@@ -132,6 +135,7 @@ def test_replicas_that_drift_go_back_too(tmp_path: Path, corpus: Path) -> None:
     assert fleet.saved("c") == 60
 
 
+@exhaustive
 def test_what_is_never_finite_ends_the_run_the_second_time(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by("if step == 27: self._loss_sum *= float('nan')", tmp_path, corpus)
     assert fleet.wait() == [OVER] * 3
@@ -208,6 +212,7 @@ def test_before_a_checkpoint_all_steps_are_known_also_where_records_lag(tmp_path
 FLIP = "if step == 27 and host == '{}' and times({}): weight.view(-1).view(torch.int32)[3] ^= 1 << 20"
 
 
+@exhaustive
 def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
     """The first time all go back, the second time the others go on alone; nothing of it is left in what was learned."""
     fleet = Spoiled.by(FLIP.format("c", 2), tmp_path, corpus)
@@ -228,6 +233,7 @@ def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: 
     assert last.result.replicas_agree
 
 
+@exhaustive
 def test_of_two_nobody_can_say_who_is_right_and_the_second_time_is_the_last(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by(FLIP.format("b", 9), tmp_path, corpus, "ab")
     assert fleet.wait() == [OVER] * 2, fleet.log("a")
@@ -249,6 +255,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 """
 
 
+@exhaustive
 def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
     tmp_path: Path, corpus: Path, undisturbed: list[float]
 ) -> None:

@@ -18,6 +18,7 @@ import torch
 from evener.core.rundir import RunDir, describe_checkpoint
 
 from ..ranks import Server
+from ..tiers import thinned
 
 LOOPS = Path(__file__).parent / "loops"
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,7 @@ def name_of(case: tuple[Any, ...]) -> str:
     return "-".join(str(word).removeprefix("--") for word in case)
 
 
-@pytest.mark.parametrize("case", RIGHT, ids=name_of)
+@pytest.mark.parametrize("case", thinned(RIGHT, every=5), ids=name_of)
 def test_any_number_of_ranks_learns_what_plain_torch_learns(own, case):
     name, most, *flags = case
     truth = own(name, "plain", 1, *flags)
@@ -133,7 +134,13 @@ RESUMED = [case for case in RIGHT if case[0] not in STATELESS and "--micro-batch
 
 @pytest.mark.parametrize(
     "case",
-    [*RESUMED, ("Dropout", 2), ("Normalizer", 1), ("Normalizer", 2), ("BatchNorm", 2, "--micro-batch", "4")],
+    [
+        *thinned(RESUMED, every=6),
+        ("Dropout", 2),
+        ("Normalizer", 1),
+        ("Normalizer", 2),
+        ("BatchNorm", 2, "--micro-batch", "4"),
+    ],
     ids=name_of,
 )
 def test_stopped_half_way_a_loop_goes_on_bit_for_bit(own, case):
@@ -295,7 +302,7 @@ def contents(run: RunDir) -> dict[str, bytes]:
 DRIFTING = [("Gan", 2), ("TwoOptimizers", 3), ("Scheduler", 2), ("Unfreeze", 2), ("SharedBuffers", 2)]
 
 
-@pytest.mark.parametrize("case", DRIFTING, ids=name_of)
+@pytest.mark.parametrize("case", thinned(DRIFTING, every=2), ids=name_of)
 def test_replicas_that_drift_end_as_one_model_and_go_on_bit_for_bit(own, case):
     """30 steps are four outer ones and a last one. Stopped after its first, a run goes on where each replica was."""
     name, ranks = case

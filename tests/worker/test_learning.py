@@ -20,6 +20,7 @@ from evener.corpus.text import Document, split_by_fraction
 from evener.corpus.write import prepare
 
 from ..conftest import ENV, TIMEOUT_S
+from ..tiers import exhaustive
 
 MARGIN = 0.15  # above the floor; what is broken misses it by as much again
 MANY, FEW = 512, 16  # keys
@@ -126,12 +127,14 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return found
 
 
+@exhaustive
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_can_be_learned_is_learned(losses, name):
     floor = math.log(RIGHT[name]) / 2
     assert floor < losses[name] < floor + MARGIN
 
 
+@exhaustive
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_broken_misses_the_bound(losses, name):
     assert losses[name] > math.log(WRONG[name]) / 2 + 2 * MARGIN

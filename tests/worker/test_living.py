@@ -13,6 +13,8 @@ from evener.core.rundir import RunDir
 from tests.conftest import TIMEOUT_S
 from tests.worker.test_worlds import Training, alone, ended, pytestmark  # noqa: F401
 
+from ..tiers import exhaustive
+
 
 class Living(Training):
     """The same, of ranks that live on, for as long as it takes."""
@@ -92,6 +94,7 @@ def worlds(fleet: Training, name: str = "c") -> list[set[str]]:
             if line.startswith("evener: ") and ": world " in line]  # fmt: skip
 
 
+@exhaustive
 def test_replicas_that_drift_go_on_and_take_in_who_comes(tmp_path: Path, corpus: Path) -> None:
     """No step is missing, and it learns as one process does."""
     fleet = Drifting(tmp_path, corpus)
@@ -102,6 +105,7 @@ def test_replicas_that_drift_go_on_and_take_in_who_comes(tmp_path: Path, corpus:
     assert sum(losses[-20:]) < 1.05 * sum(undisturbed[-20:])
 
 
+@exhaustive
 def test_a_rank_that_no_shutdown_frees_ends_and_comes_back(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     fleet = Living(tmp_path, corpus, worker=[str(tmp_path / "stuck.py")])
@@ -148,6 +152,7 @@ class AskedDrifting(Asked):
         return [*super().flags(corpus), "--sync", "diloco:6:int8:streamed"]
 
 
+@exhaustive
 @pytest.mark.parametrize("training", [Asked, AskedDrifting])
 def test_a_checkpoint_that_is_asked_for_is_there_whatever_is_lost_meanwhile(
     tmp_path: Path, corpus: Path, training: type[Training]
@@ -167,6 +172,7 @@ def test_a_checkpoint_that_is_asked_for_is_there_whatever_is_lost_meanwhile(
     assert len({event["step"] for event in told if event["event"] == "checkpoint"}) == 8
 
 
+@exhaustive
 def test_whose_disk_refuses_a_checkpoint_the_others_go_on_without(tmp_path: Path, corpus: Path) -> None:
     """From where they are, with the checkpoint; when its disk does not refuse any more it has the next one, too."""
     fleet = Asked(tmp_path, corpus)
@@ -203,6 +209,7 @@ class Pairs(Living):
     RANKS = 2
 
 
+@exhaustive
 def test_of_several_ranks_on_a_host_each_comes_back_as_itself(tmp_path: Path, corpus: Path) -> None:
     """Of two one is killed: the other ends too, and both are let in again, each with its number, share and records."""
     fleet = Pairs(tmp_path, corpus, "ab")

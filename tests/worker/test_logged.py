@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evener.core.rundir import RunDir
 
 from ..conftest import TIMEOUT_S, wait_until
-from ..unit.pseudo import ESCAPE, in_terminal
+from ..integration.pseudo import ESCAPE, in_terminal
+from ..tiers import exhaustive
 from .test_cli import TINY, Started, evener, long_run
 
 
@@ -34,6 +35,7 @@ def test_two_ranks_are_told_of_and_again_when_they_are_resumed(tmp_path, corpus)
     assert [step for step, _ in scalars(run, "val/loss")] == [3, 6, 9, 12]
 
 
+@exhaustive
 def test_ctrl_c_ends_the_run_and_the_logger_hears_all_of_it(tmp_path, corpus):
     started = Started(tmp_path, *long_run(corpus, 2), "--log", "tensorboard")
     try:
@@ -51,6 +53,7 @@ def test_ctrl_c_ends_the_run_and_the_logger_hears_all_of_it(tmp_path, corpus):
     assert [step for step, _ in scalars(started.run, "train/loss")] == list(range(1, steps + 1))
 
 
+@exhaustive
 def test_a_terminal_has_a_bar_and_the_sentences_that_a_pipe_has(tmp_path, corpus):
     flags = ("--data", corpus, *TINY, "--batch", "4", "--ranks", "2", "--steps", "6", "--eval-every", "3")
     text = ESCAPE.sub("", in_terminal("train", *flags, "--out", "run", cwd=tmp_path, status=0))
@@ -64,6 +67,7 @@ def test_a_terminal_has_a_bar_and_the_sentences_that_a_pipe_has(tmp_path, corpus
     assert sum("validation loss" in line for line in lines) == sum("validation loss" in line for line in piped) == 3
 
 
+@exhaustive
 def test_a_run_on_a_fleet_is_told_of_by_whoever_follows_it(tmp_path, corpus):
     """Its host has a folder of its own, from which the records come home: at once, and when somebody looks again."""
     fleet = tmp_path / "machines.toml"

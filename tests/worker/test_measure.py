@@ -17,6 +17,7 @@ from evener.report.summary import summarize
 
 from ..conftest import ENV, wait_until
 from ..ranks import Server
+from ..tiers import exhaustively
 
 
 def test_parts_sum_to_the_step_within_one_percent(tmp_path, train):
@@ -117,14 +118,16 @@ def sent(server: Server) -> tuple[int, int]:
     ("sync", "ranks", "flags"),
     [
         ("ddp", 3, WIDE),
-        ("packed", 2, f"{WIDE} --dtype bf16"),
-        ("packed", 3, f"{WIDE} --dtype bf16"),
         ("int8", 3, WIDE),
-        ("int4", 2, WIDE),
-        ("powersgd:4", 3, WIDE),
-        ("bf16+sparse", 2, TABLES),
-        ("diloco:5:int8", 3, WIDE),
         ("diloco:10:streamed", 2, WIDE),
+        *exhaustively(
+            ("packed", 2, f"{WIDE} --dtype bf16"),
+            ("packed", 3, f"{WIDE} --dtype bf16"),
+            ("int4", 2, WIDE),
+            ("powersgd:4", 3, WIDE),
+            ("bf16+sparse", 2, TABLES),
+            ("diloco:5:int8", 3, WIDE),
+        ),
     ],
 )
 def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, alone, sync, ranks, flags):

@@ -28,6 +28,7 @@ from evener.worker.sync.diloco import fragments
 from evener.worker.sync.lane import Slots
 
 from ..conftest import module_argv
+from ..tiers import exhaustive
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -168,7 +169,9 @@ RUNS = [
 ]
 
 
-@pytest.mark.slow
+@exhaustive
+@pytest.mark.alone
+@pytest.mark.usefixtures("quiet_machine")  # the kernel takes back memory of a process that waits for a processor
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the base and glibc's heap were measured on Linux")
 @pytest.mark.parametrize(("flags", "vocab_size", "ranks"), RUNS, ids=[flags[8:] for flags, _, _ in RUNS])
 def test_the_predicted_peak_is_the_measured_one_within_15_percent(tmp_path, flags, vocab_size, ranks):
@@ -176,7 +179,6 @@ def test_the_predicted_peak_is_the_measured_one_within_15_percent(tmp_path, flag
     assert predict(manifest).total == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_without_holes_in_the_heap_the_causes_add_up(tmp_path):
     flags = f"{CHAR} --num-layers 3 --dtype fp32 --batch 2 --micro-batch 2"

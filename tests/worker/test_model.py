@@ -18,6 +18,8 @@ from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.worker.gpt2 import load_gpt2
 from evener.worker.model import GPT, STRIP_ROWS, Dropout, attend, rotary_angles, rotate
 
+from ..tiers import exhaustive
+
 FAMILIES = ("char", "gpt2", "d4")
 
 
@@ -477,7 +479,7 @@ def test_the_likeliest_token():
     model.generate(tokens, 1, top_k=1000)  # more than there are
 
 
-@pytest.mark.slow
+@exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("name", ["char", "d4"])
 def test_compiled_blocks_compute_the_same(name):

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from ..tiers import exhaustive, exhaustively
+
 # Each rank's weights go a step of their own each time, whatever they are. Without an outer momentum all end where they
 # began plus the mean of what the ranks went, by tokens, however often and whenever an exchange failed.
 REPLICAS = """
@@ -109,8 +111,21 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("sync", ["diloco:4", "diloco:6:streamed", "diloco:4:int8", "diloco:6:int8:streamed"])
+@pytest.mark.parametrize(
+    ("sync", "ranks"),
+    [
+        ("diloco:6:int8:streamed", 2),
+        *exhaustively(
+            ("diloco:4", 2),
+            ("diloco:4", 3),
+            ("diloco:6:streamed", 2),
+            ("diloco:6:streamed", 3),
+            ("diloco:4:int8", 2),
+            ("diloco:4:int8", 3),
+            ("diloco:6:int8:streamed", 3),
+        ),
+    ],
+)
 def test_whenever_a_world_is_lost_nothing_that_was_learned_is(torchrun, sync, ranks):
     """The closed form: what each rank went, by tokens. Codes lose what they had left of flights that failed.
 
@@ -124,7 +139,8 @@ def test_whenever_a_world_is_lost_nothing_that_was_learned_is(torchrun, sync, ra
     assert off < (length / 50 if "int" in sync else 3e-6), (off, length, steps)
 
 
-@pytest.mark.parametrize("sync", ["diloco:4:int8", "diloco:6:streamed"])
+@exhaustive
+@pytest.mark.parametrize("sync", ["diloco:4:int8", *exhaustively("diloco:6:streamed")])
 def test_replicas_and_their_outer_momentum_are_equal_whatever_was_lost(torchrun, sync):
     done = torchrun(REPLICAS, sync, "12", "its own", ranks=3)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,6 +18,7 @@ from evener.core.runwriter import RunWriter
 from evener.report.summary import summarize
 
 from ..conftest import TIMEOUT_S, wait_until
+from ..tiers import exhaustive, exhaustively
 
 STEPS = ("--steps", "40", "--checkpoint-every", "10", "--eval-every", "20", "--dropout", "0.1")
 
@@ -31,7 +32,7 @@ def newest(run):
     return max(run.checkpoint_steps(), default=0)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [3, *exhaustively(1)])
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, train, start, ranks):
     whole = train(tmp_path / "whole", *STEPS, ranks=ranks)
     started = start(tmp_path / "parts", *STEPS, ranks=ranks)
@@ -66,11 +67,13 @@ def test_resumed_on_another_number_of_ranks_stays_within_rounding(tmp_path, trai
     ("before", "now", "since"),
     [
         ((), ("--lr", "0.001", "--eval-every", "0"), 0),
-        (("--batch", "8"), (), 8),
-        ((), ("--micro-batch", "2"), 8),
-        ((), ("--dtype", "bf16"), 8),
         ((), ("--shares", "3:1"), 8),
-        ((), ("--threads", "2"), 8),
+        *exhaustively(
+            (("--batch", "8"), (), 8),
+            ((), ("--micro-batch", "2"), 8),
+            ((), ("--dtype", "bf16"), 8),
+            ((), ("--threads", "2"), 8),
+        ),
     ],
 )
 def test_figures_are_those_since_the_settings_changed(tmp_path, train, before, now, since):
@@ -89,6 +92,7 @@ def test_figures_are_those_since_the_settings_changed(tmp_path, train, before, n
     assert found.sync_p50_s == statistics.median(min(a.sync_s, b.sync_s) for a, b in zip(*both, strict=True))
 
 
+@exhaustive
 def test_kill_9_at_any_moment_leaves_the_last_good_checkpoint(tmp_path, start, train):
     random_s = random.Random(0)
     flags = ("--steps", "100000", "--checkpoint-every", "1", "--keep", "1", "--eval-every", "0", "--verify-every", "0")
@@ -118,6 +122,7 @@ def test_a_removal_that_was_cut_off_leaves_no_half_checkpoint(tmp_path, train, m
     assert {path.name for path in run.checkpoints_path.iterdir()} == {"step-000004", "step-000006"}
 
 
+@exhaustive
 def test_a_rank_killed_ends_the_others_and_no_process_stays(tmp_path, start):
     started = start(tmp_path / "run", "--steps", "100000", "--eval-every", "0", ranks=2)
     started.wait_for_step(3)

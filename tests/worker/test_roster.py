@@ -22,6 +22,8 @@ from evener.worker.membership.fixed import Fixed
 from evener.worker.record import News, OnHost, Recorder
 from evener.worker.spans import Spans
 
+from ..tiers import exhaustive, exhaustively
+
 STEPS = ("--steps", "40", "--batch", "16", "--eval-every", "20", "--lr", "0.001", "--dropout", "0")
 
 
@@ -39,7 +41,7 @@ def losses(run):
     return [record.loss for record in run.records(0)]
 
 
-@pytest.mark.parametrize("shares", ["3:1", "1:0", "0:1"])
+@pytest.mark.parametrize("shares", ["3:1", *exhaustively("1:0", "0:1")])
 def test_unequal_shares_learn_what_one_process_learns(tmp_path, train, one_rank, shares):
     run = train(tmp_path / "run", *STEPS, "--shares", shares, "--micro-batch", "5", ranks=2)
     assert losses(run) == pytest.approx(losses(one_rank), rel=1e-5)
@@ -145,7 +147,7 @@ def test_shares_follow_the_ranks_speed_and_the_same_is_learned(tmp_path, corpus,
     assert run.manifest().result.replicas_agree is True
 
 
-@pytest.mark.parametrize("sync", ["ddp", "packed"])
+@pytest.mark.parametrize("sync", ["packed", *exhaustively("ddp")])
 def test_rebalanced_stopped_and_resumed_on_other_ranks_the_same_is_learned(
     tmp_path, run_script, train, corpus, one_rank, sync
 ):
@@ -322,6 +324,7 @@ def test_what_a_rank_tells_of_its_share_is_input_and_computing_and_its_update_be
     recorder.close()
 
 
+@exhaustive
 def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, start, monkeypatch):
     """EVENER_ROSTER names a file; what it says counts, whatever the flags say, as long as it is of these ranks."""
     from evener.core.machine import this_machine

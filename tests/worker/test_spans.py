@@ -19,6 +19,7 @@ from evener.worker.clock import HostClock
 from evener.worker.spans import MOST_GROUPS, Passes, layer_groups
 
 from .. import traces
+from ..tiers import exhaustively
 
 
 def records_of(run, rank):
@@ -36,8 +37,11 @@ def check_sums(run, trace, ranks):
                 assert took_s == pytest.approx(records[step]["cost"][part], rel=0.01, abs=2e-6), (rank, step, part)
 
 
-SYNCS = [("ddp", 2, ()), ("packed", 3, ("--dtype", "bf16")), ("int8", 2, ()), ("powersgd:4", 2, ()),
-         ("diloco:5:int8", 2, ()), ("diloco:10:streamed", 2, ())]  # fmt: skip
+SYNCS = [
+    ("packed", 3, ("--dtype", "bf16")),
+    ("diloco:5:int8", 2, ()),
+    *exhaustively(("ddp", 2, ()), ("int8", 2, ()), ("powersgd:4", 2, ()), ("diloco:10:streamed", 2, ())),
+]
 
 
 @pytest.mark.parametrize(("sync", "ranks", "flags"), SYNCS)

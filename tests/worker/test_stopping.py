@@ -14,6 +14,7 @@ import pytest
 from evener.worker.stopping import ECHO_S, Stopping
 
 from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
+from ..tiers import exhaustively
 
 HANGS = """
 import torch, torch.distributed as dist
@@ -34,7 +35,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, *exhaustively(signal.SIGINT)])
 def test_a_second_signal_ends_a_rank_that_hangs_in_a_collective(signum):
     port = free_port()
     ranks = [

@@ -32,6 +32,8 @@ from evener.worker.sync.packed import Packed
 from evener.worker.sync.powersgd import PowerSGD
 from evener.worker.sync.whole import Whole
 
+from ..tiers import exhaustively
+
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
 # d4's shape in small: value embeddings, and a head of its own
@@ -88,7 +90,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, *exhaustively(4)])
 def test_what_came_out_and_what_is_left_are_what_went_in(run_script, ranks):
     """Error feedback telescopes: over any number of steps Σ gradients = Σ results + what is left, on all ranks.
 
@@ -106,35 +108,41 @@ def test_what_came_out_and_what_is_left_are_what_went_in(run_script, ranks):
         assert stated <= told[name]["sent"] <= in_blocks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_lossy_run_learns_nearly_the_same_with_equal_replicas(tmp_path, train, ranks):
-    plain = train(tmp_path / "ddp", *FLAGS, ranks=ranks).records(0)
+@pytest.mark.parametrize(
+    ("sync", "ranks"),
+    [
+        ("int8", 2),
+        ("powersgd:2", 3),
+        *exhaustively(("bf16", 2), ("int4", 2), ("powersgd:2", 2), ("bf16", 3), ("int8", 3), ("int4", 3)),
+    ],
+)
+def test_a_lossy_run_learns_nearly_the_same_with_equal_replicas(shared_train, sync, ranks):
+    plain = shared_train(*FLAGS, ranks=ranks).records(0)
     assert not any(record.fidelity for record in plain)
-    for sync in LOSSY:
-        run = train(tmp_path / sync, *FLAGS, "--sync", sync, ranks=ranks)
-        assert run.manifest().result.replicas_agree is True
-        assert sum(event["event"] == "replicas.agree" for event in run.events()) == 4
-        losses = [record.loss for record in run.records(0)]
-        assert losses != [record.loss for record in plain]
-        assert losses[-1] == pytest.approx(plain[-1].loss, rel=0.05)
-        assert losses[-1] < 0.9 * losses[0]
-        assert run.records(1)[5].bytes < 0.6 * plain[5].bytes
-        compared = [record.fidelity for record in run.records(0) if record.fidelity]
-        assert len(compared) == 1  # of 40 steps every 10th is sampled, of these every 5th
-        assert compared[0].error < {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "powersgd:2": 1.0}[sync]
-        assert compared[0].cosine > (0.3 if sync == "powersgd:2" else 0.95)
+    run = shared_train(*FLAGS, "--sync", sync, ranks=ranks)
+    assert run.manifest().result.replicas_agree is True
+    assert sum(event["event"] == "replicas.agree" for event in run.events()) == 4
+    losses = [record.loss for record in run.records(0)]
+    assert losses != [record.loss for record in plain]
+    assert losses[-1] == pytest.approx(plain[-1].loss, rel=0.05)
+    assert losses[-1] < 0.9 * losses[0]
+    assert run.records(1)[5].bytes < 0.6 * plain[5].bytes
+    compared = [record.fidelity for record in run.records(0) if record.fidelity]
+    assert len(compared) == 1  # of 40 steps every 10th is sampled, of these every 5th
+    assert compared[0].error < {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "powersgd:2": 1.0}[sync]
+    assert compared[0].cosine > (0.3 if sync == "powersgd:2" else 0.95)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_packed_gives_ddps_losses_to_the_bit(tmp_path, train, dtype):
-    runs = [train(tmp_path / sync, *FLAGS, "--dtype", dtype, "--sync", sync, ranks=2) for sync in ("ddp", "packed")]
+@pytest.mark.parametrize("dtype", ["bf16", *exhaustively("fp32")])
+def test_packed_gives_ddps_losses_to_the_bit(shared_train, dtype):
+    runs = [shared_train(*FLAGS, "--dtype", dtype, "--sync", sync, ranks=2) for sync in ("ddp", "packed")]
     plain, packed = ([record.loss for record in run.records(0)] for run in runs)
     assert packed == plain
     sent = [run.records(0)[5].bytes for run in runs]
     assert sent[1] < (0.6 if dtype == "bf16" else 1.001) * sent[0]
 
 
-@pytest.mark.parametrize(("sync", "ranks"), [("ddp+sparse", 2), ("ddp+sparse", 3), ("int8+sparse", 2)])
+@pytest.mark.parametrize(("sync", "ranks"), [("ddp+sparse", 3), *exhaustively(("ddp+sparse", 2), ("int8+sparse", 2))])
 def test_tables_go_row_by_row_and_lose_nothing(tmp_path, train, sync, ranks):
     flags = (*FLAGS, *TABLES)
     dense, sparse = (train(tmp_path / name, *flags, "--sync", name, ranks=ranks) for name in (sync[:-7], sync))
@@ -143,8 +151,14 @@ def test_tables_go_row_by_row_and_lose_nothing(tmp_path, train, sync, ranks):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if sync == "ddp+sparse" else 0.02)
 
 
-@pytest.mark.parametrize(("sync", "ranks", "more"), [("bf16", 2, ("--dtype", "fp32")), ("int8", 2, ()), ("int4", 3, ()),
-                                                     ("powersgd:2", 2, ()), ("int8+sparse", 2, TABLES)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sync", "ranks", "more"),
+    [
+        ("int4", 3, ()),
+        ("int8+sparse", 2, TABLES),
+        *exhaustively(("bf16", 2, ("--dtype", "fp32")), ("int8", 2, ()), ("powersgd:2", 2, ())),
+    ],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks, more):
     flags = (*FLAGS, *more, "--sync", sync, "--checkpoint-every", "15", "--warmup", "2")
     whole = train(tmp_path / "whole", *flags, ranks=ranks)
@@ -153,8 +167,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks, more):
     assert [record.loss for record in cut.records(0)] == [record.loss for record in whole.records(0)]
 
 
-@pytest.mark.parametrize(("sync", "before", "after", "is_lost"), [("int4", 3, 2, False), ("int4", 3, 2, True),
-                                                                  ("powersgd:2", 2, 3, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sync", "before", "after", "is_lost"),
+    [("int4", 3, 2, True), *exhaustively(("int4", 3, 2, False), ("powersgd:2", 2, 3, False))],
+)
 def test_what_ranks_left_that_are_no_more_goes_on_with_the_others(tmp_path, train, sync, before, after, is_lost):
     flags = (*FLAGS, "--sync", sync)
     train(tmp_path / "run", *flags, "--max-s", "0", ranks=before)
@@ -204,9 +220,8 @@ def test_another_strategy_than_the_checkpoints_is_refused(tmp_path, train, start
 @pytest.mark.parametrize(
     ("sync", "told"),
     [
-        ("int7", "--sync int7: no such strategy"),
         ("fsdp", "--sync fsdp: train cannot run it"),
-        ("powersgd:0", "no such strategy"),
+        *exhaustively(("int7", "--sync int7: no such strategy"), ("powersgd:0", "no such strategy")),
     ],
 )
 def test_a_strategy_that_cannot_be_is_one_line(tmp_path, start, sync, told):
@@ -262,7 +277,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
 def test_a_run_changes_its_way_to_agree_between_two_steps(tmp_path, corpus, run_script, ranks):
     """As exactly as each way is, with equal replicas; what one has not sent the next one sends."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",

@@ -10,6 +10,8 @@ from evener.core.roster import Seat, first_roster
 from evener.core.rundir import RunDir
 from evener.core.spec import parse_args
 
+from ..tiers import exhaustive, exhaustively
+
 UNLIKE = """
 import os, runpy, sys
 if os.environ["RANK"] == "1":
@@ -29,6 +31,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 """
 
 
+@exhaustive
 def test_replicas_on_unlike_processors_are_kept_one_model(tmp_path, corpus, torchrun):
     """They round differently: after some steps all take rank 0's weights. What is more than rounding is an error."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
@@ -67,9 +70,14 @@ STEPS = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--verify-every", "1
 
 @pytest.mark.parametrize(
     ("sync", "dtype", "within"),
-    [("ddp", "fp32", 1e-5), ("packed", "fp32", 1e-5), ("ddp", "auto", 0.01), ("int8", "auto", 0.01),
-     ("diloco:5:int8", "auto", 0.15)],  # which learns faster here at first: five steps each for one
-)  # fmt: skip
+    [
+        ("packed", "fp32", 1e-5),
+        # diloco learns faster here at first: five steps each for one
+        *exhaustively(
+            ("ddp", "fp32", 1e-5), ("ddp", "auto", 0.01), ("int8", "auto", 0.01), ("diloco:5:int8", "auto", 0.15)
+        ),
+    ],
+)
 def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, train, torchrun, monkeypatch, sync, dtype, within):
     """Each by its own arithmetic and micro-batch, with shares of three to one: what one process learns."""
     alone = train(tmp_path / "alone", *STEPS)

@@ -12,6 +12,8 @@ import torch
 from evener.core.rundir import RunDir
 from evener.worker.verify import tensor_hash
 
+from ..tiers import exhaustively
+
 FLIP = """
 import sys, numpy, torch, evener
 from torch import nn
@@ -36,7 +38,7 @@ with evener.join(parse_args(flags)) as run:
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
 def test_a_planted_bit_flip_is_reported_with_rank_step_and_tensor(tmp_path, run_script, ranks):
     done = run_script(FLIP, str(tmp_path / "run"), ranks=ranks)
     assert done.returncode != 0

@@ -17,7 +17,7 @@ from evener.core.plan import Plan, write_plan
 from evener.core.shape import PRESETS, preset_shape
 from evener.core.spec import RunSpec
 
-from .conftest import write_run
+from ..sample_runs import write_run
 from .pseudo import environment
 
 WORDS = ("--model", "gpt2-760m", "--nodes", "2", "--link", "1GbE", "--compute-tokens-per-s", "500")

@@ -23,6 +23,8 @@ from evener.launch import wheels
 from evener.launch.setup import Ours, _Setup, set_up
 from evener.launch.wheels import Target, closure, content_hash, evener_wheel, fetch_wheels, requirements
 
+from ..tiers import exhaustive
+
 ROOT = Path(__file__).parents[2]
 LINUX = {
     "sys_platform": "linux", "platform_machine": "x86_64", "python_version": "3.11", "platform_system": "Linux",
@@ -55,6 +57,7 @@ def test_its_hash_is_the_hash_of_what_is_installed(wheel):
     assert content_hash(wheel) == remote.installed(sys.executable)["evener_hash"]
 
 
+@exhaustive
 def test_an_installed_evener_is_packed_again(wheel, tmp_path):
     """From a folder that looks as pip leaves it, without a source tree."""
     site = tmp_path / "site"
@@ -117,6 +120,7 @@ def tiny_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
     return path
 
 
+@exhaustive
 def test_what_only_that_host_needs_is_read_from_the_wheels(tmp_path, monkeypatch):
     """As torch's build for CUDA needs packages that its build for processors does not."""
     shop = tmp_path / "shop"

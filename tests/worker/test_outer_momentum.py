@@ -10,6 +10,8 @@ from torch import nn
 
 from evener.worker.sync.diloco import outer_momentum
 
+from ..tiers import exhaustively
+
 NUM = 5_000  # parameters, each with a gradient of its own
 SIGNAL, NOISE = 0.1, 4.0  # of a sequence's gradient: a batch of 16 has a tenth of its noise
 EVERY, ROUNDS = 10, 40
@@ -40,7 +42,7 @@ def went(shares: tuple[int, ...], momentum: float) -> float:
     return halfway - float(agreed.mean())
 
 
-@pytest.mark.parametrize("shares", [(8, 8), (9, 5, 2), (4, 4, 4, 4)])
+@pytest.mark.parametrize("shares", [(9, 5, 2), *exhaustively(((8, 8),), ((4, 4, 4, 4),))])
 def test_replicas_go_as_far_as_one_process(shares):
     alone = went((16,), 0.0)
     assert went(shares, 0.0) < 0.85 * alone  # their mean does not

@@ -26,7 +26,8 @@ from evener.report import loggers
 from evener.report.feed import LATE_STEPS, feed, remember, remembered, told_of
 from evener.report.loggers import parse_loggers
 
-from .conftest import STARTED, write_run
+from ..sample_runs import STARTED, write_run
+from ..tiers import exhaustive
 
 DEADLINE_S = 60.0
 
@@ -362,6 +363,7 @@ def test_weights_and_biases_offline(run, monkeypatch):
     assert [(row["step"], row["val/loss"]) for row in rows if "val/loss" in row] == [(10, 1.5), (40, 1.25)]
 
 
+@exhaustive
 def test_mlflow(run, tmp_path, monkeypatch):
     tracking = pytest.importorskip("mlflow.tracking", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy", reason="mlflow is not whole: it keeps runs in a database")
@@ -385,6 +387,7 @@ def test_mlflow(run, tmp_path, monkeypatch):
     assert history[1].timestamp == pytest.approx(1000 * (STARTED + 0.125), abs=1)
 
 
+@exhaustive
 def test_trackio(run, tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason="trackio is not installed")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from evener.hosts.remote import project as remote
 from evener.launch.tree import describe
 
+from ..tiers import num_examples
+
 NAMES = ["a", "d/b", "d/e/c"]
 CHANGES = st.tuples(st.sampled_from(["here", "away", "there", "sent"]), st.sampled_from(NAMES))
 
@@ -30,7 +32,7 @@ def send(home: Path, tree: Path, folder: Path) -> None:
     remote.sync(str(tree), str(folder))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(40, 150), deadline=None)
 @given(changes=st.lists(CHANGES, max_size=14))
 def test_what_is_at_home_is_there_and_what_programs_wrote_too(tmp_path_factory, changes) -> None:
     top = tmp_path_factory.mktemp("project")

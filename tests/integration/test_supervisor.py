@@ -26,6 +26,8 @@ from evener.core.fleet import Host
 from evener.hosts.remote import runs, supervisor
 from evener.hosts.session import REMOTE, RemoteError, Session, open_session
 
+from ..tiers import num_examples
+
 DEADLINE_S = 120.0
 SUPERVISOR = (REMOTE / "supervisor.py").read_text()
 
@@ -128,7 +130,7 @@ def test_a_program_that_is_not_there_is_named(session: Session, tmp_path: Path) 
     assert b"/no/such/program: No such file" in started.printed()["E"]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(8, 25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=5))
 def test_arguments_and_environment_arrive_unchanged(
     session: Session, tmp_path_factory: pytest.TempPathFactory, arguments: list[str]
@@ -140,7 +142,7 @@ def test_arguments_and_environment_arrive_unchanged(
     assert json.loads(started.printed()["O"]) == [arguments, given_env]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(5, 15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunks=st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=300)), max_size=20))
 def test_logs_are_complete_to_the_byte(
     session: Session, tmp_path_factory: pytest.TempPathFactory, chunks: list[tuple[int, bytes]]
@@ -402,7 +404,7 @@ def test_what_nobody_read_is_read_at_the_next_start(session: Session, tmp_path: 
     assert started.printed("here.4")["O"] == EARLIER + LATER
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(20, 60), deadline=None)
 @given(
     prints=st.lists(st.tuples(st.sampled_from(["stdout.log", "stderr.log"]), st.binary(max_size=40)), max_size=20),
     part=st.floats(0, 1),

@@ -22,6 +22,8 @@ from evener.launch import tree as tree_module
 from evener.launch.ship import CHUNK_BYTES, fetch, send, send_to
 from evener.launch.tree import File, Tree, describe, describe_data, pack
 
+from ..tiers import num_examples
+
 MB = 1 << 20
 
 
@@ -86,7 +88,7 @@ PATH = st.lists(NAME, min_size=1, max_size=3).map(tuple)
 FILES = st.dictionaries(PATH, st.tuples(st.binary(max_size=3000), st.booleans()), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(15, 60), deadline=None)
 @given(files=FILES)
 @example(files={})
 @example(files={("same",): (b"x", False), ("too",): (b"x", True), ("dir", "empty"): (b"", False)})

@@ -31,6 +31,10 @@ from evener.launch import here
 from evener.worker import __main__ as worker
 from evener.worker import loop
 
+from ..tiers import num_examples
+
+SHARED_FOLDER = [HealthCheck.function_scoped_fixture]  # which each example leaves as it was
+
 WORDS = st.text(string.ascii_letters + string.digits + "-_./ é\n$", min_size=1, max_size=12)
 NUMBERS = [flag for flag in FLAGS.values() if "number" in flag.kind]
 CHOICES = [flag for flag in FLAGS.values() if "|" in flag.kind]
@@ -152,14 +156,14 @@ bad_tomls = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(40, 240), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(args=bad_flags)
 def test_bad_flags(world, args, monkeypatch):
     monkeypatch.chdir(world)
     assert_refused(world, "train", "--data=data/verbs", "--model=tiny", *args)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(25, 160), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(text=bad_tomls)
 def test_bad_toml(world, text, monkeypatch):
     monkeypatch.chdir(world)
@@ -167,7 +171,7 @@ def test_bad_toml(world, text, monkeypatch):
     assert_refused(world, "train", "run.toml", "--data=data/verbs")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(20, 120), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(
     file=st.sampled_from(["meta.json", "tokenizer.json", "train.bin", "val.bin"]),
     how=st.sampled_from(["gone", "cut", "empty", "noise"]),
@@ -190,7 +194,7 @@ def test_a_damaged_corpus(world, file, how, where, tmp_path_factory, monkeypatch
     assert tree(folder) == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(20, 120), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(
     file=st.sampled_from(["manifest.json", f"{SAVED}/state.json", f"{SAVED}/weights.safetensors"]),
     how=st.sampled_from(["gone", "cut", "empty", "noise"]),

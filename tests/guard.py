@@ -1,0 +1,62 @@
+"""Ends what a test process leaves behind, however it ended: this program, beside each, waits for it to be gone.
+
+    python tests/guard.py MARK <&pipe-from-the-test-process
+
+All that tests start has MARK in its environment, also what detaches itself from them. What runs in a lab goes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+VARIABLE = "EVENER_TEST_PROCESS"
+MARK = f"test-{os.getpid()}"  # of the test process that imports this
+WITHIN_S = 30.0
+
+
+def start() -> subprocess.Popen[bytes]:
+    """Watch over this process. Call it before anything is started."""
+    os.environ[VARIABLE] = MARK
+    argv = [sys.executable, __file__, MARK]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes that have the mark in their environment, but for this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if f"{VARIABLE}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def clean(mark: str) -> None:
+    """End the labs and the processes of a test process that is gone."""
+    from evener.lab import lab, state
+
+    deadline = time.monotonic() + WITHIN_S
+    pids = {*marked(mark)}
+    of_lab = {name: {one.pid for one in state.find_processes(state.root() / name)} for name in state.lab_names()}
+    labs = [name for name, of_this in of_lab.items() if name.startswith(f"{mark}-") or pids & of_this]
+    while pids and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+        pids = {*marked(mark)}
+    for name in labs:
+        lab.take_down(name)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    clean(sys.argv[1])

@@ -1,0 +1,68 @@
+"""A corpus folder is whole or not there, also when its preparation is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.core.corpus import load_corpus
+from evener.core.errors import DataError
+from evener.corpus.write import prepare
+
+from ..unit.test_corpus import splits
+
+BLOCKED_CHILD = """
+import sys
+from pathlib import Path
+from evener.corpus.text import Document, split_by_fraction
+from evener.corpus.write import prepare
+
+def block(doing, done, total):
+    if doing == "encoding" and done > total // 2:
+        print("half", flush=True)
+        sys.stdin.read()
+
+text = b"horse " * 1_000_000
+splits = split_by_fraction([Document("t", len(text), text)], 0.1)
+prepare(Path(sys.argv[1]), splits, tokenizer="byte", force=True, progress=block)
+"""
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_killed_run_leaves_nothing_that_loads(tmp_path: Path, existing: bool) -> None:
+    out = tmp_path / "c"
+    before = prepare(out, splits(), tokenizer="char").corpus if existing else None
+    child = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED_CHILD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout
+    try:
+        assert child.stdout.readline() == b"half\n"
+        with pytest.raises(DataError, match="c is being prepared by another process"):
+            prepare(out, splits(), tokenizer="char", force=True)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    partial = tmp_path / ".c.partial"
+    assert (partial / "train.bin").stat().st_size > 1_000_000
+    with pytest.raises(DataError, match="is unfinished: its preparation was interrupted"):
+        load_corpus(partial)
+    if before:
+        assert load_corpus(out) == before
+    else:
+        with pytest.raises(DataError, match="no such folder"):
+            load_corpus(out)
+    assert prepare(out, splits(), tokenizer="char").was_written == (before is None)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_preparing_needs_no_torch() -> None:
+    program = (
+        "import sys, evener.corpus.write, evener.corpus.verbs, evener.corpus.python, evener.corpus.check;"
+        "assert not {'torch', 'tokenizers', 'tiktoken'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,23 @@
+"""What doctor saw in each fault drill is named by the pure checks, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.lab.drills import DRILLS
+from evener.lab.drills_runs import DRILLS as OF_RUNS
+
+from .. import drill_records
+
+RECORDED = sorted(path.stem for path in drill_records.FOLDER.glob("*.json"))
+
+
+def test_every_drill_of_doctor_has_a_record():
+    assert set(RECORDED) == {name for name, drill in DRILLS.items() if drill not in OF_RUNS}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_fault_is_named_and_nothing_else(name):
+    drill, found = DRILLS[name], drill_records.findings(drill_records.read(name))
+    assert drill.named_in(found)
+    assert drill.others_in(found) == []
