@@ -151,7 +151,7 @@ def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(hosts: MakeH
     assert (event["event"], event["host"]) == ("run.no-room", "c")
     (tmp_path / "c" / "go").unlink()
     (tmp_path / "ballast").unlink()
-    fleet.until(lambda: "this host has room again" in fleet.log("c"))
+    fleet.until(lambda: "this host has enough disk space again" in fleet.log("c"))
     fleet.until(lambda: (tmp_path / "a" / "host" / "waiting").exists())
     fleet.kill_rank("a")
     fleet.until_in(2, "abc")
@@ -199,7 +199,7 @@ def test_one_host_of_two_waits_without_the_first(hosts: MakeHosts) -> None:
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
     fleet.freeze("a")
-    fleet.until(lambda: "too few of the hosts are in reach" in fleet.log("b"))
+    fleet.until(lambda: "no quorum of the hosts is reachable" in fleet.log("b"))
     fleet.until(lambda: not fleet.has_ranks("b"))
     fleet.thaw("a")
     # It was stopped: that it heard nobody meanwhile says nothing of them.

@@ -119,7 +119,7 @@ def test_what_is_damaged_is_an_error_in_words_or_nothing(folder: Path) -> None:
 def test_a_host_s_own_promises_are_not_guessed(folder: Path) -> None:
     """Paxos holds as long as nobody forgets what it promised: an agent whose file is damaged does not begin."""
     (folder / "host" / "kept.json").write_text(json.dumps({"world": {"number": 3, "hosts": ["a", "d"]}}))
-    with pytest.raises(EvenerError, match=r"kept\.json names d, whom .*agent\.json does not have"):
+    with pytest.raises(EvenerError, match=r"kept\.json names d, but .*agent\.json does not"):
         read_all(folder)
     os.truncate(folder / "host" / "kept.json", 20)
     with pytest.raises(EvenerError, match=r"kept\.json: damaged"):

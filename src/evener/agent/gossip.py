@@ -1,13 +1,12 @@
-"""How do hosts tell each other how they are? Each keeps a connection to each other one, and says its newest statement
-on it, again and again.
+"""Exchange host statuses: every host keeps one TCP connection to every other and sends its newest status on it.
 
-    listener ─▶ a nonce, once                       a line that was heard elsewhere, or before, is none
-    speaker  ─▶ MAC STATEMENT, a line each          MAC = HMAC-SHA256(the run's key; nonce, line's number, statement)
-    listener ─▶ one byte for each that it believes  none for a while: the connection is dead, another one is tried
+    receiver ─▶ a nonce, once                       a line recorded elsewhere, or earlier, is not valid
+    sender   ─▶ MAC STATUS, one a line              MAC = HMAC-SHA256(the run's key; nonce, line number, status)
+    receiver ─▶ one byte for each that it accepts   none for a while: the connection is dead, try another one
 
-Nothing but JSON of known types is read, no line longer than LINE_BYTES; what is not signed ends the connection. Whoever
-listens in on the network can read who takes part, and can't say anything. Nor can it keep others from being heard by
-connecting: the oldest connection on which nothing signed has come makes room for a new one.
+Only JSON of known types is read, and no line longer than `MAX_LINE_BYTES`. A line with an invalid MAC ends the
+connection. An eavesdropper on the network can read who takes part, and cannot forge a status. Nor can it block others
+by opening connections: a new one replaces the oldest connection that has not authenticated itself.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from evener.core.decoding import json_decoder
 
 LINE_BYTES = 1 << 16
 NONCE_BYTES = 16
-# For a connection, and for each byte on it. One that is dead is replaced, and heard, before anybody is missed: the
-# council's SAY_S, these two and some more must be less than the shortest time for which a host may be silent.
+# Timeout of a connection, and of each byte on it. A dead connection must be replaced, and a status received on the new
+# one, before the host times out: `HEARTBEAT_INTERVAL_S`, these two and some slack must be below any host timeout.
 ANSWER_S = 1.8
 RETRY_S = 0.5
-IDLE_S = 30.0  # that a listener waits for a line
-MAX_UNPROVEN = 256  # connections on which nothing signed has come: nobody fills the memory by asking
+IDLE_S = 30.0  # that a receiver waits for a line
+MAX_UNPROVEN = 256  # connections not authenticated yet: bounds the memory that strangers can use
 Endpoint = tuple[str, int]  # address, port
 
 
 def sign(key: bytes, nonce: bytes, number: int, text: bytes) -> bytes:
-    """Of the line with this number on the connection with this nonce; hexadecimal."""
+    """Return the MAC, in hexadecimal, of the line with this number on the connection with this nonce."""
     return hmac.new(key, b"%s %d %s" % (nonce.hex().encode(), number, text), hashlib.sha256).hexdigest().encode()
 
 
 class Gossip:
-    """What this host says, and hears."""
+    """The connections of this host to all others: statuses sent and received."""
 
     def __init__(self, key: bytes, hear: Callable[[Statement], None]) -> None:
         self._key, self._hear = key, hear
@@ -50,24 +49,24 @@ class Gossip:
         self._speakers: dict[str, asyncio.Task[None]] = {}
         self._listeners: set[asyncio.Task[None]] = set()
         self._said, self._text = asyncio.Event(), b""
-        self._unproven: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._unproven: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
     async def listen(self, endpoint: Endpoint) -> int:
-        """Hear the others on one address alone; the port. OSError where it is taken."""
+        """Listen on this one address; return the port. OSError if it is taken."""
         self._server = await asyncio.start_server(self._accept, *endpoint, limit=LINE_BYTES)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def say(self, statement: Statement, others: Mapping[str, Endpoint]) -> None:
-        """Tell it to all of them, as soon as it can be; what was said before and is not sent yet is forgotten."""
+        """Send the status to all peers as soon as possible; it replaces an earlier one that is not sent yet."""
         self._text = msgspec.json.encode(statement)
         for name in others.keys() - self._speakers.keys():
             self._speakers[name] = asyncio.create_task(self._speak(others[name]))
-        said, self._said = self._said, asyncio.Event()
-        said.set()
+        previous, self._said = self._said, asyncio.Event()
+        previous.set()
 
     async def close(self) -> None:
-        """Say and hear no more."""
+        """Close all connections."""
         if self._server is not None:
             self._server.close()
         tasks = [*self._speakers.values(), *self._listeners]
@@ -91,15 +90,15 @@ class Gossip:
             nonce = await reader.readexactly(NONCE_BYTES)
         number = 0
         while True:
-            said, text = self._said, self._text
-            writer.write(sign(self._key, nonce, number, text) + b" " + text + b"\n")
+            changed, payload = self._said, self._text
+            writer.write(sign(self._key, nonce, number, payload) + b" " + payload + b"\n")
             async with asyncio.timeout(ANSWER_S):
                 await reader.readexactly(1)
             number += 1
-            await said.wait()
+            await changed.wait()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Tasks of our own: to end one that asyncio began prints a traceback [Python 3.11]."""
+        """Serve the connection in a task of our own: cancelling one of asyncio's prints a traceback [Python 3.11]."""
         task = asyncio.create_task(self._listen(reader, writer))
         self._listeners.add(task)
         task.add_done_callback(self._listeners.discard)
@@ -112,7 +111,7 @@ class Gossip:
         self._unproven[writer] = None
         try:
             await self._believe(reader, writer)
-        # ValueError: a line that is too long; RecursionError: JSON that is too deep
+        # ValueError: a line too long; RecursionError: JSON nested too deep
         except (OSError, ValueError, RecursionError, msgspec.MsgspecError, TimeoutError):
             pass
         finally:
@@ -120,16 +119,16 @@ class Gossip:
             writer.transport.abort()
 
     async def _believe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear statements until there is no more, or one that nobody of this run made."""
+        """Receive statuses until the connection ends, or a line with an invalid MAC arrives."""
         nonce, number = secrets.token_bytes(NONCE_BYTES), 0
         writer.write(nonce)
         while True:
             async with asyncio.timeout(IDLE_S):
                 line = await reader.readline()
-            mac, _, text = line.rstrip(b"\n").partition(b" ")
-            if not hmac.compare_digest(mac, sign(self._key, nonce, number, text)):
+            mac, _, payload = line.rstrip(b"\n").partition(b" ")
+            if not hmac.compare_digest(mac, sign(self._key, nonce, number, payload)):
                 return
-            self._hear(self._decoder.decode(text))
+            self._hear(self._decoder.decode(payload))
             self._unproven.pop(writer, None)
             writer.write(b".")
             number += 1

@@ -1,7 +1,7 @@
-"""How are this host's ranks started in a world, and ended?
+"""Start, monitor and kill this host's ranks.
 
-By `evener.worker.torchrun`, once for each world. Where ranks live on it is once for all worlds that they are in, and
-they find the other hosts' by themselves: they are started as they are, for torchrun would import torch before they do.
+By default `evener.worker.torchrun` starts them, once per epoch. In an elastic run they are started once for all epochs
+they take part in, and rendezvous by themselves: as plain processes, because torchrun would import torch before they do.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from evener.core.world import (
     World,
 )
 
-END_S = 5.0  # for the kernel to take what was killed
-TOGETHER_S = 5.0  # in which ranks that leave together have ended
-# Whose children a process is the kernel lists, where it was built so; psutil reads every process of the machine.
+END_S = 5.0  # for the kernel to remove killed processes
+TOGETHER_S = 5.0  # within which ranks that leave together have exited
+# Some kernels are built to list a process's children in /proc; psutil instead reads every process of the machine.
 KERNEL_LISTS = any(Path("/proc/self/task").glob("*/children"))
 LETTERS = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DISK_SLEEP: "D"}
 
@@ -47,23 +47,23 @@ class Launched(Protocol):
     """Ranks that were started together."""
 
     def status(self) -> int | None:
-        """Once they have ended."""
+        """Return the exit status of the group, or None while it runs."""
 
     def failures(self) -> list[dict[str, Any]]:
-        """Which of them ended otherwise than well, and how, by "local_rank"; once they have."""
+        """Return the ranks that failed, by "local_rank", and how; call it once the group has exited."""
 
     def pids(self) -> dict[int, int]:
-        """Of those that are there, by their numbers on this host."""
+        """Return {local rank: pid} of the ranks that are alive."""
 
     def close(self) -> None:
-        """After they were killed."""
+        """Reap the processes after they were killed."""
 
 
 class Ranks:
     """The ranks of this host."""
 
     def __init__(self, spec: AgentSpec, folder: Path, meeting: Meeting) -> None:
-        """`folder`: the run's, on this host."""
+        """Start the ranks; `folder` is the run's on this host."""
         self._path, self._sayings = folder / WORLD_FILE, folder / SAYINGS_FOLDER
         self._mark, self._pulse = str(self._path), folder / PULSE_FOLDER
         shutil.rmtree(self._sayings, ignore_errors=True)
@@ -77,58 +77,56 @@ class Ranks:
                 self._launched = Here(spec, folder, meeting, env)
             else:
                 self._launched = ByTorchrun(argv(spec, folder, meeting), env)
-        except OSError:  # some may have been started
+        except OSError:  # some may already run
             self._kill()
             raise
         self.status, self.failures = self._launched.status, self._launched.failures
 
     def meet(self, meeting: Meeting) -> None:
-        """Tell them where they meet others from now on."""
+        """Write the rendezvous that the ranks use from now on."""
         write_atomic(self._path, msgspec.json.encode(meeting))
 
     def sayings(self) -> dict[int, Saying]:
-        """What they say of themselves, by their numbers on this host."""
-        found = {}
+        """Return the status that each rank reports, by local rank."""
+        statuses = {}
         for path in self._sayings.glob("[0-9]*"):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                found[int(path.name)] = from_json(read_file(path), Saying)
-        return found
+                statuses[int(path.name)] = from_json(read_file(path), Saying)
+        return statuses
 
     def looks(self) -> dict[int, Look]:
-        """What each rank here does, by its number on this host: as the kernel sees it, and by its own pulse."""
-        found = {}
+        """Return a sample of each rank's process, by local rank: the kernel's figures and the rank's own heartbeat."""
+        samples = {}
         for local_rank, pid in self._launched.pids().items():
-            with contextlib.suppress(psutil.Error):  # it has ended
-                found[local_rank] = _look(psutil.Process(pid), self._pulse / str(local_rank))
-        return found
+            with contextlib.suppress(psutil.Error):  # it has exited
+                samples[local_rank] = _look(psutil.Process(pid), self._pulse / str(local_rank))
+        return samples
 
     def end(self) -> None:
-        """Kill them all, also those whose launcher has gone before them: what they did is no part of any world that
-        follows.
-        """
+        """Kill all ranks, also those that outlived their launcher: none may act in a later epoch."""
         self._kill()
         self._launched.close()
 
     def _kill(self) -> None:
         deadline = time.monotonic() + END_S
-        while (found := self._processes()) and time.monotonic() < deadline:
-            for process in found:
+        while (processes := self._processes()) and time.monotonic() < deadline:
+            for process in processes:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             time.sleep(0.01)
 
     def _processes(self) -> list[psutil.Process]:
-        """All that came of what was started: they have this host's world in their environment."""
-        found = []
+        """Return all descendants of what was started, recognized by EVENER_WORLD in their environment."""
+        processes = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # a zombie, or somebody else's
+            with contextlib.suppress(psutil.Error):  # a zombie, or another user's
                 if process.environ().get("EVENER_WORLD") == self._mark:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 class ByTorchrun:
-    """Started by a launcher, which ends them all when one of them fails."""
+    """Ranks started by torchrun, which ends them all when one fails."""
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
         read, write = os.pipe()
@@ -138,25 +136,25 @@ class ByTorchrun:
         finally:
             os.close(write)
         self._told = os.fdopen(read, "rb", buffering=0)
-        self._local_ranks: dict[int, int] = {}  # by pid; asked once, for a process that hangs may not let it be read
+        self._local_ranks: dict[int, int] = {}  # by pid; read once: the environment of a hung process may be unreadable
 
     def status(self) -> int | None:
         return self._process.poll()
 
     def failures(self) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
-            found: list[dict[str, Any]] = json.loads(self._told.read() or b"")
-            return found
+            failures: list[dict[str, Any]] = json.loads(self._told.read() or b"")
+            return failures
         return []
 
     def pids(self) -> dict[int, int]:
-        found = {}
+        pids = {}
         for pid in _children(self._process.pid):
-            with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
+            with contextlib.suppress(psutil.Error, KeyError):  # it has exited, or is no rank
                 if pid not in self._local_ranks:
                     self._local_ranks[pid] = int(psutil.Process(pid).environ()["LOCAL_RANK"])
-                found[self._local_ranks[pid]] = pid
-        return found
+                pids[self._local_ranks[pid]] = pid
+        return pids
 
     def close(self) -> None:
         self._process.wait()
@@ -164,24 +162,26 @@ class ByTorchrun:
 
 
 class Here:
-    """Started one by one. When one of them fails, all have ended: whoever is left is killed with `Ranks.end`, but ranks
-    that leave together have their time for it.
+    """Ranks started one by one.
+
+    The group counts as exited when one fails, and `RankProcesses.kill` ends the rest; ranks that leave together get
+    `GROUP_EXIT_S` for it.
     """
 
     def __init__(self, spec: AgentSpec, folder: Path, meeting: Meeting, env: dict[str, str]) -> None:
         num = spec.hosts[spec.host].num_ranks
-        begun = folder / "host" / "ranks"
-        logs = begun / f"{meeting.world.number}-{len([*begun.glob('*-*')])}" / "0"  # as torchrun has them
+        ranks_folder = folder / "host" / "ranks"
+        logs = ranks_folder / f"{meeting.world.number}-{len([*ranks_folder.glob('*-*')])}" / "0"  # as torchrun has them
         self._ranks = list[subprocess.Popen[bytes]]()
-        self._ended: dict[int, float] = {}  # when, by their numbers here
+        self._ended: dict[int, float] = {}  # when, by local rank
         for local_rank in range(num):
-            world = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
-            mine = logs / str(local_rank)
-            mine.mkdir(parents=True)
-            with (mine / "stdout.log").open("wb") as out, (mine / "stderr.log").open("wb") as err:
+            rank_env = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
+            rank_folder = logs / str(local_rank)
+            rank_folder.mkdir(parents=True)
+            with (rank_folder / "stdout.log").open("wb") as out, (rank_folder / "stderr.log").open("wb") as err:
                 self._ranks.append(
                     subprocess.Popen([sys.executable, *spec.program], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                                     env=env | {name: str(value) for name, value in world.items()})
+                                     env=env | {name: str(value) for name, value in rank_env.items()})
                 )  # fmt: skip
 
     def status(self) -> int | None:
@@ -206,74 +206,74 @@ class Here:
 
     def close(self) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk, and hears no signal
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk, and no signal reaches it
                 rank.wait(END_S)
 
 
 def first_rank_of(spec: AgentSpec) -> int:
-    """The number of this host's first rank, whatever its place in a world."""
+    """Return the number of this host's first rank in the run, whatever its global rank in an epoch."""
     hosts = [*spec.hosts]
     return sum(spec.hosts[host].num_ranks for host in hosts[: hosts.index(spec.host)])
 
 
 def _look(process: psutil.Process, pulse: Path) -> Look:
-    told = {}
+    heartbeat = {}
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        told = from_json(read_file(pulse), dict[str, Any])
-    told = told if told.get("pid") == process.pid else {}
-    cpu_s = sum(_cpu_s(one) for one in _family(process.pid))
+        heartbeat = from_json(read_file(pulse), dict[str, Any])
+    heartbeat = heartbeat if heartbeat.get("pid") == process.pid else {}
+    cpu_s = sum(_cpu_s(pid) for pid in _family(process.pid))
     state = LETTERS.get(process.status(), "S")
-    return Look(pid=process.pid, state=state, cpu_s=cpu_s, where=told.get("where", ""), waits=told.get("waits", False),
-                moved=told.get("moved"))  # fmt: skip
+    return Look(pid=process.pid, state=state, cpu_s=cpu_s, where=heartbeat.get("where", ""),
+                waits=heartbeat.get("waits", False), moved=heartbeat.get("moved"))  # fmt: skip
 
 
 def _cpu_s(pid: int) -> float:
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error):  # it has exited
         user, system, childrens_user, childrens_system, *_ = psutil.Process(pid).cpu_times()
         return float(user + system + childrens_user + childrens_system)
     return 0.0
 
 
 def _family(pid: int) -> list[int]:
-    """It, and all that came of it."""
+    """Return the process and all its descendants."""
     if KERNEL_LISTS:
-        return [pid, *(one for child in _children(pid) for one in _family(child))]
+        return [pid, *(descendant for child in _children(pid) for descendant in _family(child))]
     with contextlib.suppress(psutil.Error):
-        return [pid, *(one.pid for one in psutil.Process(pid).children(recursive=True))]
+        return [pid, *(descendant.pid for descendant in psutil.Process(pid).children(recursive=True))]
     return [pid]
 
 
 def _children(pid: int) -> list[int]:
     if not KERNEL_LISTS:
         with contextlib.suppress(psutil.Error):
-            return [one.pid for one in psutil.Process(pid).children()]
-    found = list[int]()
+            return [child.pid for child in psutil.Process(pid).children()]
+    pids = list[int]()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended
-            found += map(int, path.read_text().split())
-    return found
+        with contextlib.suppress(OSError):  # a thread that has exited
+            pids += map(int, path.read_text().split())
+    return pids
 
 
 def meeting_of(spec: AgentSpec, world: World, store: int) -> Meeting:
-    """Of this host's ranks in a world whose store is on this port of the first host."""
+    """Return the rendezvous of this host's ranks in an epoch whose store is on this port of the first host."""
     nums = [spec.hosts[host].num_ranks for host in world.hosts]
     return Meeting(world=world, address=spec.hosts[world.hosts[0]].address, port=store,
                    first_rank=sum(nums[: world.hosts.index(spec.host)]), world_size=sum(nums))  # fmt: skip
 
 
 def argv(spec: AgentSpec, folder: Path, meeting: Meeting) -> list[str]:
-    """The command of this host's launcher."""
-    place, world = spec.hosts[spec.host], meeting.world
+    """Return the command that starts this host's ranks with torchrun."""
+    member, world = spec.hosts[spec.host], meeting.world
     address = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
     return [
         sys.executable, "-P", "-m", "evener.worker.torchrun",
         f"--nnodes={len(world.hosts)}",
-        f"--nproc-per-node={place.num_ranks}",
+        f"--nproc-per-node={member.num_ranks}",
         "--rdzv-backend=evener",
         f"--rdzv-endpoint={address}:{meeting.port}",
         f"--rdzv-conf=rank={world.hosts.index(spec.host)}",
         f"--rdzv-id={spec.run}-{world.number}",
-        f"--local-addr={place.address}",
+        f"--local-addr={member.address}",
         "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",
         f"--log-dir={folder}/host/ranks",
         *(["-m", "--", *spec.program[1:]] if spec.program[0] == "-m" else ["--", *spec.program]),
@@ -281,7 +281,7 @@ def argv(spec: AgentSpec, folder: Path, meeting: Meeting) -> list[str]:
 
 
 def free_port(address: str) -> int:
-    """For the store of a world, on its first host."""
+    """Return a free port of this address, for an epoch's store."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
         listener.bind((address, 0))
         port: int = listener.getsockname()[1]

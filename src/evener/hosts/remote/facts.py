@@ -1,7 +1,7 @@
-"""What is this machine, as far as training on it matters? `collect()` answers with one JSON object.
+"""Collect the facts about this machine that matter for training on it: `collect()` returns one JSON object.
 
-Standard library only, Python 3.8 or newer, Linux or macOS; runs on a bare machine in a fraction of a second. Every fact
-is found for itself: what cannot be known is None, and nothing here raises. Torch is never imported.
+Standard library only, Python 3.8 or newer, Linux or macOS; runs on a bare machine in a fraction of a second. Facts are
+independent of each other: what cannot be known is None, and nothing here raises. Torch is never imported.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ RANK_OF = re.compile(r"(?:^|\0)(?:TORCHELASTIC_RUN_ID|EVENER_RUN)=|(?:^|\0)MASTE
 SUPERVISOR = re.compile(r"/host/supervisor\.py$")
 DETACHED = re.compile(r"^(tmux|screen|dtach|abduco|zellij|mosh-server|slurm)", re.IGNORECASE)
 APART_S = 0.25  # between two readings of a counter
-IMPORT_S = 8.0  # of torch, from a cold disk: longer is no answer
-SPIN_S = 0.05  # how long one core is kept busy before its frequency is read
+IMPORT_S = 8.0  # timeout of importing torch, perhaps from a cold disk
+SPIN_S = 0.05  # for which one core is kept busy before its frequency is read
 
 Facts = Dict[str, Any]  # noqa: UP006
 Table = Dict[int, Tuple[int, bool, Any]]  # noqa: UP006  pid: (parent, has a terminal, argv)
 
-# Where people set a variable for every session of theirs; the first that has it counts.
+# Files in which users set a variable for all their sessions; the first that sets it counts.
 SETTINGS = ("~/.ssh/environment", "~/.pam_environment", "~/.bashrc", "~/.bash_profile", "~/.profile", "~/.zshenv",
             "/etc/environment")  # fmt: skip
 
-# Runs in the python that trains: which versions would it import? Nothing of theirs is executed.
+# Runs in the python that trains: the versions that it would import. No package's code is executed.
 VERSIONS = """
 import sys
 if sys.version_info < (3, 8):
@@ -73,14 +73,14 @@ print(json.dumps({"python_version": platform.python_version(), "torch": version(
 
 
 def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 29500) -> Facts:
-    """All facts. `python` is the interpreter that trains, None for WORKDIR's own or else the one that runs this."""
+    """Return all facts. `python` is the interpreter that trains; None: WORKDIR's own, else the one that runs this."""
     home = os.path.abspath(os.path.expanduser(workdir))
     python = _python(home, python)
-    found = {"workdir": home, "python": python}
+    facts = {"workdir": home, "python": python}
     slow = [
-        threading.Thread(target=lambda: found.update(_versions(python))),
-        threading.Thread(target=lambda: found.update(_gpus())),
-        threading.Thread(target=lambda: found.update(_activity())),
+        threading.Thread(target=lambda: facts.update(_versions(python))),
+        threading.Thread(target=lambda: facts.update(_gpus())),
+        threading.Thread(target=lambda: facts.update(_activity())),
     ]
     for thread in slow:
         thread.start()
@@ -88,25 +88,25 @@ def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 2
         _identity, _cpu, _memory, _load, lambda: _disk(home), _limits, _network, lambda: _port(port), _gloo,
         _environment, _processes, _firewall, _power,
     ]  # fmt: skip
-    for look in quick:
-        found.update(look())
+    for collect_part in quick:
+        facts.update(collect_part())
     for thread in slow:
         thread.join(15)
-    return dict(found, time=time.time())
+    return dict(facts, time=time.time())
 
 
 def devices() -> Facts:
-    """What ranks can compute on, at once: a part of `collect()`."""
+    """Return the CPU and the GPUs, the fast part of `collect()`."""
     return dict(_cpu(), **_gpus())
 
 
-# --- who it is and what trains there -----------------------------------------------------------------------------
+# --- identity and the interpreter that trains --------------------------------------------------------------------
 
 
 def _identity() -> Facts:
     uname = os.uname()
     boot = _read("/proc/sys/kernel/random/boot_id") or _run(["sysctl", "-n", "kern.bootsessionuuid"])
-    # A container, and a host of a lab, has the machine's boot but a network of its own.
+    # A container, and a host of a lab, has the machine's boot id but its own network namespace.
     network = _link("/proc/self/ns/net") or ""
     return {
         "hostname": socket.gethostname(),
@@ -120,54 +120,54 @@ def _identity() -> Facts:
 
 
 def _python(home: str, python: str | None) -> str:
-    """The interpreter that trains: WORKDIR/venv's, where none is named or that was made of the named one."""
-    own = os.path.join(home, "venv", "bin", "python")
+    """Return the interpreter that trains: WORKDIR/venv's if none is named, or if it was made of the named one."""
+    venv = os.path.join(home, "venv", "bin", "python")
     if not python:
-        return own if os.path.exists(own) else sys.executable
+        return venv if os.path.exists(venv) else sys.executable
     path = os.path.expanduser(python)
     path = shutil.which(path) or os.path.abspath(path)
-    return own if os.path.exists(own) and _read(os.path.join(home, "venv", "evener-made-of")) == path else path
+    return venv if os.path.exists(venv) and _read(os.path.join(home, "venv", "evener-made-of")) == path else path
 
 
 def _versions(python: str) -> Facts:
-    """Of a python that only starts without its environment (-I), also what it says with it."""
-    for alone in ([], ["-I"]):
-        said, error = _says([python, *alone, "-c", VERSIONS], timeout_s=12)
+    """Return the versions of a python; if it starts only in isolated mode (-I), also its error without that."""
+    for isolation in ([], ["-I"]):
+        output, error = _says([python, *isolation, "-c", VERSIONS], timeout_s=12)
         try:
-            told = json.loads(said.strip().splitlines()[-1])
+            versions = json.loads(output.strip().splitlines()[-1])
         except (ValueError, IndexError):
-            if not alone:
-                broken = error
+            if not isolation:
+                start_error = error
             continue
         return {
-            "python_version": told["python_version"],
-            "torch_version": told["torch"],
-            "evener_version": told["evener"],
-            "evener_hash": told["hash"],
-            "python_error": broken if alone else None,
+            "python_version": versions["python_version"],
+            "torch_version": versions["torch"],
+            "evener_version": versions["evener"],
+            "evener_hash": versions["hash"],
+            "python_error": start_error if isolation else None,
             "shadowed": _shadowed(),
         }
-    return {"python_version": None, "python_error": broken}
+    return {"python_version": None, "python_error": start_error}
 
 
 def _shadowed() -> dict[str, str]:
-    """{module: file} of Python's own modules, and of torch, in whose place PYTHONPATH puts others."""
-    own = set(getattr(sys, "stdlib_module_names", sys.builtin_module_names)) | {"torch"}
-    found: dict[str, str] = {}
+    """Return {module: file} of the standard modules, and of torch, that PYTHONPATH shadows by others."""
+    guarded = set(getattr(sys, "stdlib_module_names", sys.builtin_module_names)) | {"torch"}
+    shadowed: dict[str, str] = {}
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         for path in sorted(glob.glob(glob.escape(folder) + "/*")):
             name, extension = os.path.splitext(os.path.basename(path))
             is_package = os.path.exists(path + "/__init__.py")
-            is_torch = name == "torch" and os.path.exists(path + "/version.py")  # one that somebody has built
-            if name in own and (extension == ".py" or is_package) and not is_torch:
-                found.setdefault(name, path)
-    return found
+            is_torch = name == "torch" and os.path.exists(path + "/version.py")  # a torch built from source
+            if name in guarded and (extension == ".py" or is_package) and not is_torch:
+                shadowed.setdefault(name, path)
+    return shadowed
 
 
 def import_torch(python: str) -> str | None:
-    """What the python that trains says when it is to import torch and cannot; None when it can, or takes too long."""
-    said, error = _says([python, "-c", "import torch.distributed.run; print('imported')"], timeout_s=IMPORT_S)
-    return None if "imported" in said else error
+    """Return the error of the python that trains when it imports torch; None if it succeeds or takes too long."""
+    output, error = _says([python, "-c", "import torch.distributed.run; print('imported')"], timeout_s=IMPORT_S)
+    return None if "imported" in output else error
 
 
 # --- processor ---------------------------------------------------------------------------------------------------
@@ -184,38 +184,38 @@ def _cpu() -> Facts:
             model = value.strip()
         if flags and model:
             break
-    known = bool(flags)
+    are_flags_known = bool(flags)
     if not LINUX:
         model = (_run(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip() or None
-        said = (_run(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) or "").strip()
-        known, flags = said != "", {"bf16"} if said == "1" else set()
+        output = (_run(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) or "").strip()
+        are_flags_known, flags = output != "", {"bf16"} if output == "1" else set()
     units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
     return {
         "cpu": model,
         "cores": _cores(),
         "cores_installed": os.cpu_count(),
-        "bf16_units": units if known else None,
+        "bf16_units": units if are_flags_known else None,
         "cpu_max_MHz": _kilo(_read("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")),
         "cpu_limit_MHz": _kilo(_read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq")),
     }
 
 
 def _cores() -> int:
-    """Cores that a process here may use: the affinity mask, cut by the tightest cgroup quota; at least 1."""
+    """Return the cores that a process may use here: the affinity mask, limited by the tightest cgroup quota; min. 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for folder in _cgroups("cpu"):
-        words = (_read(folder + "/cpu.max") or "").split()
-        if len(words) != 2:
-            words = [_read(folder + "/cpu.cfs_quota_us") or "max", _read(folder + "/cpu.cfs_period_us") or "1"]
-        quota, period = _number(words[0]), _number(words[1])
+        fields = (_read(folder + "/cpu.max") or "").split()
+        if len(fields) != 2:
+            fields = [_read(folder + "/cpu.cfs_quota_us") or "max", _read(folder + "/cpu.cfs_period_us") or "1"]
+        quota, period = _number(fields[0]), _number(fields[1])
         if quota and period and quota > 0:
             quotas.append(quota / period)
     return max(1, min([cores] + [int(quota) for quota in quotas]))
 
 
 def _cgroups(controller: str) -> list[str]:
-    """The folders of our cgroup and of all above it, in version 2 and in version 1."""
+    """Return the folders of our cgroup and of all its ancestors, in version 2 and in version 1."""
     folders = []
     for line in (_read("/proc/self/cgroup") or "").splitlines():
         number, names, path = [*line.split(":", 2), "", ""][:3]
@@ -232,18 +232,18 @@ def _cgroups(controller: str) -> list[str]:
 
 
 def _activity() -> Facts:
-    """What only two readings tell: does it swap, does the processor throttle, how fast is a core that is busy?"""
+    """Sample counters twice: the swap rate, CPU throttling events, and the clock of a busy core."""
     before, began = _counters(), time.monotonic()
     time.sleep(APART_S)
-    until = time.monotonic() + SPIN_S
-    while time.monotonic() < until:
+    busy_until = time.monotonic() + SPIN_S
+    while time.monotonic() < busy_until:
         sum(range(1000))
     busy = [_kilo(_read(path)) for path in glob.glob("/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq")]
-    after, took = _counters(), time.monotonic() - began
+    after, elapsed_s = _counters(), time.monotonic() - began
     page = resource.getpagesize()
     swapped = None
     if before["swapped"] is not None and after["swapped"] is not None:
-        swapped = (after["swapped"] - before["swapped"]) * page / took
+        swapped = (after["swapped"] - before["swapped"]) * page / elapsed_s
     throttled = None
     if before["throttled"] is not None and after["throttled"] is not None:
         throttled = after["throttled"] - before["throttled"]
@@ -294,8 +294,8 @@ def _memory() -> Facts:
         used = _number(_read(folder + "/memory.current") or _read(folder + "/memory.usage_in_bytes"))
         if limit and total and limit < total:
             cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder + "/memory.stat") or "", re.MULTILINE)
-            left = limit - (used or 0) + (int(cache.group(1)) if cache else 0)
-            total, free = limit, left if free is None else min(free, left)
+            available = limit - (used or 0) + (int(cache.group(1)) if cache else 0)
+            total, free = limit, available if free is None else min(free, available)
     return {"memory_bytes": total, "memory_free_bytes": free, "swap_bytes": swap}
 
 
@@ -306,7 +306,7 @@ def _disk(folder: str) -> Facts:
     space = _space(folder)
     return {
         "disk_free_bytes": space[1] if space else None,
-        "disk_folder": folder,  # of the working directory, what there is
+        "disk_folder": folder,  # the deepest existing folder of the working directory's path
         "disk_writable": os.access(folder, os.W_OK),
         "shm_bytes": shm[0] if shm else None,
     }
@@ -321,15 +321,15 @@ def _space(folder: str) -> tuple[int, int] | None:
 
 
 def _limits() -> Facts:
-    found: Facts = {}
+    limits_by_name: Facts = {}
     for name in ("nofile", "memlock"):
         try:
             limits = resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper()))
             soft, hard = [None if limit == resource.RLIM_INFINITY else limit for limit in limits]
-            found[name] = {"soft": soft, "hard": hard}
+            limits_by_name[name] = {"soft": soft, "hard": hard}
         except (AttributeError, ValueError, OSError):
-            found[name] = None
-    return {"limits": found}
+            limits_by_name[name] = None
+    return {"limits": limits_by_name}
 
 
 # --- network -----------------------------------------------------------------------------------------------------
@@ -366,9 +366,9 @@ UP, LOOPBACK, RUNNING = 0x1, 0x8, 0x40  # the same on Linux and macOS
 
 def _network() -> Facts:
     low, high = 32768, 60999  # Linux's default
-    words = (_read("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
-    if len(words) == 2:
-        low, high = int(words[0]), int(words[1])
+    fields = (_read("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
+    if len(fields) == 2:
+        low, high = int(fields[0]), int(fields[1])
     elif not LINUX:
         low = int(_number(_run(["sysctl", "-n", "net.inet.ip.portrange.first"])) or 49152)
         high = int(_number(_run(["sysctl", "-n", "net.inet.ip.portrange.last"])) or 65535)
@@ -384,39 +384,39 @@ def _network() -> Facts:
 
 
 def _sysctls() -> dict[str, str]:
-    """What TCP's speed may hang on, as `sysctl` prints it; nothing where it is not Linux."""
-    told = {name: _read("/proc/sys/" + name.replace(".", "/")) for name in SYSCTLS}
-    return {name: " ".join(text.split()) for name, text in told.items() if text is not None}
+    """Return the sysctls that TCP throughput may depend on, as `sysctl` prints them; empty where it is not Linux."""
+    values = {name: _read("/proc/sys/" + name.replace(".", "/")) for name in SYSCTLS}
+    return {name: " ".join(text.split()) for name, text in values.items() if text is not None}
 
 
 def interfaces() -> list[Facts]:
-    """Every interface with its addresses in the order of getifaddrs, which is the order in which Gloo looks."""
+    """Return every interface with its addresses, in the order of getifaddrs, in which Gloo searches them."""
     libc = ctypes.CDLL(None if LINUX else ctypes.util.find_library("c"), use_errno=True)
     head = ctypes.POINTER(_Ifaddrs)()
     if libc.getifaddrs(ctypes.byref(head)) != 0:
         return []
-    found: dict[str, Facts] = {}
+    by_name: dict[str, Facts] = {}
     wireless = _wireless_on_macos()
     node = head
     while node:
         entry = node.contents
         name = entry.name.decode(errors="replace")
-        one = found.setdefault(name, {"name": name, "flags": entry.flags, "addresses": [], "mtu": None})
+        interface = by_name.setdefault(name, {"name": name, "flags": entry.flags, "addresses": [], "mtu": None})
         if entry.address:
             family = entry.address.contents.family
             if family in (socket.AF_INET, socket.AF_INET6):
-                one["addresses"].append(_address(family, entry.address, entry.netmask))
+                interface["addresses"].append(_address(family, entry.address, entry.netmask))
             elif not LINUX and family == 18 and entry.data:  # AF_LINK: struct if_data
-                one["mtu"] = ctypes.cast(entry.data + 8, ctypes.POINTER(ctypes.c_uint32)).contents.value
+                interface["mtu"] = ctypes.cast(entry.data + 8, ctypes.POINTER(ctypes.c_uint32)).contents.value
         node = entry.next
     libc.freeifaddrs(head)
-    for one in found.values():
-        flags = one.pop("flags")
-        one["up"] = bool(flags & UP) and bool(flags & RUNNING)
-        one.update(_device(one["name"], bool(flags & LOOPBACK), wireless))
+    for interface in by_name.values():
+        flags = interface.pop("flags")
+        interface["up"] = bool(flags & UP) and bool(flags & RUNNING)
+        interface.update(_device(interface["name"], bool(flags & LOOPBACK), wireless))
         if LINUX:
-            one["mtu"] = _number(_read(f"/sys/class/net/{one['name']}/mtu"))
-    return list(found.values())
+            interface["mtu"] = _number(_read(f"/sys/class/net/{interface['name']}/mtu"))
+    return list(by_name.values())
 
 
 def _address(family: int, pointer: Any, netmask: Any) -> Facts:
@@ -429,23 +429,25 @@ def _address(family: int, pointer: Any, netmask: Any) -> Facts:
 
 
 def _device(name: str, is_loopback: bool, wireless: set[str]) -> Facts:
-    """Its kind, speed and duplex: what the kernel says first, and what the name says where it is silent."""
+    """Return an interface's kind, speed and duplex: as the kernel reports them, else judged by the name."""
     folder = f"/sys/class/net/{name}/"
     kind_of_device = re.search(r"^DEVTYPE=(\w+)", _read(folder + "uevent") or "", re.MULTILINE)
-    told = kind_of_device.group(1) if kind_of_device else ""
+    devtype = kind_of_device.group(1) if kind_of_device else ""
     physical = os.path.exists(folder + "device")
-    ports = glob.glob(folder + "brif/*") if told == "bridge" else []
+    ports = glob.glob(folder + "brif/*") if devtype == "bridge" else []
     if is_loopback:
         kind = "loopback"
-    elif told == "wlan" or name in wireless or os.path.exists(folder + "phy80211") or re.match(r"wl|ath\d|ra\d", name):
+    elif (
+        devtype == "wlan" or name in wireless or os.path.exists(folder + "phy80211") or re.match(r"wl|ath\d|ra\d", name)
+    ):
         kind = "wireless"
     elif physical:
         kind = "wired"
-    elif told == "wireguard" or re.match(r"wg|nordlynx", name):
+    elif devtype == "wireguard" or re.match(r"wg|nordlynx", name):
         kind = "wireguard"
     elif re.match(r"docker|br-[0-9a-f]{6,}|cni|podman|lxcbr|virbr|vmnet|bridge\d", name):
         kind = "docker" if name.startswith(("docker", "br-")) else "bridge"
-    elif told == "bridge":  # one with a real card in it is how the machine reaches its network
+    elif devtype == "bridge":  # a bridge with a physical card in it carries the machine's own traffic
         cards = [port for port in ports if os.path.exists(f"/sys/class/net/{os.path.basename(port)}/device")]
         kind = "wired" if cards else "bridge"
     elif os.path.exists(folder + "tun_flags") or re.match(r"tun|tap|tailscale|utun|zt|ppp|ipsec|gpd|nebula", name):
@@ -473,57 +475,57 @@ def _wireless_on_macos() -> set[str]:
 
 
 def _gloo() -> Facts:
-    """The address that Gloo takes when nobody tells it: what its makeDeviceForHostname does, step by step.
+    """Return the address that Gloo chooses by default, following its makeDeviceForHostname step by step.
 
     gethostname, getaddrinfo(AF_UNSPEC, SOCK_STREAM), the first address that can be bound; if there is none, 127.0.0.1.
     """
     name = socket.gethostname()
-    tried, winner = [], None
+    candidates_tried, winner = [], None
     try:
         candidates = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         return {"gloo": {"hostname": name, "candidates": [], "address": "127.0.0.1", "error": str(error)}}
     for family, kind, protocol, _, address in candidates:
-        one = {"address": address[0], "binds": False}
+        candidate = {"address": address[0], "binds": False}
         try:
             with socket.socket(family, kind, protocol) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
-            one["binds"] = True
+            candidate["binds"] = True
         except OSError as error:
-            one["error"] = error.strerror or str(error)
-        tried.append(one)
-        if one["binds"] and winner is None:
-            winner = one["address"]
-    return {"gloo": {"hostname": name, "candidates": tried, "address": winner or "127.0.0.1", "error": None}}
+            candidate["error"] = error.strerror or str(error)
+        candidates_tried.append(candidate)
+        if candidate["binds"] and winner is None:
+            winner = candidate["address"]
+    return {"gloo": {"hostname": name, "candidates": candidates_tried, "address": winner or "127.0.0.1", "error": None}}
 
 
 def _environment() -> Facts:
-    """What a session without a terminal has in its environment, as a run will: no value that may be a secret."""
-    found = {name: value for name, value in os.environ.items() if RELEVANT.match(name)}
-    shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in found.items()}
-    return {"environment": shown, "set_in": {name: place for name in found for place in [_set_in(name)] if place}}
+    """Return the relevant variables of a session without a terminal, as a run gets them; secrets are hidden."""
+    relevant = {name: value for name, value in os.environ.items() if RELEVANT.match(name)}
+    shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in relevant.items()}
+    return {"environment": shown, "set_in": {name: path for name in relevant for path in [_set_in(name)] if path}}
 
 
 def _set_in(name: str) -> str | None:
-    """The file that sets a variable for every session: that with the value in force, else the first."""
-    found = {}
+    """Return the file that sets a variable for every session: the one with the current value, else the first."""
+    path_by_is_current = {}
     for path in SETTINGS:
         for line in (_read(os.path.expanduser(path)) or "").splitlines():
             if re.match(rf"\s*(export +)?{name}=", line):
-                found.setdefault(os.environ[name] in line, path)
-    return found.get(True, found.get(False))
+                path_by_is_current.setdefault(os.environ[name] in line, path)
+    return path_by_is_current.get(True, path_by_is_current.get(False))
 
 
 def _port(port: int) -> Facts:
-    """Who holds the rendezvous port? None if it can be bound."""
+    """Return who holds the rendezvous port; None if it can be bound."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104
         try:
             with socket.socket(family, socket.SOCK_STREAM) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind((address, port))  # it does not listen: nobody is to connect
+                listener.bind((address, port))  # without listen: nothing shall connect
         except OSError as error:
             if error.errno in (98, 48):  # EADDRINUSE on Linux, on macOS
                 return {"port": port, "port_holder": _holder(port)}
@@ -553,45 +555,45 @@ def _holder(port: int) -> Facts:
 
 
 def _processes() -> Facts:
-    """Training that nobody looks after any more, and training that hangs on somebody's terminal."""
+    """Find orphaned training processes, and those attached to a terminal or ssh session."""
     table = _table()
     training = {pid for pid, entry in table.items() if pid != os.getpid() and _trains(pid, entry[2])}
     stale, attached = [], []
     for pid in sorted(training):
         parent, tty, _ = table[pid]
-        above = _ancestors(table, parent)
-        if training.intersection(above):
-            continue  # it is judged with the one that started it
-        commands = [os.path.basename(table[one][2][0]) if table[one][2] else "" for one in above]
-        supervised = any(SUPERVISOR.search(word) for one in above for word in table[one][2])
+        ancestors = _ancestors(table, parent)
+        if training.intersection(ancestors):
+            continue  # judged with the training process that started it
+        commands = [os.path.basename(table[ancestor][2][0]) if table[ancestor][2] else "" for ancestor in ancestors]
+        supervised = any(SUPERVISOR.search(word) for ancestor in ancestors for word in table[ancestor][2])
         if supervised or any(DETACHED.match(command) for command in commands):
             continue
         if any(command.startswith("sshd") for command in commands) or tty:
             attached.append(_told(pid, table[pid]))
-        elif all(command in ("systemd", "init", "launchd") for command in commands):  # or none: its parent is the first
+        elif all(command in ("systemd", "init", "launchd") for command in commands):  # or empty: its parent is pid 1
             stale.append(_told(pid, table[pid]))
     return {"stale": stale, "attached": attached}
 
 
 def end_stale() -> list[Facts]:
-    """Kill what runs of evener's left behind, and nothing else; children that this orphans are found the next time."""
-    ended: list[Facts] = []
+    """Kill orphaned processes of evener's runs, and no others; children orphaned by this are found on the next pass."""
+    killed: list[Facts] = []
     for _ in range(50):
-        found = [one for one in _processes()["stale"] if one["run"]]
-        if not found:
+        stale = [process for process in _processes()["stale"] if process["run"]]
+        if not stale:
             break
-        for one in found:
+        for process in stale:
             try:
-                os.kill(one["pid"], signal.SIGKILL)
-                ended.append(one)
-            except OSError:  # it is gone, or another user's
+                os.kill(process["pid"], signal.SIGKILL)
+                killed.append(process)
+            except OSError:  # it has exited, or is another user's
                 continue
         time.sleep(0.1)
-    return ended
+    return killed
 
 
 def _trains(pid: int, argv: list[str]) -> bool:
-    """Is it torchrun, a worker of ours, or one of the ranks that such a program starts?"""
+    """Return whether a process is torchrun, an evener worker, or a rank started by one of them."""
     program = os.path.basename(argv[0]) if argv else ""
     if program == "torchrun":
         return True
@@ -613,41 +615,41 @@ def _trains(pid: int, argv: list[str]) -> bool:
 
 
 def _table() -> Table:
-    """{pid: (parent, has a terminal, argv)} of the processes that we can see and that are not another container's."""
-    found = {}
+    """Return {pid: (parent, has a terminal, argv)} of all visible processes that are not another container's."""
+    table = {}
     if not LINUX:
         for line in (_run(["ps", "-axwwo", "pid=,ppid=,tty=,command="]) or "").splitlines():
             fields = line.split(None, 3)
             if len(fields) == 4:
-                found[int(fields[0])] = (int(fields[1]), fields[2] != "??", fields[3].split())
-        return found
-    ours = _link("/proc/self/ns/pid")
+                table[int(fields[0])] = (int(fields[1]), fields[2] != "??", fields[3].split())
+        return table
+    own_ns = _link("/proc/self/ns/pid")
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         stat = (_read(f"/proc/{name}/stat") or "").rpartition(") ")[2].split()
-        space = _link(f"/proc/{name}/ns/pid")
-        if not stat or stat[0] in "ZX" or (space is not None and ours is not None and space != ours):
+        ns = _link(f"/proc/{name}/ns/pid")
+        if not stat or stat[0] in "ZX" or (ns is not None and own_ns is not None and ns != own_ns):
             continue
         argv = (_read(f"/proc/{name}/cmdline") or "").split("\0")[:-1]
-        found[int(name)] = (int(stat[1]), stat[4] != "0", argv)
-    return found
+        table[int(name)] = (int(stat[1]), stat[4] != "0", argv)
+    return table
 
 
 def _ancestors(table: Table, pid: int) -> list[int]:
-    """Parents up to, but without, the first process."""
-    above = []
-    while pid > 1 and pid in table and pid not in above:
-        above.append(pid)
+    """Return the ancestors from `pid` upwards, without pid 1."""
+    ancestors = []
+    while pid > 1 and pid in table and pid not in ancestors:
+        ancestors.append(pid)
         pid = table[pid][0]
-    return above
+    return ancestors
 
 
 def _told(pid: int, entry: tuple[int, bool, list[str]] | None) -> Facts:
     run = owner = age = None
     if LINUX:
-        marks = re.findall(r"(?:^|\0)EVENER_RUN=([^\0]*)", _read(f"/proc/{pid}/environ") or "")
-        run = marks[0] if marks else None
+        run_ids = re.findall(r"(?:^|\0)EVENER_RUN=([^\0]*)", _read(f"/proc/{pid}/environ") or "")
+        run = run_ids[0] if run_ids else None
         try:
             import pwd
 
@@ -657,8 +659,8 @@ def _told(pid: int, entry: tuple[int, bool, list[str]] | None) -> Facts:
         except (KeyError, OSError):
             pass
         try:
-            began = int((_read(f"/proc/{pid}/stat") or "").rpartition(") ")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-            age = max(0.0, float((_read("/proc/uptime") or "").split()[0]) - began)
+            start = int((_read(f"/proc/{pid}/stat") or "").rpartition(") ")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+            age = max(0.0, float((_read("/proc/uptime") or "").split()[0]) - start)
         except (IndexError, ValueError):
             pass
     else:
@@ -676,7 +678,7 @@ def _told(pid: int, entry: tuple[int, bool, list[str]] | None) -> Facts:
 
 
 def _firewall() -> Facts:
-    """Which firewall is there, to name its own command; and where a rule goes in nftables."""
+    """Detect the firewall, so that a hint can name its command, and the nftables chain that a rule goes into."""
     kind, chain = None, None
     running = set()
     for path in glob.glob("/proc/[0-9]*/comm"):
@@ -693,7 +695,9 @@ def _firewall() -> Facts:
             chains = [item["chain"] for item in json.loads(rules or "{}").get("nftables", []) if "chain" in item]
         except ValueError:
             chains = []
-        hooked = [one for one in chains if one.get("hook") == "input" and one.get("family") in ("inet", "ip", "ip6")]
+        hooked = [
+            entry for entry in chains if entry.get("hook") == "input" and entry.get("family") in ("inet", "ip", "ip6")
+        ]
         if hooked:
             kind, chain = "nftables", " ".join(hooked[0][word] for word in ("family", "table", "name"))
             if hooked[0]["table"] == "filter" and hooked[0]["name"] == "INPUT":
@@ -702,51 +706,51 @@ def _firewall() -> Facts:
 
 
 def _gpus() -> Facts:
-    """GPUs as the driver tells them; a card of NVIDIA's on the bus that no driver answers for is told as an error."""
+    """Return the GPUs that the driver reports; an NVIDIA card on the bus without a working driver is an error."""
     cards = 0
     for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
         device_class = _read(os.path.dirname(path) + "/class") or ""
         if (_read(path) or "").strip() == "0x10de" and device_class.startswith("0x03"):
             cards += 1
-    found: Facts = {"gpus": [], "gpu_capabilities": [], "gpu_driver": None, "gpu_error": None, "gpu_cards": cards,
+    result: Facts = {"gpus": [], "gpu_capabilities": [], "gpu_driver": None, "gpu_error": None, "gpu_cards": cards,
                     "gpu_iommu": None}  # fmt: skip
     tool = _which("nvidia-smi")
     if tool is None:
         if cards:
-            found["gpu_error"] = "nvidia-smi is not installed"
-        return found
+            result["gpu_error"] = "nvidia-smi is not installed"
+        return result
     query = [tool, "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        process = subprocess.run(query, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=10, check=False)  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        found["gpu_error"] = f"nvidia-smi: {error}"
-        return found
-    said = done.stdout.decode(errors="replace").strip()
-    if done.returncode:
-        if cards or "No devices" not in said:
-            found["gpu_error"] = (said.splitlines() or ["nvidia-smi failed"])[0]
-        return found
-    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines() if line.count(",") >= 2]
-    found["gpus"] = [row[0] for row in rows]
-    found["gpu_capabilities"] = [float(row[2]) for row in rows if re.fullmatch(r"\d+\.\d+", row[2])]
-    found["gpu_driver"] = rows[0][1] if rows else None
+        result["gpu_error"] = f"nvidia-smi: {error}"
+        return result
+    output = process.stdout.decode(errors="replace").strip()
+    if process.returncode:
+        if cards or "No devices" not in output:
+            result["gpu_error"] = (output.splitlines() or ["nvidia-smi failed"])[0]
+        return result
+    rows = [[word.strip() for word in line.split(",")] for line in output.splitlines() if line.count(",") >= 2]
+    result["gpus"] = [row[0] for row in rows]
+    result["gpu_capabilities"] = [float(row[2]) for row in rows if re.fullmatch(r"\d+\.\d+", row[2])]
+    result["gpu_driver"] = rows[0][1] if rows else None
     if len(rows) > 1:  # a translating IOMMU between cards is what freezes NCCL's peer-to-peer copies
         groups = [_read(path + "/iommu_group/type") for path in glob.glob("/sys/bus/pci/drivers/nvidia/0*")]
-        found["gpu_iommu"] = any((group or "").startswith("DMA") for group in groups)
-    return found
+        result["gpu_iommu"] = any((group or "").startswith("DMA") for group in groups)
+    return result
 
 
 def _power() -> Facts:
-    """Mains or battery, and would the machine go to sleep?"""
-    found: Facts = {"has_battery": None, "on_battery": None, "lid_suspends": None, "idle_sleeps": None}
+    """Return whether the machine runs on battery, and whether a closed lid or idling suspends it."""
+    result: Facts = {"has_battery": None, "on_battery": None, "lid_suspends": None, "idle_sleeps": None}
     if not LINUX:
-        said = _run(["pmset", "-g", "batt"]) or ""
-        if said:
-            found.update(has_battery="InternalBattery" in said, on_battery="Battery Power" in said)
+        output = _run(["pmset", "-g", "batt"]) or ""
+        if output:
+            result.update(has_battery="InternalBattery" in output, on_battery="Battery Power" in output)
         idle = re.search(r"^\s*sleep\s+(\d+)", _run(["pmset", "-g"]) or "", re.MULTILINE)
-        found.update(idle_sleeps=bool(idle and int(idle.group(1))), lid_suspends=found["has_battery"])
-        return found
+        result.update(idle_sleeps=bool(idle and int(idle.group(1))), lid_suspends=result["has_battery"])
+        return result
     supplies = glob.glob("/sys/class/power_supply/*")
     kinds = {path: (_read(path + "/type") or "").strip() for path in supplies}
     batteries = [
@@ -754,11 +758,11 @@ def _power() -> Facts:
         if kinds[path] == "Battery" and (_read(path + "/scope") or "").strip() != "Device"  # a mouse has one too
     ]  # fmt: skip
     mains = [_read(path + "/online") for path in supplies if kinds[path] in ("Mains", "USB")]
-    found["has_battery"] = bool(batteries)
+    result["has_battery"] = bool(batteries)
     if not batteries:
-        return found
+        return result
     discharging = any((_read(path + "/status") or "").strip() == "Discharging" for path in batteries)
-    found["on_battery"] = discharging and not any((online or "").strip() == "1" for online in mains)
+    result["on_battery"] = discharging and not any((online or "").strip() == "1" for online in mains)
     settings: dict[str, str] = {}
     drop_ins = [path for root in ("/usr/lib", "/run", "/etc")
                 for path in sorted(glob.glob(root + "/systemd/logind.conf.d/*"))]  # fmt: skip
@@ -771,9 +775,9 @@ def _power() -> Facts:
     lid = settings.get("HandleLidSwitch", "suspend")
     on_mains = settings.get("HandleLidSwitchExternalPower", lid)
     sleeps = ("suspend", "hibernate", "poweroff", "hybrid-sleep", "suspend-then-hibernate")
-    found["lid_suspends"] = not masked and (lid if found["on_battery"] else on_mains) in sleeps
-    found["idle_sleeps"] = not masked and settings.get("IdleAction", "ignore") in sleeps
-    return found
+    result["lid_suspends"] = not masked and (lid if result["on_battery"] else on_mains) in sleeps
+    result["idle_sleeps"] = not masked and settings.get("IdleAction", "ignore") in sleeps
+    return result
 
 
 # --- small things ------------------------------------------------------------------------------------------------
@@ -795,27 +799,27 @@ def _link(path: str) -> str | None:
 
 
 def _run(argv: list[str], timeout_s: float = 5) -> str | None:
-    """What a program says, nothing if it takes too long; None if it is not there or fails."""
-    said, error = _says(argv, timeout_s)
-    return said if error is None else None
+    """Return a program's output: empty if it takes too long, None if it is not installed or fails."""
+    output, error = _says(argv, timeout_s)
+    return output if error is None else None
 
 
 def _says(argv: list[str], timeout_s: float) -> tuple[str, str | None]:
-    """(what a program says, why it failed); a program that takes too long has not failed, and said nothing."""
+    """Return (a program's output, its error); one that takes too long counts as no failure with empty output."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, cwd="/", check=False
         )
     except subprocess.TimeoutExpired:
         return "", None
     except (OSError, ValueError) as error:
         return "", str(error)
-    lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-    return done.stdout.decode(errors="replace"), "\n".join(lines[-3:]) if done.returncode else None
+    lines = process.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
+    return process.stdout.decode(errors="replace"), "\n".join(lines[-3:]) if process.returncode else None
 
 
 def _which(name: str) -> str | None:
-    """A program, also where a session without a login shell has no path to it."""
+    """Return a program's path, also from folders missing in the PATH of a session without a login shell."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/bin:/usr/local/cuda/bin")
 
 

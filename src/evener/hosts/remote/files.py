@@ -1,11 +1,11 @@
-"""How do files come to rest on a host? By the hash of their content: complete and verified, or not there at all.
+"""The content-addressable store of a host: a file is stored by the hash of its content, whole and verified or absent.
 
     WORKDIR/blobs/DIGEST           one file's content, read-only; its name is its blake2b
-    WORKDIR/blobs/DIGEST.*.part    as much of it as has arrived; locked (flock) by who writes it
-    WORKDIR/trees/TREE/            a folder, made under another name and renamed
+    WORKDIR/blobs/DIGEST.*.part    a partial upload; locked (flock) by its writer
+    WORKDIR/trees/TREE/            a folder, built under another name and renamed
 
-No sender writes into another's part: one that finds it locked goes on from a copy of it. What was verified is given the
-time SEALED, so that a file that a program has written to since is found without reading it, and is not used again.
+No sender writes into another's partial upload: if it is locked, the sender continues from a copy of it. A verified file
+gets the modification time `SEALED_NS`, so that one written to since is detected without reading it, and not reused.
 Python 3.8 or newer, Linux or macOS, standard library only.
 """
 
@@ -19,9 +19,9 @@ import threading
 import time
 import uuid
 
-SEALED_NS = 946684800 * 10**9  # 1 January 2000: a time that no file gets by being written to
+SEALED_NS = 946684800 * 10**9  # 1 January 2000: no write gives a file this time
 BLOCK = 1 << 20
-OLD_S = 24 * 3600  # a part or a half-made tree that nobody has touched for so long is removed
+OLD_S = 24 * 3600  # a partial upload or half-built tree untouched for this long is removed
 TURN_S = 300
 
 _parts = {}
@@ -29,28 +29,28 @@ _parts_lock = threading.Lock()
 
 
 class ContentError(Exception):
-    """Content is not what its hash says."""
+    """Content does not match its hash."""
 
 
 def missing(workdir, digests, tree):
-    """Is the tree there, and if not, which blobs are needed: {digest: bytes of it that an interrupted copy left}."""
+    """Return whether the tree exists and, if not, the blobs it lacks: {digest: bytes left by an interrupted upload}."""
     root = _root(workdir)
     path = os.path.join(root, "trees", tree)
     if _is_whole(path):
         return {"path": path, "missing": {}, "is_there": True, "free_bytes": None}
     blobs = os.path.join(root, "blobs")
     os.makedirs(blobs, exist_ok=True)
-    left = {}
+    partial_bytes = {}
     for name in os.listdir(blobs):
         if name.endswith(".part"):
             digest, size = name.split(".")[0], _size(os.path.join(blobs, name))
-            left[digest] = max(left.get(digest, 0), size)
-    needed = {d: left.get(d, 0) for d, size in digests.items() if not _has_blob(blobs, d, size)}
+            partial_bytes[digest] = max(partial_bytes.get(digest, 0), size)
+    needed = {d: partial_bytes.get(d, 0) for d, size in digests.items() if not _has_blob(blobs, d, size)}
     return {"path": path, "missing": needed, "is_there": False, "free_bytes": shutil.disk_usage(blobs).free}
 
 
 def put_small(workdir, blobs, body=b""):
-    """Store whole blobs, one after the other in `body`: [[digest, size], …]."""
+    """Store whole blobs, concatenated in `body`: [[digest, size], …]. ContentError if one does not match its digest."""
     folder = os.path.join(_root(workdir), "blobs")
     position = 0
     for digest, size in blobs:
@@ -68,7 +68,7 @@ def put_small(workdir, blobs, body=b""):
 
 
 def open_part(workdir, digest, size):
-    """Begin or go on with a large blob: {"part": its handle, "offset": the byte to go on from}."""
+    """Start or resume the upload of a large blob: {"part": its handle, "offset": the byte to resume from}."""
     folder = os.path.join(_root(workdir), "blobs")
     names = [name for name in os.listdir(folder) if name.startswith(digest + ".") and name.endswith(".part")]
     names.sort(key=lambda name: -_size(os.path.join(folder, name)))
@@ -87,7 +87,7 @@ def open_part(workdir, digest, size):
         _lock(file)
     if names and path != os.path.join(folder, names[0]) and _size(path) < _size(os.path.join(folder, names[0])):
         try:
-            with open(os.path.join(folder, names[0]), "rb") as longest:  # somebody writes it: what is there can be used
+            with open(os.path.join(folder, names[0]), "rb") as longest:  # another sender's: reuse what it has
                 file.truncate(0)
                 shutil.copyfileobj(longest, file, BLOCK)
         except OSError:
@@ -101,25 +101,25 @@ def open_part(workdir, digest, size):
 
 
 def write_part(part, offset, body=b""):
-    """Append; calls may overtake each other, bytes do not. False when the blob is there already, by someone else."""
+    """Append; calls may arrive out of order, each waits for its turn. False if another sender finished the blob."""
     with _parts_lock:
         entry = _parts[part]
     return entry.write(offset, body)
 
 
 def close_part(part):
-    """Verify it, and give it its name. False, and nothing is left of it, when the content is not what it should be."""
+    """Verify the upload and give it its final name. If the content is wrong, remove it and return False."""
     with _parts_lock:
         entry = _parts.pop(part)
     return entry.finish()
 
 
 def drop_part(part, failure=None):
-    """Let go of it; what has arrived stays. Who waits to write gets `failure`."""
+    """Abort the upload and keep what has arrived. Writers that wait for their turn raise `failure`."""
     with _parts_lock:
         entry = _parts.pop(part, None)
     if entry is not None:
-        entry.give_up(failure or OSError("given up"))
+        entry.give_up(failure or OSError("the upload was aborted"))
 
 
 class _Part:
@@ -151,7 +151,7 @@ class _Part:
         with self.turn:
             self.failure = self.failure or failure
             self.turn.notify_all()
-            with contextlib.suppress(OSError):  # what could not be written was told
+            with contextlib.suppress(OSError):  # the failed write has been reported
                 self.file.close()
 
     def finish(self):
@@ -171,9 +171,10 @@ class _Part:
 
 
 def lay(workdir, tree, linked, body=b""):
-    """Make a tree of blobs. `body` is JSON: {"files": [[path, digest, size, executable]], "links": [[path, to]]}.
+    """Build a tree from blobs. `body` is JSON: {"files": [[path, digest, size, executable]], "links": [[path, to]]}.
 
-    Hard links of the blobs where `linked` (data, wheels: large, only read), else copies that are verified once more.
+    With `linked` its files are hard links to the blobs (data, wheels: large, only read), else copies, which are
+    verified once more.
     """
     root = _root(workdir)
     trees, blobs = os.path.join(root, "trees"), os.fsencode(os.path.join(root, "blobs"))
@@ -182,7 +183,7 @@ def lay(workdir, tree, linked, body=b""):
     _sweep(trees, os.path.join(root, "blobs"))
     if _is_whole(path):
         return path
-    if os.path.lexists(path):  # a program wrote into it; who still runs there keeps it
+    if os.path.lexists(path):  # a program wrote into it; programs still running in it keep it
         os.rename(path, os.path.join(trees, f"changed-{tree}-{uuid.uuid4().hex}"))
     content = json.loads(body.decode())
     making = os.path.join(trees, "making-" + uuid.uuid4().hex)
@@ -196,47 +197,47 @@ def lay(workdir, tree, linked, body=b""):
             os.rename(making, path)
         except OSError:
             if not _is_whole(path):
-                raise  # else another sender was first
+                raise  # else another sender built it first
     finally:
         remove(making)
     return path
 
 
 def _fill(target, blobs, content, linked):
-    known = set()
+    made_folders = set()
     for name, digest, size, executable in content["files"]:
-        place = os.path.join(target, inside(name))
-        if os.path.dirname(place) not in known:
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            known.add(os.path.dirname(place))
+        target_path = os.path.join(target, inside(name))
+        if os.path.dirname(target_path) not in made_folders:
+            os.makedirs(os.path.dirname(target_path), exist_ok=True)
+            made_folders.add(os.path.dirname(target_path))
         blob = os.path.join(blobs, digest.encode())
         if linked and not executable:
             try:
-                os.link(blob, place)
+                os.link(blob, target_path)
                 continue
             except FileExistsError:
                 raise
             except OSError:
                 pass  # too many links, or a file system without them
         if size > BLOCK or linked:
-            shutil.copyfile(blob, place)
+            shutil.copyfile(blob, target_path)
         else:
             with open(blob, "rb") as source:
-                read = source.read()
-            if _hash(read) != digest:
+                blob_content = source.read()
+            if _hash(blob_content) != digest:
                 os.unlink(blob)
                 raise ContentError(name)
-            with open(place, "xb") as file:  # x: on a disk that knows no capitals two names may be one
-                file.write(read)
-        _seal(place, 0o555 if executable else 0o444)
+            with open(target_path, "xb") as file:  # x: on a case-insensitive disk two names may be one
+                file.write(blob_content)
+        _seal(target_path, 0o555 if executable else 0o444)
     for name, to in content["links"]:
-        place = os.path.join(target, inside(name))
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        os.symlink(_bytes(to), place)
+        target_path = os.path.join(target, inside(name))
+        os.makedirs(os.path.dirname(target_path), exist_ok=True)
+        os.symlink(_bytes(to), target_path)
 
 
 def discard(workdir, tree):
-    """Remove a tree, and the blobs of its files that no other tree is linked to: what was needed once."""
+    """Remove a tree that is no longer needed, and those of its blobs that no other tree links to."""
     root = _root(workdir)
     path = os.path.join(root, "trees", tree)
     try:
@@ -253,9 +254,9 @@ def discard(workdir, tree):
 
 
 def survey(path, names=None):
-    """What a file or a folder holds, hashed: yields {path, digest, size, executable} or {path, to} of each.
+    """Hash a file or the files of a folder: yields {path, digest, size, executable} or {path, to} of each.
 
-    With `names` only these files of the folder, as far as they are still there.
+    With `names` only these files of the folder, as far as they still exist.
     """
     root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
     if names is not None:
@@ -269,13 +270,13 @@ def survey(path, names=None):
     for folder, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
-            place = os.path.join(folder, name)
-            if os.path.islink(place) or os.path.isfile(place):
-                yield _entry(place, os.path.relpath(place, root))
+            file_path = os.path.join(folder, name)
+            if os.path.islink(file_path) or os.path.isfile(file_path):
+                yield _entry(file_path, os.path.relpath(file_path, root))
 
 
 def read(path, name, offset, length):
-    """Bytes of a file in a folder, or of the file itself where `name` is empty."""
+    """Return bytes of a file in a folder, or of the file `path` itself if `name` is empty."""
     root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
     with open(os.path.join(root, inside(name)) if name else root, "rb") as file:
         file.seek(offset)
@@ -293,7 +294,7 @@ def _entry(place, name):
 
 
 def _is_whole(path):
-    """Is a tree there, every file of it untouched?"""
+    """Return whether a tree exists with every file unmodified."""
     try:
         with open(path + ".json", "rb") as file:
             content = json.loads(file.read().decode())
@@ -310,7 +311,7 @@ def _is_whole(path):
 
 
 def _has_blob(folder, digest, size):
-    """Is a blob there, untouched since it was verified?"""
+    """Return whether a blob exists, unmodified since it was verified; remove a modified one."""
     path = os.path.join(folder, digest)
     try:
         state = os.lstat(path)
@@ -318,24 +319,24 @@ def _has_blob(folder, digest, size):
         return False
     if state.st_size == size and state.st_mtime_ns == SEALED_NS:
         return True
-    os.unlink(path)  # trees that are links to it keep it, and are found to have changed
+    os.unlink(path)  # trees that link to it keep it, and `_is_tree_intact` detects the change
     return False
 
 
 def _sweep(trees, blobs):
-    """Remove what interrupted senders left long ago."""
-    places = [os.path.join(trees, name) for name in os.listdir(trees) if name.startswith("making-")]
-    places += [os.path.join(blobs, name) for name in os.listdir(blobs) if name.endswith(".part")]
-    for place in places:
+    """Remove partial uploads and half-built trees that interrupted senders left long ago."""
+    paths = [os.path.join(trees, name) for name in os.listdir(trees) if name.startswith("making-")]
+    paths += [os.path.join(blobs, name) for name in os.listdir(blobs) if name.endswith(".part")]
+    for path in paths:
         try:
-            if time.time() - os.lstat(place).st_mtime > OLD_S:
-                remove(place)
+            if time.time() - os.lstat(path).st_mtime > OLD_S:
+                remove(path)
         except OSError:
             pass
 
 
 def remove(place):
-    """A file, a link or a folder; or nothing, where there is none."""
+    """Remove a file, a link or a folder, if it exists."""
     if os.path.isdir(place) and not os.path.islink(place):
         shutil.rmtree(place, ignore_errors=True)
     elif os.path.lexists(place):
@@ -350,7 +351,7 @@ def _seal(path, mode):
 def _lock(file):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody has it, or the file system has no locks
+    except OSError:  # another process holds it, or the file system has no locks
         return False
     return True
 
@@ -370,7 +371,7 @@ def _size(path):
 
 
 def inside(name):
-    """A path below the folder, as bytes; nothing else is ever written or read."""
+    """Return a relative path as bytes; ValueError if it leads outside its folder. No other path is written or read."""
     parts = _bytes(name).split(b"/")
     if any(part in (b"", b".", b"..") or b"\0" in part for part in parts):
         raise ValueError(f"not a path inside a folder: {name!r}")

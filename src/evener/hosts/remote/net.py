@@ -1,8 +1,8 @@
-"""What passes between this machine and its peers? One `listen` serves all peers, one `connect` tries them all.
+"""Probe the connectivity between this machine and its peers: one `listen` serves all peers, one `connect` tries all.
 
-Standard library only, Python 3.8 or newer, Linux or macOS. A listener answers only those who know the secret of the
-survey, with an identity of its own: so a port that somebody else answers, or the same address on another machine, is
-never taken for the peer.
+Standard library only, Python 3.8 or newer, Linux or macOS. A listener answers only peers that know the secret of the
+preflight check, with an identity of its own. So a port answered by another program, or the same address on another
+machine, is never mistaken for the peer.
 
     connection   secret (32 bytes), a letter, then
                  H                     → identity (32 bytes)
@@ -26,22 +26,22 @@ from typing import Any, Dict  # noqa: UP035  python 3.8
 
 WORD = 32  # bytes of a secret and of an identity
 CHUNK = 1 << 18
-SILENCE_S = 1.5  # a transfer of which nothing moves for so long stands still
-TOTAL_RETRANS, SND_MSS = 100, 16  # where struct tcp_info of Linux keeps tcpi_total_retrans and tcpi_snd_mss
-IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_PROBE = 10, 23, 3  # Linux: do not fragment, believe nothing learned
+SILENCE_S = 1.5  # a transfer without progress for this long is stalled
+TOTAL_RETRANS, SND_MSS = 100, 16  # offsets of tcpi_total_retrans and tcpi_snd_mss in Linux's struct tcp_info
+IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_PROBE = 10, 23, 3  # Linux: do not fragment, ignore the cached path MTU
 IP_DONTFRAG, IPV6_DONTFRAG = 28, 62  # macOS
 HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of IP and UDP
 SMALLEST_MTU = 576
 SIZES_AT_A_TIME = 48
 DATAGRAM_S = 0.12
 SPARE_FILES = 200
-MAX_SERVED = 256  # connections at a time: whoever opens more can end no thread of ours
+MAX_SERVED = 256  # connections at a time: a stranger that opens more cannot exhaust our threads
 
 Fields = Dict[str, Any]  # noqa: UP006
-Open = Dict[int, socket.socket]  # noqa: UP006  by the number of the target
+Open = Dict[int, socket.socket]  # noqa: UP006  by the index of the target
 
-_opened: list[socket.socket] = []  # sockets that listen
-_stops: list[threading.Event] = []  # one event for all that one `listen` started
+_opened: list[socket.socket] = []  # listening sockets
+_stops: list[threading.Event] = []  # one event for all threads that one `listen` started
 
 
 # --- being reached -----------------------------------------------------------------------------------------------
@@ -58,13 +58,13 @@ def listen(
 ) -> dict[str, Fields]:
     """Listen on every address: a port that the kernel chooses (as Gloo does), `port`, `more` random ones, and UDP.
 
-    Returns {address: {"ephemeral", "rendezvous", "more", "udp", "error"}}; ports that could not be had are None.
+    Returns {address: {"ephemeral", "rendezvous", "more", "udp", "error"}}; ports that could not be bound are None.
     """
     close()
     stop = threading.Event()
     _stops.append(stop)
     selector = selectors.DefaultSelector()
-    found: dict[str, Fields] = {}
+    ports_by_address: dict[str, Fields] = {}
     for address in addresses:
         ports: Fields = {"ephemeral": None, "rendezvous": None, "more": [], "udp": None, "error": None}
         try:
@@ -72,7 +72,7 @@ def listen(
             ports["udp"] = _udp_listener(address, secret, stop)
         except OSError as error:
             ports["error"] = error.strerror or str(error)
-            found[address] = ports
+            ports_by_address[address] = ports
             continue
         ports["rendezvous"] = _try_listener(selector, address, port) if port else None
         for candidate in random.sample(range(low, high + 1), min(more * 8, high - low)):
@@ -80,13 +80,13 @@ def listen(
                 break
             if _try_listener(selector, address, candidate):
                 ports["more"].append(candidate)
-        found[address] = ports
+        ports_by_address[address] = ports
     threading.Thread(target=_accept, args=(selector, secret.encode(), identity.encode(), stop), daemon=True).start()
-    return found
+    return ports_by_address
 
 
 def close() -> None:
-    """Listen no more."""
+    """Close all listening sockets."""
     while _stops:
         _stops.pop().set()
     while _opened:
@@ -146,14 +146,14 @@ def _serve(connection: socket.socket, secret: bytes, identity: bytes, free: thre
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if _receive(connection, WORD) != secret:
                 return
-            what = _receive(connection, 1)
-            if what == b"H":
+            request = _receive(connection, 1)
+            if request == b"H":
                 connection.sendall(identity)
-            elif what == b"E":
+            elif request == b"E":
                 while True:
                     length = struct.unpack("!I", _receive(connection, 4))[0]
                     connection.sendall(_receive(connection, length))
-            elif what == b"S":
+            elif request == b"S":
                 connection.sendall(_swallow(connection))
         except OSError:
             pass
@@ -165,21 +165,21 @@ def _swallow(connection: socket.socket) -> bytes:
     warm_s = struct.unpack("!d", _receive(connection, 8))[0]
     buffer = memoryview(bytearray(CHUNK))
     total = counted = 0
-    last = 0.0
-    began = counting = None
+    last_at = 0.0
+    first_at = counting_since = None
     while True:
         size = connection.recv_into(buffer)
         if not size:
             break
-        last = time.perf_counter()
-        began = began or last
+        last_at = time.perf_counter()
+        first_at = first_at or last_at
         total += size
-        if counting is not None:
+        if counting_since is not None:
             counted += size
-        elif last - began >= warm_s:
-            counting = last
-    took = last - counting if counting is not None else 0.0
-    return struct.pack("!QdQ", counted, took, total)
+        elif last_at - first_at >= warm_s:
+            counting_since = last_at
+    took_s = last_at - counting_since if counting_since is not None else 0.0
+    return struct.pack("!QdQ", counted, took_s, total)
 
 
 def _answer_datagrams(server: socket.socket, secret: bytes, stop: threading.Event) -> None:
@@ -188,7 +188,7 @@ def _answer_datagrams(server: socket.socket, secret: bytes, stop: threading.Even
             data, sender = server.recvfrom(1 << 16)
             if data.startswith(secret):
                 server.sendto(data[WORD : WORD + 8], sender)
-        except OSError:  # nothing came in a while, or the socket is closed
+        except OSError:  # nothing arrived within the timeout, or the socket is closed
             continue
 
 
@@ -196,11 +196,11 @@ def _answer_datagrams(server: socket.socket, secret: bytes, stop: threading.Even
 
 
 def connect(targets: list[Fields], secret: str, within_s: float) -> list[Fields]:
-    """Try every target at the same time: {"peer", "address", "port", "identity", "rank"}.
+    """Try to connect to every target at the same time: {"peer", "address", "port", "identity", "rank"}.
 
-    Returns for each what happened: "ok", "refused", "timeout", "unreachable", "stranger" (somebody else answers), or
-    "untried", because a target of a smaller rank of the same peer answered long before. An identity of None asks only
-    whether a connection is accepted. "source" is the local address that the kernel took.
+    Returns the outcome for each: "ok", "refused", "timeout", "unreachable", "stranger" (another program answers), or
+    "untried", because a target of lower rank of the same peer answered long before. With an identity of None it is
+    enough that the connection is accepted. "source" is the local address that the kernel chose.
     """
     results: list[Fields] = [{"result": "timeout", "detail": None, "source": None} for _ in targets]
     with contextlib.suppress(ValueError, OSError):  # a large fleet needs many at once
@@ -208,28 +208,28 @@ def connect(targets: list[Fields], secret: str, within_s: float) -> list[Fields]
         if len(targets) + SPARE_FILES > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, len(targets) + SPARE_FILES), hard))
     selector = selectors.DefaultSelector()
-    open_ones: Open = {}
+    attempts: Open = {}
     for i, target in enumerate(targets):
-        _begin(selector, open_ones, results, i, target)
+        _begin(selector, attempts, results, i, target)
     deadline = time.monotonic() + within_s
     enough_at = None
-    while open_ones:
+    while attempts:
         now = time.monotonic()
-        if _is_enough(targets, results, open_ones):
+        if _is_enough(targets, results, attempts):
             enough_at = enough_at or now + 0.15
         if now >= min(deadline, enough_at or deadline):
             break
         for key, events in selector.select(min(deadline, enough_at or deadline) - now):
             i = key.data
             try:
-                done = _go_on(selector, open_ones[i], targets[i], secret, events)
+                outcome = _go_on(selector, attempts[i], targets[i], secret, events)
             except OSError as error:
-                done = _named(error)
-            if done is not None:
-                results[i].update(done)
-                selector.unregister(open_ones[i])
-                open_ones.pop(i).close()
-    for i, connection in open_ones.items():
+                outcome = _named(error)
+            if outcome is not None:
+                results[i].update(outcome)
+                selector.unregister(attempts[i])
+                attempts.pop(i).close()
+    for i, connection in attempts.items():
         if enough_at is not None and time.monotonic() < deadline:
             results[i]["result"] = "untried"
         connection.close()
@@ -237,7 +237,7 @@ def connect(targets: list[Fields], secret: str, within_s: float) -> list[Fields]
     return results
 
 
-def _begin(selector: selectors.BaseSelector, open_ones: Open, results: list[Fields], i: int, target: Fields) -> None:
+def _begin(selector: selectors.BaseSelector, attempts: Open, results: list[Fields], i: int, target: Fields) -> None:
     try:
         connection = socket.socket(_family(target["address"]), socket.SOCK_STREAM)
     except OSError as error:  # no IPv6 here, or too many files
@@ -251,14 +251,14 @@ def _begin(selector: selectors.BaseSelector, open_ones: Open, results: list[Fiel
         return
     with contextlib.suppress(OSError):
         results[i]["source"] = connection.getsockname()[0]
-    open_ones[i] = connection
+    attempts[i] = connection
     selector.register(connection, selectors.EVENT_WRITE, i)
 
 
 def _go_on(
     selector: selectors.BaseSelector, connection: socket.socket, target: Fields, secret: str, events: int
 ) -> Fields | None:
-    """The next step of one attempt; its outcome once there is one."""
+    """Advance one connection attempt; return its outcome once there is one."""
     if events & selectors.EVENT_WRITE:
         status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if status:
@@ -268,20 +268,20 @@ def _go_on(
         connection.send(secret.encode() + b"H")
         selector.modify(connection, selectors.EVENT_READ, selector.get_key(connection).data)
         return None
-    said = connection.recv(WORD)
-    if said == target["identity"].encode():
+    reply = connection.recv(WORD)
+    if reply == target["identity"].encode():
         return {"result": "ok"}
     return {"result": "stranger", "detail": "another program or machine answered"}
 
 
-def _is_enough(targets: list[Fields], results: list[Fields], open_ones: Open) -> bool:
-    """Has every peer answered on some target, and are all of its better ones decided?"""
+def _is_enough(targets: list[Fields], results: list[Fields], attempts: Open) -> bool:
+    """Return whether every peer answered on some target and all its targets of lower rank are decided."""
     best: dict[str, Any] = {}
     pending: dict[str, int] = {}
     for i, target in enumerate(targets):
         peer, rank = target["peer"], target["rank"]
         best.setdefault(peer, None)
-        if i in open_ones:
+        if i in attempts:
             pending[peer] = min(rank, pending.get(peer, rank))
         elif results[i]["result"] == "ok":
             best[peer] = rank if best[peer] is None else min(rank, best[peer])
@@ -300,19 +300,19 @@ def _named(error: OSError) -> Fields:
 
 
 def neighbours(addresses: list[str]) -> dict[str, str]:
-    """{address: the address on the wire that answers for it}, of those in a network of this machine's, on Linux."""
-    found = {}
+    """Return {address: MAC address} of those that are in a local network of this machine. Linux only."""
+    mac_addresses = {}
     with contextlib.suppress(OSError), open("/proc/net/arp") as table:
         for line in table:
-            words = line.split()
-            if words[0] in addresses and words[3] != "00:00:00:00:00:00":
-                found[words[0]] = words[3]
-    return found
+            fields = line.split()
+            if fields[0] in addresses and fields[3] != "00:00:00:00:00:00":
+                mac_addresses[fields[0]] = fields[3]
+    return mac_addresses
 
 
 def round_trips(targets: list[Fields], secret: str, repeats: int = 20) -> list[list[float]]:
-    """Seconds of each round trip of a small message, per target; [] where none came back."""
-    found = []
+    """Return the seconds of each round trip of a small message, per target; [] if none came back."""
+    trips_by_target = []
     for target in targets:
         trips = []
         try:
@@ -324,37 +324,37 @@ def round_trips(targets: list[Fields], secret: str, repeats: int = 20) -> list[l
                     trips.append(time.perf_counter() - began)
         except OSError:
             pass
-        found.append(trips[2:])  # the first ones warm caches up
-    return found
+        trips_by_target.append(trips[2:])  # the first two warm caches up
+    return trips_by_target
 
 
 def large(targets: list[Fields], secret: str, size: int = CHUNK) -> list[Fields]:
-    """Does a large message get through, and how large may a packet be on the way? All targets at the same time.
+    """Test whether a large message gets through, and find the path MTU, for all targets at the same time.
 
     Each target has "mtu", the largest packet that both ends can send, and "udp". Returns {"large": "ok", "stalled" or
-    "failed", "path_mtu": bytes, or None where UDP does not pass or the system does not say}.
+    "failed", "path_mtu": bytes, or None if UDP does not pass or the system does not tell}.
     """
-    found: list[Fields] = [{"large": "failed", "path_mtu": None} for _ in targets]
+    results: list[Fields] = [{"large": "failed", "path_mtu": None} for _ in targets]
 
     def work(i: int) -> None:
-        found[i]["large"] = _send_large(targets[i], secret, size)
+        results[i]["large"] = _send_large(targets[i], secret, size)
         with contextlib.suppress(OSError):
-            found[i]["path_mtu"] = _path_mtu(targets[i], secret)
+            results[i]["path_mtu"] = _path_mtu(targets[i], secret)
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(targets))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return found
+    return results
 
 
 def _send_large(target: Fields, secret: str, size: int) -> str:
     try:
         with _dial(target, secret, b"S" + struct.pack("!d", 0.0)) as connection:
-            left = memoryview(bytes(size))
-            while left:  # each piece that moves gives it time anew
-                left = left[connection.send(left) :]
+            unsent = memoryview(bytes(size))
+            while unsent:  # the timeout is per send: progress restarts it
+                unsent = unsent[connection.send(unsent) :]
             connection.shutdown(socket.SHUT_WR)
             total = struct.unpack("!QdQ", _receive(connection, 24))[2]
         return "ok" if total == size else "failed"
@@ -365,7 +365,7 @@ def _send_large(target: Fields, secret: str, size: int) -> str:
 
 
 def _path_mtu(target: Fields, secret: str) -> int | None:
-    """The largest packet that really arrives, found by bisection; one packet where nothing is in the way."""
+    """Find the largest packet that arrives, by bisection; if the interface's MTU passes, one packet shows it."""
     family = _family(target["address"])
     with socket.socket(family, socket.SOCK_DGRAM) as sender:
         try:
@@ -384,7 +384,7 @@ def _path_mtu(target: Fields, secret: str) -> int | None:
             return int(target["mtu"])
         low, high = SMALLEST_MTU, target["mtu"]
         if not _arriving(sender, secret, [low], headers):
-            return None  # no datagram passes: nothing is known
+            return None  # no datagram passes: unknown
         while high - low > 1:  # many sizes at a time
             sizes = list(range(low + 1, high, max(1, (high - low) // SIZES_AT_A_TIME)))
             arrived = _arriving(sender, secret, sizes, headers)
@@ -394,7 +394,7 @@ def _path_mtu(target: Fields, secret: str) -> int | None:
 
 
 def _arriving(sender: socket.socket, secret: str, sizes: list[int], headers: int) -> set[int]:
-    """Which packets of these sizes the other end got; each is sent again once or twice, for any may be lost."""
+    """Return the sizes of the packets that the peer received; each is sent up to three times, as any may be lost."""
     arrived: set[int] = set()
     nonce = random.getrandbits(40)
     for _ in range(3):
@@ -409,20 +409,20 @@ def _arriving(sender: socket.socket, secret: str, sizes: list[int], headers: int
         while len(arrived) < len(sizes) and time.monotonic() < until:
             try:
                 sender.settimeout(max(0.001, until - time.monotonic()))
-                mark = struct.unpack("!Q", sender.recv(8))[0]
+                token = struct.unpack("!Q", sender.recv(8))[0]
             except (OSError, struct.error):
                 break
-            if mark >> 20 == nonce:
-                arrived.add(mark & 0xFFFFF)
+            if token >> 20 == nonce:
+                arrived.add(token & 0xFFFFF)
         if len(arrived) == len(sizes):
             break
     return arrived
 
 
 def burst(target: Fields, secret: str, seconds: float, warm_s: float) -> Fields | None:
-    """Goodput of one TCP stream by the receiver's clock, and segments sent again (None where the system is silent).
+    """Measure the goodput of one TCP stream by the receiver's clock, and its retransmits (None if not reported).
 
-    None where the stream broke or stood still.
+    Returns None if the stream broke or stalled.
     """
     try:
         with _dial(target, secret, b"S" + struct.pack("!d", warm_s)) as connection:
@@ -450,13 +450,13 @@ def _pour(connection: socket.socket, seconds: float, warm_s: float) -> Fields:
 
 
 def resolve(names: list[str], within_s: float = 2.0) -> dict[str, list[str] | None]:
-    """{name: [addresses in the order in which programs try them]}; None where there is no answer in time."""
-    found: dict[str, list[str] | None] = dict.fromkeys(names)
+    """Return {name: [addresses in the order in which programs try them]}; None without an answer in time."""
+    addresses: dict[str, list[str] | None] = dict.fromkeys(names)
 
     def work(name: str) -> None:
         try:
             answers = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
-            found[name] = [str(answer[4][0]) for answer in answers]
+            addresses[name] = [str(answer[4][0]) for answer in answers]
         except (OSError, UnicodeError):
             pass
 
@@ -466,7 +466,7 @@ def resolve(names: list[str], within_s: float = 2.0) -> dict[str, list[str] | No
     until = time.monotonic() + within_s
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return dict(found)
+    return dict(addresses)
 
 
 # --- small things ------------------------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     while size:
         part = connection.recv(min(size, CHUNK))
         if not part:
-            raise OSError(errno.ECONNRESET, "the other end hung up")
+            raise OSError(errno.ECONNRESET, "the peer closed the connection")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

@@ -1,4 +1,4 @@
-"""What does this machine's packet filter say of a table? Standard library only, Python 3.8 or newer."""
+"""Read a table of this machine's packet filter (nftables). Standard library only, Python 3.8 or newer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 def look(table: str) -> dict[str, Any]:
-    """{"has_nft": is there any?, "told": may we ask?, "rules": nft's own JSON, empty of no such table, "ssh_port"}."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    found: dict[str, Any] = {"has_nft": False, "told": False, "rules": [],
-                             "ssh_port": int(words[3]) if len(words) == 4 else None}  # fmt: skip
+    """Return {"has_nft", "told": may we read it?, "rules": nft's own JSON, empty without such a table, "ssh_port"}."""
+    ssh_connection = os.environ.get("SSH_CONNECTION", "").split()
+    answer: dict[str, Any] = {"has_nft": False, "told": False, "rules": [],
+                             "ssh_port": int(ssh_connection[3]) if len(ssh_connection) == 4 else None}  # fmt: skip
     nft = shutil.which("nft", path=PATH)
     if not sys.platform.startswith("linux") or nft is None:
-        return found
-    found["has_nft"] = True
-    asked = [] if os.geteuid() == 0 else ["sudo", "-n"]
+        return answer
+    answer["has_nft"] = True
+    privilege = [] if os.geteuid() == 0 else ["sudo", "-n"]
     try:
-        done = subprocess.run([*asked, nft, "-j", "list", "table", "inet", table], stdin=subprocess.DEVNULL,
+        done = subprocess.run([*privilege, nft, "-j", "list", "table", "inet", table], stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=5, check=False)  # fmt: skip
         if done.returncode == 0:
-            found.update(told=True, rules=json.loads(done.stdout.decode())["nftables"])
+            answer.update(told=True, rules=json.loads(done.stdout.decode())["nftables"])
         else:
-            found["told"] = b"No such file or directory" in done.stderr  # nft's words where there is no such table
+            answer["told"] = b"No such file or directory" in done.stderr  # nft's message if there is no such table
     except (OSError, subprocess.SubprocessError, ValueError, LookupError):
         pass
-    return found
+    return answer

@@ -1,7 +1,7 @@
-"""Where does a project of the user's own lie on this host? In one folder, start after start, as it does at home.
+"""Keep a copy of the user's project on this host: one folder for all runs, synchronized at every start.
 
-A script runs in WORKDIR/projects/NAME. What is sent replaces what was sent before; what the script wrote stays, and
-the next start finds it. WORKDIR/projects/NAME.json says which files were sent: {path: [digest, size, mtime, ctime]}.
+A script runs in WORKDIR/projects/NAME. Files sent replace those sent before; files that the script wrote stay for the
+next start. WORKDIR/projects/NAME.json records the files sent: {path: [digest, size, mtime, ctime]}.
 Python 3.8 or newer, Linux or macOS, standard library only.
 """
 
@@ -12,14 +12,14 @@ import os
 import shutil
 
 BLOCK = 1 << 20
-MADE = ("__pycache__",)  # folders whose content Python makes again
+MADE = ("__pycache__",)  # folders whose content Python regenerates
 
 
 def sync(tree, folder):
-    """Bring a project's folder up to date with a tree of `files.py`: the pids of runs that are going on there (Linux).
+    """Synchronize a project's folder with a tree of the content store; return the pids of runs active in it (Linux).
 
-    A file that was sent and is not in the tree any more goes. One that a program wrote into stays, unless it has
-    changed at home too: then the program's becomes NAME~, or NAME~2, …
+    A file that was sent and is no longer in the tree is removed. One that a program modified stays, unless it has
+    changed at the sender, too: then the program's version becomes NAME~, or NAME~2, …
     """
     tree, folder = _absolute(tree), _absolute(folder)
     with open(tree + ".json", "rb") as file:
@@ -27,54 +27,54 @@ def sync(tree, folder):
     os.makedirs(folder, exist_ok=True)
     with open(folder + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        sent, now = _sent(folder), {}
-        wanted = {path: (digest + "+x" * executable, executable) for path, digest, _, executable in content["files"]}
-        wanted.update({path: ("-> " + to, False) for path, to in content["links"]})
+        sent, recorded = _sent(folder), {}
+        new = {path: (digest + "+x" * executable, executable) for path, digest, _, executable in content["files"]}
+        new.update({path: ("-> " + to, False) for path, to in content["links"]})
         for path in sent:
-            place = _place(folder, path)
-            if path not in wanted and _facts(place) == sent[path][1:]:
-                os.unlink(place)
-                _remove_empty(os.path.dirname(place), folder)
-        kept = {path: sent[path] for path in sent if path in wanted and sent[path][0] == wanted[path][0]}
-        _write_sent(folder, kept)  # cut off from here on, what is half replaced counts as nobody's
-        for path, (digest, executable) in wanted.items():
-            place, facts = _place(folder, path), _facts(_place(folder, path))
-            known = sent.get(path, [None])
-            if facts is not None and known[0] == digest:
-                now[path] = known  # it is ours, or what a program made of it
+            target_path = _place(folder, path)
+            if path not in new and _facts(target_path) == sent[path][1:]:
+                os.unlink(target_path)
+                _remove_empty(os.path.dirname(target_path), folder)
+        unchanged = {path: sent[path] for path in sent if path in new and sent[path][0] == new[path][0]}
+        _write_sent(folder, unchanged)  # if interrupted from here on, replaced files count as not sent
+        for path, (digest, executable) in new.items():
+            target_path, facts = _place(folder, path), _facts(_place(folder, path))
+            record = sent.get(path, [None])
+            if facts is not None and record[0] == digest:
+                recorded[path] = record  # as sent, or modified by a program
                 continue
-            if facts is not None and facts != known[1:]:
-                os.replace(place, _free(place))
-            _put(tree, path, place, digest, executable)
-            now[path] = [digest, *_facts(place)]
-        _write_sent(folder, now)
+            if facts is not None and facts != record[1:]:
+                os.replace(target_path, _free(target_path))
+            _put(tree, path, target_path, digest, executable)
+            recorded[path] = [digest, *_facts(target_path)]
+        _write_sent(folder, recorded)
     return _working_in(folder)
 
 
 def written(folder, since, until=None, run=None):
-    """What programs wrote there from one Unix time to another: [{"path", "size"}], by path.
+    """List the files that programs wrote there from one Unix time to another: [{"path", "size"}], by path.
 
-    Without what comes home as the records of this run: a script may have joined a run directory of its own.
+    The run directory that a script may have joined is left out: it is copied as the run's records.
     """
     folder = _absolute(folder)
-    sent, found, joined = _sent(folder), [], None
+    sent, entries, joined = _sent(folder), [], None
     with contextlib.suppress(OSError), open(os.path.join(run or "", "host", "joined"), "rb") as file:
         joined = os.path.realpath(file.read())
     for root, folders, names in os.walk(os.fsencode(folder)):
         folders[:] = sorted(name for name in folders if os.fsdecode(name) not in MADE
                             and os.path.realpath(os.path.join(root, name)) != joined)  # fmt: skip
         for name in sorted(names):
-            place = os.path.join(root, name)
+            file_path = os.path.join(root, name)
             try:
-                state = os.lstat(place)
+                state = os.lstat(file_path)
             except OSError:
                 continue
-            path = os.path.relpath(place, os.fsencode(folder)).decode("utf-8", "surrogateescape")
-            is_ours = path in sent and _facts(place) == sent[path][1:]
-            is_then = state.st_ctime >= since and (until is None or state.st_ctime <= until)
-            if is_then and not is_ours and os.path.isfile(place) and not os.path.islink(place):
-                found.append({"path": path, "size": state.st_size})
-    return found
+            path = os.path.relpath(file_path, os.fsencode(folder)).decode("utf-8", "surrogateescape")
+            is_unchanged = path in sent and _facts(file_path) == sent[path][1:]
+            is_in_time = state.st_ctime >= since and (until is None or state.st_ctime <= until)
+            if is_in_time and not is_unchanged and os.path.isfile(file_path) and not os.path.islink(file_path):
+                entries.append({"path": path, "size": state.st_size})
+    return entries
 
 
 def _put(tree, path, place, digest, executable):
@@ -92,7 +92,7 @@ def _put(tree, path, place, digest, executable):
 
 
 def _free(place):
-    """A name beside a file's that nothing has."""
+    """Return an unused backup name for a file."""
     number = 1
     while os.path.lexists(place + (b"~" if number == 1 else b"~%d" % number)):
         number += 1
@@ -100,18 +100,18 @@ def _free(place):
 
 
 def _working_in(folder):
-    """Processes of runs whose working directory this is."""
-    found = []
+    """Return the pids of processes of runs whose working directory this is."""
+    pids = []
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
                 if os.readlink(f"/proc/{name}/cwd") == os.path.realpath(folder) and b"EVENER_RUN=" in file.read():
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def _facts(place):
-    """[size, mtime, ctime] of what lies there, a link itself; None where nothing does."""
+    """Return [size, mtime, ctime] of a path, not following a link; None if it does not exist."""
     try:
         state = os.lstat(place)
     except OSError:
@@ -143,7 +143,7 @@ def _remove_empty(place, top):
 
 
 def _place(folder, path):
-    """Bytes: a name need not be text."""
+    """Join a folder and a path as bytes: a file name need not be text."""
     return os.path.join(os.fsencode(folder), path.encode("utf-8", "surrogateescape"))
 
 

@@ -1,7 +1,7 @@
-"""What runs on this host? Start a run under its supervisor, look at it, read its files as they grow, end it.
+"""Control the runs on this host: start a run under its supervisor, report its state, stream its files, stop it.
 
-A run's folder is WORKDIR/runs/NAME, or, on this machine alone, the run directory. Its supervisor, or the guard of one
-that was killed, is alive as long as RUN/host/lock is locked: no pid is trusted beyond that.
+A run's folder is WORKDIR/runs/NAME, or, for a run on the local machine, the run directory. Its supervisor, or the guard
+of a killed one, is alive as long as RUN/host/lock is locked: a pid alone is never trusted.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ import sys
 import time
 
 POLL_S = 0.1
-NEWS_S = 0.25  # between looks at files: each takes a slow host as much as a third of a millisecond
+NEWS_S = 0.25  # between polls of the files: a poll costs up to a third of a millisecond on a slow host
 LOOK_S = 1.0
 CHUNK = 1 << 18
 READ_S = 10.0
-ESTABLISHED, TRIES = "01", 4  # a state of the kernel's; so often was a segment sent again: 3 s, and longer each time
+ESTABLISHED, TRIES = "01", 4  # the kernel's state code; retransmits of one segment: 3 s, and longer each time
 START_S = 20.0
 STOPPED = "stopped"  # of supervisor.py
 KEPT_OUT = "host/kept-out"  # of core/world.py
 END_S = 5.0  # the supervisor's
-_ranks = {}  # pid: (when it began, its rank on this host)
-_connections = {}  # as `stuck` saw them last
+_ranks = {}  # pid: (its start time, its local rank)
+_connections = {}  # what `find_stalled_peers` last read
 WHOLE = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
 
 
 def start(run, spec, supervisor, files=None):
-    """Start the program that `spec` describes, detached; its state once it is running.
+    """Start the program that `spec` describes, detached; return its state once it is running.
 
-    `files` are texts for RUN by name; None: an earlier start's goes.
+    `files` are {name: text} to write into RUN; a text of None removes the file of an earlier start.
     """
     run = _absolute(run)
     folder = os.path.join(run, "host")
@@ -59,7 +59,7 @@ def start(run, spec, supervisor, files=None):
 
 
 def leave(run, why):
-    """This host takes part in the run no more, from its next step on; its state once it has left, or ended."""
+    """Remove this host from the run after its current step; yield its state once it has left or the run has ended."""
     run = _absolute(run)
     _write(os.path.join(run, KEPT_OUT), why.encode())
     while True:
@@ -72,10 +72,10 @@ def leave(run, why):
 
 
 def put(run, files):
-    """Texts take the place of files of a run, by their names."""
+    """Replace files of a run by these texts: {name: text}."""
     run = _absolute(run)
     if not os.path.isdir(os.path.join(run, "host")):
-        raise RuntimeError(f"there is no such run here: {run}")
+        raise RuntimeError(f"no such run on this host: {run}")
     if os.path.exists(os.path.join(run, "host", STOPPED)):
         raise RuntimeError("this run was stopped")
     for name, text in files.items():
@@ -83,7 +83,7 @@ def put(run, files):
 
 
 def start_again(run):
-    """Start what was started before, after the host went down under it, or left; its state once it is running."""
+    """Restart a run here after this host went down or left it; return its state once it is running."""
     run = _absolute(run)
     folder = os.path.join(run, "host")
     _check_over(folder)
@@ -99,30 +99,30 @@ def start_again(run):
 
 def _begin(run, folder):
     program = os.path.join(folder, "supervisor.py")
-    said = os.path.join(folder, "supervisor.log")
-    with open(said, "wb") as log:
+    log_path = os.path.join(folder, "supervisor.log")
+    with open(log_path, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, program, run], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     deadline = time.monotonic() + START_S
-    over = False
-    while not over:
-        over = process.poll() is not None or time.monotonic() >= deadline
+    is_last_try = False
+    while not is_last_try:
+        is_last_try = process.poll() is not None or time.monotonic() >= deadline
         state = _read_state(folder)
         if state is not None and "lost" not in state:
             return state
         time.sleep(0.02)
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # its guard ends the rest
+        os.killpg(process.pid, signal.SIGKILL)  # its guard kills the rest
         process.wait()
-    with open(said, errors="replace") as log:
-        raise RuntimeError("the supervisor did not start: %s" % (log.read().strip()[-2000:] or "it said nothing"))
+    with open(log_path, errors="replace") as log:
+        raise RuntimeError("the supervisor did not start: %s" % (log.read().strip()[-2000:] or "it printed nothing"))
 
 
 def status(run):
-    """RUN/host/state.json, with what only a look can tell: "ended" also of a run whose host went down under it.
+    """Return RUN/host/state.json, corrected by what is alive: a run whose host went down has "ended", too.
 
-    A run whose supervisor and guard were killed goes on as long as its program does, and is "unwatched".
+    A run whose supervisor and guard were killed is running as long as its program is, and is "unwatched".
     """
     folder = os.path.join(_absolute(run), "host")
     state = _read_state(folder)
@@ -137,34 +137,34 @@ def status(run):
 
 
 def stop(run, now=False):
-    """End a run and return its state when no process of it is left; `now` does without the ranks' saving.
+    """Stop a run; yield its state once no process of it is left. With `now` the ranks do not save.
 
-    A supervisor that does not come to an end is killed. "left" are pids that even SIGKILL did not end.
+    A supervisor that does not end in time is killed. "left" are pids that even SIGKILL did not end.
     """
     run = _absolute(run)
     folder = os.path.join(run, "host")
     spec = _read_json(os.path.join(folder, "spec.json"), {}) or {}
     if os.path.isdir(folder):
         with contextlib.suppress(OSError):  # a full disk
-            _write(os.path.join(folder, STOPPED), b"")  # whoever is killed meanwhile does not begin again
+            _write(os.path.join(folder, STOPPED), b"")  # prevents a restart of what is killed meanwhile
     deadline = time.monotonic() + (0 if now else spec.get("grace_s", 0)) + 4 * END_S
-    asked = 0
+    num_requests = 0
     while _is_alive(folder):
-        late = time.monotonic() >= deadline
-        pid = int(_read_file(os.path.join(folder, "lock")) or 0)  # none: it begins, or its guard ends the rest
-        if pid and (late or asked < (2 if now else 1)):
-            asked += 1
+        is_late = time.monotonic() >= deadline
+        pid = int(_read_file(os.path.join(folder, "lock")) or 0)  # 0: it is starting, or its guard kills the rest
+        if pid and (is_late or num_requests < (2 if now else 1)):
+            num_requests += 1
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
         yield {"waiting": True}
         time.sleep(POLL_S)
-    left = end_leftovers(run)
+    surviving_pids = end_leftovers(run)
     state = status(run)
-    yield None if state is None else dict(state, left=left)
+    yield None if state is None else dict(state, left=surviving_pids)
 
 
 def end_leftovers(run):
-    """Kill what is left of a run that has no supervisor any more; the pids that would not go."""
+    """Kill the processes left by a run without a supervisor; return the pids that SIGKILL did not end."""
     folder = os.path.join(_absolute(run), "host")
     spec = _read_json(os.path.join(folder, "spec.json"), None)
     program = _read_file(os.path.join(folder, "supervisor.py"))
@@ -176,22 +176,22 @@ def end_leftovers(run):
 
 
 def follow(run, have, until_end=True):
-    """What a run's files gain: {"path", "offset", "identity", "size"}, then the bytes; {"caught_up": state} at times,
-    and every second {"looks": …, "stuck": …} as `looks` and `stuck` give them.
+    """Stream what a run's files gain: {"path", "offset", "identity", "size"}, then the bytes.
 
-    `have` is {path: [identity, size]} of what the reader holds, None of one who reads the files here. A file that was
-    replaced starts again at offset 0. Ends when the run has ended and all is read; without `until_end`, as soon as all
-    is read.
+    Also yields {"caught_up": state} after each pass over the files, and every second {"looks": …, "stuck": …} from
+    `sample_processes` and `find_stalled_peers`. `have` is {path: [identity, size]} of what the reader holds, or None if
+    it reads the files itself. A file that was replaced starts again at offset 0. Ends when the run has ended and all is
+    read; without `until_end`, as soon as all is read.
     """
     run = _absolute(run)
-    look_at = 0.0
+    next_sample_at = 0.0
     have = have and {path: list(known) for path, known in have.items()}
     while True:
         state = status(run)
-        for path, place in [] if have is None else _files(run):
-            yield from _news(path, place, have)
-        if until_end and time.monotonic() >= look_at:
-            look_at = time.monotonic() + LOOK_S
+        for path, location in [] if have is None else _files(run):
+            yield from _news(path, location, have)
+        if until_end and time.monotonic() >= next_sample_at:
+            next_sample_at = time.monotonic() + LOOK_S
             yield {"looks": looks(run, state), "stuck": stuck(), "at": time.monotonic()}
         yield {"caught_up": state}
         if not until_end or state is None or state["state"] == "ended":
@@ -200,55 +200,59 @@ def follow(run, have, until_end=True):
 
 
 def looks(run, state):
-    """What a run's processes do on this host: [[rank, {"pid", "state", "cpu_s", "where", "waits", "moved"}], …],
-    of rank None what started the ranks. Linux; elsewhere nothing.
+    """Sample a run's processes on this host: [[rank, {"pid", "state", "cpu_s", "where", "waits", "moved"}], …].
+
+    Rank None is the process that started the ranks. Linux only; elsewhere the list is empty.
     """
     spec, pid = _read_json(os.path.join(run, "host", "spec.json"), None), (state or {}).get("pid")
     if not pid or spec is None or state["state"] != "running" or not os.path.isdir("/proc/self"):
         return []
-    is_rank, found = spec.get("is_rank"), []
+    is_rank, samples = spec.get("is_rank"), []
     if spec.get("has_agent") and spec.get("has_launcher"):
-        pid = next(iter(_children(pid)), pid)  # the launcher of now
-    for one in [pid] if is_rank else [pid, *_children(pid)]:
+        pid = next(iter(_children(pid)), pid)  # the current launcher
+    for process in [pid] if is_rank else [pid, *_children(pid)]:
         try:
-            local_rank = 0 if is_rank else None if one == pid else _local_rank_of(one)
+            local_rank = 0 if is_rank else None if process == pid else _local_rank_of(process)
             rank = None if local_rank is None else spec["first_rank"] + local_rank
-            kind, cpu_s = _kernel_says(one)
-            pulse = _read_json(os.path.join(run, "host", "pulse", str(local_rank)), None) or {}
-            told = {name: pulse[name] for name in ("where", "waits", "moved")} if pulse.get("pid") == one else {}
-            found.append([rank, dict(told, pid=one, state=kind, cpu_s=cpu_s)])
+            state_letter, cpu_s = _kernel_says(process)
+            heartbeat = _read_json(os.path.join(run, "host", "pulse", str(local_rank)), None) or {}
+            is_own = heartbeat.get("pid") == process
+            fields = {name: heartbeat[name] for name in ("where", "waits", "moved")} if is_own else {}
+            samples.append([rank, dict(fields, pid=process, state=state_letter, cpu_s=cpu_s)])
         except (OSError, ValueError, LookupError):
-            continue  # it has ended, or is no rank
-    return found
+            continue  # it has exited, or is no rank
+    return samples
 
 
 def stuck():
-    """Addresses of machines that do not acknowledge what they were sent, however often it is sent again. Linux.
+    """Return the addresses of peers that do not acknowledge segments despite repeated retransmits. Linux only.
 
-    The kernel's table of connections takes it milliseconds: it is read where anything was sent again since, or one of
-    these was found before, and now and then: what could not even be sent again is not counted.
+    Reading the kernel's table of connections takes milliseconds. So it is read only if a segment was retransmitted
+    since, or if a peer was stalled at the last read, and at an interval: a retransmit that cannot even be sent is not
+    counted.
     """
     sent_again, now = _sent_again(), time.monotonic()
     is_known = sent_again is not None and sent_again == _connections.get("sent_again") and not _connections["stuck"]
     if is_known and now - _connections["at"] < READ_S:
         return []
-    found = set()
+    stalled = set()
     for path, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError), open(path) as table:
             for line in table:
-                words = line.split()
-                if words[3] != ESTABLISHED or not int(words[4].partition(":")[0], 16) or int(words[6], 16) < TRIES:
+                fields = line.split()
+                if fields[3] != ESTABLISHED or not int(fields[4].partition(":")[0], 16) or int(fields[6], 16) < TRIES:
                     continue
-                number = words[2].partition(":")[0]  # 32 bits at a time, as the processor has them
-                parts = [int(number[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(number), 8)]
-                found.add(socket.inet_ntop(family, b"".join(parts)))
-    _connections.update(sent_again=sent_again, stuck=found, at=now)
-    return sorted(found)
+                packed = fields[2].partition(":")[0]  # 32 bits at a time, as the processor has them
+                parts = [int(packed[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(packed), 8)]
+                stalled.add(socket.inet_ntop(family, b"".join(parts)))
+    _connections.update(sent_again=sent_again, stuck=stalled, at=now)
+    return sorted(stalled)
 
 
 def _sent_again():
-    """How many segments TCP has sent again so far; None where the kernel does not say. Its count of timeouts leaves out
-    those of a connection that has had one, before Linux 5.0.
+    """Return how many segments TCP has retransmitted so far, or None where the kernel does not tell.
+
+    Before Linux 5.0 its count of timeouts omits further ones of a connection that has had one.
     """
     lines = [line.split() for line in (_read_file("/proc/net/snmp") or b"").splitlines() if line.startswith(b"Tcp:")]
     if len(lines) != 2:
@@ -258,31 +262,32 @@ def _sent_again():
 
 
 def checkpoints(run):
-    """The complete checkpoints of a run that can be read, the newest last: {"step", "val_loss", "folder", "files"}.
+    """Return the complete, readable checkpoints of a run, newest last: {"step", "val_loss", "folder", "files"}.
 
-    "files" is as `files.survey` tells them, by what state.json says of them: nothing large is read.
+    "files" has the form of `content_store.hash_files`, with the digests from state.json: nothing large is read.
     """
-    found = []
+    entries = []
     for name in _checkpoint_names(run):
         folder = os.path.join(_place(_absolute(run), "checkpoints"), name)
         try:
             state = _read_file(os.path.join(folder, "state.json"))
-            told = json.loads(state)
-            digests = dict(told["files"], **{"state.json": _digest(state)})
+            meta = json.loads(state)
+            digests = dict(meta["files"], **{"state.json": _digest(state)})
             files = [{"path": path, "digest": digest, "size": os.path.getsize(os.path.join(folder, path)),
                       "executable": False} for path, digest in sorted(digests.items())]  # fmt: skip
-            found.append({"step": int(name[5:]), "val_loss": told["val_loss"], "folder": folder, "files": files})
+            entries.append({"step": int(name[5:]), "val_loss": meta["val_loss"], "folder": folder, "files": files})
         except (OSError, TypeError, ValueError, LookupError):
-            continue  # it is being removed, or was damaged
-    return found
+            continue  # it is being removed, or is damaged
+    return entries
 
 
 def go_back(run, checkpoint, wanted):
-    """Before a run is resumed from the checkpoint of this name: is it here, with a state.json of this blake2b?
+    """Roll back to the named checkpoint before a resume: verify it, and remove everything of later steps.
 
-    "whole", "damaged" or "none". state.json holds the digests of all other files. One of another content goes, and with
-    it what ranks kept of that step for themselves; so does all that is of later steps. An earlier start left it, and
-    the run went on elsewhere. Of one that is damaged, what ranks kept beside it is of that step.
+    Return "whole", "damaged" or "none": is it here, with a state.json of the blake2b `wanted`, which holds the digests
+    of all other files? A checkpoint of other content is removed with the per-rank state of its step: an earlier start
+    left it, and the run continued elsewhere. A damaged one is removed without that state, which is of the right step.
+    RuntimeError if a later checkpoint here is intact.
     """
     run = _absolute(run)
     _check_over(os.path.join(run, "host"))
@@ -293,33 +298,35 @@ def go_back(run, checkpoint, wanted):
     saved = _checkpoint_names(run)
     for name in reversed(saved):
         if is_same and int(name[5:]) > int(checkpoint[5:]) and _is_whole_checkpoint(run, name):
-            raise RuntimeError(f"it has saved step {int(name[5:])} since, which is not at home: evener fetch brings it")
-    first = int(checkpoint[5:]) + (is_same or checkpoint not in saved)  # step that is not so any more
+            raise RuntimeError(
+                f"it has saved step {int(name[5:])} since, which the run directory lacks: evener fetch copies it"
+            )
+    first = int(checkpoint[5:]) + (is_same or checkpoint not in saved)  # the first step to discard
     for name in saved:
         if int(name[5:]) >= first or (name == checkpoint and not is_here):
             removed = os.path.join(run, "checkpoints", f".{name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
-            os.rename(os.path.join(run, "checkpoints", name), removed)  # killed here, it is no checkpoint any more
+            os.rename(os.path.join(run, "checkpoints", name), removed)  # if killed now, no half checkpoint remains
             shutil.rmtree(removed)
     for root, _, names in os.walk(os.path.join(run, "own")):
         for name in names:
-            found = re.fullmatch("step-([0-9]+)[.]safetensors", name)
-            if found and int(found.group(1)) >= first:
+            match = re.fullmatch("step-([0-9]+)[.]safetensors", name)
+            if match and int(match.group(1)) >= first:
                 os.remove(os.path.join(root, name))
     return "whole" if is_here else "damaged" if is_same else "none"
 
 
 def lacking(run, files):
-    """Of {path: [size, blake2b]} the paths whose file here does not begin with that content."""
-    found = []
+    """Return those paths of {path: [size, blake2b]} whose file here does not begin with that content."""
+    differing = []
     for path, (size, wanted) in files.items():
         if _digest_of(os.path.join(_absolute(run), path), size) != wanted:
-            found.append(path)
-    return found
+            differing.append(path)
+    return differing
 
 
 def adopt(run, tree):
-    """Before a run is resumed: the files of a tree take the place of the run's own."""
+    """Before a resume, replace files of the run by those of a tree."""
     run, tree = _absolute(run), _absolute(tree)
     for root, _, names in os.walk(tree):
         for name in sorted(names, key="state.json".__eq__):  # last: a checkpoint that has it is complete
@@ -331,7 +338,7 @@ def adopt(run, tree):
 
 
 def free_port(address, wanted, low, high):
-    """A port that can be bound on this address: the wanted one, else one of the range; None if none is free."""
+    """Return a port free on this address: the wanted one, else one of the range, else None."""
     import random
     import socket
 
@@ -347,14 +354,14 @@ def free_port(address, wanted, low, high):
 
 
 def _checkpoint_names(run):
-    """Of the complete checkpoints, by step."""
+    """Return the names of the complete checkpoints, ordered by step."""
     folder = _place(_absolute(run), "checkpoints")
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted((name for name in names if re.fullmatch("step-[0-9]{6,12}", name)), key=lambda name: int(name[5:]))
 
 
 def _is_whole(folder, digests):
-    """Is every file of a checkpoint what state.json says?"""
+    """Return whether every file of a checkpoint has the digest that state.json records."""
     return all(_digest_of(os.path.join(folder, name)) == digest for name, digest in digests.items())
 
 
@@ -371,23 +378,23 @@ def _digest(content):
 
 
 def _digest_of(path, size=None):
-    """Of a file's content, or of its first `size` bytes; None where there is no such file."""
-    digest, left = hashlib.blake2b(digest_size=32), size
+    """Return the digest of a file, or of its first `size` bytes; None if there is no such file."""
+    digest, remaining = hashlib.blake2b(digest_size=32), size
     try:
         with _open(path) as file:
-            while left is None or left:
-                chunk = file.read(CHUNK if left is None else min(CHUNK, left))
+            while remaining is None or remaining:
+                chunk = file.read(CHUNK if remaining is None else min(CHUNK, remaining))
                 if not chunk:
                     break
                 digest.update(chunk)
-                left = None if left is None else left - len(chunk)
+                remaining = None if remaining is None else remaining - len(chunk)
     except OSError:
         return None
     return digest.hexdigest()
 
 
 def _files(run):
-    """(path, where it lies) of what a run writes; nothing need be there."""
+    """Yield (path, location) of each file that a run writes, whether or not it exists."""
     joined = _joined(run)
     for path in (*WHOLE, "events.jsonl"):
         yield path, _in(run, joined, path)
@@ -400,7 +407,7 @@ def _files(run):
 
 
 def _local_rank_of(pid):
-    """Asked once: a process that hangs in the kernel may not let anybody read its environment."""
+    """Return a process's local rank, read once: the environment of one that hangs in the kernel may be unreadable."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         began = file.read().rpartition(b") ")[2].split()[19]
     if _ranks.get(pid, (None,))[0] != began:
@@ -412,12 +419,12 @@ def _local_rank_of(pid):
 
 def _told_local_rank(pid):
     with open(f"/proc/{pid}/environ", "rb") as file:
-        told = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
-    return int(told[b"LOCAL_RANK"]) if b"LOCAL_RANK" in told else None
+        environment = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
+    return int(environment[b"LOCAL_RANK"]) if b"LOCAL_RANK" in environment else None
 
 
 def _kernel_says(pid):
-    """(the letter of its state, processor seconds of it and of all that came of it)."""
+    """Return (the letter of a process's state, CPU seconds of it and all its descendants)."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
     cpu_s = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
@@ -428,17 +435,17 @@ def _kernel_says(pid):
 
 
 def _children(pid):
-    """A kernel need not tell them; then nobody has any, and nobody is said to hang."""
-    found = []
+    """Return the pids of a process's children. A kernel need not list them; then no hang is detected."""
+    pids = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
-                found += [int(word) for word in file.read().split()]
-    return found
+                pids += [int(word) for word in file.read().split()]
+    return pids
 
 
 def _place(run, path):
-    """Where a file of a run lies: a script may have joined another run directory than the one it was launched into."""
+    """Return where a run file lies: a script may have joined a run directory other than the one it was launched in."""
     return _in(run, _joined(run), path)
 
 
@@ -451,19 +458,19 @@ def _joined(run):
     return joined.decode() if joined else run
 
 
-def _news(path, place, have):
+def _news(path, location, have):
     known, offset = have.get(path, ["", 0])
     try:
-        facts = os.stat(place)  # most files are as they were, and not even opened
-        if known == _identity(path, facts) and (path in WHOLE or offset == facts.st_size):
+        stat_result = os.stat(location)  # most files are unchanged, and need not be opened
+        if known == _identity(path, stat_result) and (path in WHOLE or offset == stat_result.st_size):
             return
-        file = _open(place)
+        file = _open(location)
     except OSError:
         return
     with file:
-        facts = os.fstat(file.fileno())
-        identity = _identity(path, facts)
-        if known != identity or offset > facts.st_size:
+        stat_result = os.fstat(file.fileno())
+        identity = _identity(path, stat_result)
+        if known != identity or offset > stat_result.st_size:
             offset = 0
         file.seek(offset)
         chunk = None
@@ -479,12 +486,12 @@ def _news(path, place, have):
 
 
 def _identity(path, facts):
-    """Inode numbers are used again; a file that is replaced time and again is told by its time as well."""
+    """Identify a file by its inode; one that is replaced repeatedly also by its time, as inode numbers are reused."""
     return f"{facts.st_ino} {facts.st_mtime_ns if path in WHOLE else 0}"
 
 
 def _check_over(folder):
-    """RuntimeError where the run is running here; one that has told its end may take a while to go."""
+    """RuntimeError if the run is running here; wait for a supervisor that has recorded the end but not exited yet."""
     deadline = time.monotonic() + END_S
     state = _read_state(folder)
     if state is not None and state["state"] == "running" and not _is_alive(folder) and _has_program(folder, state):
@@ -497,7 +504,7 @@ def _check_over(folder):
 
 
 def _is_alive(folder):
-    """Is the lock held? Several may look at once."""
+    """Return whether a supervisor or guard holds the lock; several programs may check at once."""
     try:
         lock = os.open(os.path.join(folder, "lock"), os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -512,21 +519,21 @@ def _is_alive(folder):
 
 
 def _has_program(folder, state):
-    """Does what a supervisor started run without it?"""
+    """Return whether the program that the supervisor started is still running."""
     spec = _read_json(os.path.join(folder, "spec.json"), None)
     environment = _read_file(f"/proc/{state['pid']}/environ") or b""
     return spec is not None and f"EVENER_RUN={spec['id']}".encode() in environment.split(b"\0")
 
 
 def _read_state(folder):
-    """None of a run that was never started; one that nobody can read is that of a host that went down."""
+    """Return the run's recorded state: None if it never started, a stand-in if the file is damaged by a crash."""
     lost = {"state": "running", "supervisor": None, "pid": None, "started": None, "ended": None, "status": None,
             "signal": None, "stopped": False, "failures": []}  # fmt: skip
     return _read_json(os.path.join(folder, "state.json"), lost)
 
 
 def _read_json(path, damaged):
-    """What a file says, None where there is none, `damaged` when it is not JSON."""
+    """Return a file's JSON value: None if there is no file, `damaged` if it is not JSON."""
     content = _read_file(path)
     try:
         return None if content is None else json.loads(content)
@@ -535,7 +542,7 @@ def _read_json(path, damaged):
 
 
 def _open(path):
-    """To read; OSError of what is no file: nobody waits for a pipe's other end, or reads a device to its end."""
+    """Open a regular file for reading; OSError for a pipe, which would block, or a device, which has no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -557,7 +564,7 @@ def _write(path, content):
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())  # whole even where the power goes
+        os.fsync(file.fileno())  # intact even after a power failure
     os.replace(temporary, path)
 
 

@@ -1,4 +1,4 @@
-"""What answers on the other machine? This program, piped to its python: it needs nothing there but that.
+"""The RPC server on the remote end of a session: piped to the host's python, it needs nothing else there.
 
 Frames in both directions: a line of JSON, then as many raw bytes as its "size" says.
 
@@ -8,7 +8,7 @@ Frames in both directions: a line of JSON, then as many raw bytes as its "size" 
     reply     {"id": 2, "value": …} | {"id": 2, "size": 4096} + bytes   any number of them
               {"id": 2, "done": true} | {"id": 2, "error": "…", "kind": "OSError", "traceback": "…"}
 
-Requests run side by side, each in a thread. When the connection ends, so does this process, and with it all it opened.
+Requests run concurrently, each in a thread. When the connection closes, this process ends, and with it all it opened.
 Python 3.8 or newer, Linux or macOS.
 """
 
@@ -75,7 +75,7 @@ def _handle(request, body):
 
 
 def _main():
-    os.dup2(2, 1)  # whatever prints does not disturb the frames
+    os.dup2(2, 1)  # so that nothing printed corrupts the frames
     with _write_lock:
         _out.write(MAGIC)
         _out.flush()
@@ -87,13 +87,13 @@ def _main():
         request = json.loads(line)
         body = _in.read(request.get("size", 0))
         if "cancel" in request:
-            cancelled = _cancelled.get(request["cancel"])  # a request may end at any moment, and is forgotten then
+            cancelled = _cancelled.get(request["cancel"])  # None: the request has ended meanwhile
             if cancelled is not None:
                 cancelled.set()
         elif "ping" in request:
             _send({"ping": request["ping"], "time": time.time()})
         elif "source" in request:
-            _handle(request, body)  # before whatever asks for it
+            _handle(request, body)  # in this thread, before any request that needs the module
         else:
             _cancelled[request["id"]] = threading.Event()
             threading.Thread(target=_handle, args=(request, body), daemon=True).start()

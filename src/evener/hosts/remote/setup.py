@@ -1,7 +1,7 @@
-"""What does a host need so that it can train, and how does it get it? Its venv, what is installed there, and pip.
+"""Prepare a host for training: its venv, the packages installed there, and pip.
 
-Nothing is decided here: the controller looks, compares and says what to do (`launch/setup.py`). While packages change,
-VENV/evener-unfinished is there, so that whoever comes after an interruption knows. Standard library only, Python 3.8 or
+Nothing is decided here: the controller inspects, compares and decides (`launch/setup.py`). While packages change, the
+file VENV/evener-unfinished exists, so that the next setup detects an interruption. Standard library only, Python 3.8 or
 newer, Linux or macOS.
 """
 
@@ -20,13 +20,13 @@ import time
 import urllib.request
 
 OLDEST = (3, 11)
-MADE_OF = "evener-made-of"  # in a venv: the path of the interpreter in whose place it stands
+MADE_OF = "evener-made-of"  # in a venv: the path of the interpreter that it replaces
 UNFINISHED = "evener-unfinished"
-ALIVE_EVERY_S = 5  # a pip that is silent is told to be alive so often
+ALIVE_EVERY_S = 5  # interval of the sign of life while pip prints nothing
 PLACES = ("~/.local/bin", "/usr/local/bin", "/opt/homebrew/bin", "/usr/bin")
 PR_SET_PDEATHSIG = 1
 
-# Runs in the interpreter in question: which versions would it import? Nothing of theirs is executed.
+# Runs in the interpreter in question: the versions that it would import. No package's code is executed.
 INSTALLED = r"""
 import hashlib, importlib.metadata, importlib.util, json, os, platform, re, sys
 packages, half, editable = {}, [], None
@@ -78,36 +78,38 @@ _held = {}
 
 
 def look(workdir, python=None, here=None, preferred=()):
-    """What is there? `python`: the interpreter that the fleet names, or of which WORKDIR/venv was made; `here`: the
-    one to use where there is no venv.
+    """Inspect what is installed.
+
+    `python`: the interpreter that the fleet file names, or that WORKDIR/venv was made of; `here`: the one to use if
+    there is no venv.
     """
     home = _home(workdir)
-    own = os.path.join(home, "venv", "bin", "python")
-    target = _program(python) if python else own if here is None or os.path.exists(own) else here
-    if os.path.exists(own) and _read(os.path.join(home, "venv", MADE_OF)) == target:
-        target = own
-    found = {
+    venv_python = os.path.join(home, "venv", "bin", "python")
+    target = _program(python) if python else venv_python if here is None or os.path.exists(venv_python) else here
+    if os.path.exists(venv_python) and _read(os.path.join(home, "venv", MADE_OF)) == target:
+        target = venv_python
+    result = {
         "home": home,
         "python": target,
-        "is_own": target == own,
+        "is_own": target == venv_python,
         "now": installed(target) if target and os.path.exists(target) else None,
         "has_gpu": _has_gpu(),
         "free_bytes": _free_bytes(home),
     }
-    if found["is_own"] and (found["now"] is None or "pip" not in found["now"]["packages"]):
+    if result["is_own"] and (result["now"] is None or "pip" not in result["now"]["packages"]):
         names = [*preferred, "python3", "python3.14", "python3.13", "python3.12", "python3.11"]
-        found.update(now=None, base=_base([_program(python)] if python else names))  # there is no venv, or half of one
-    elif found["now"] is not None and not found["now"]["is_venv"]:
-        found["base"] = _base([target])  # it is left as it is
-    found["unfinished"] = None
-    if found["now"] is not None:
-        with contextlib.suppress(OSError), open(os.path.join(found["now"]["prefix"], UNFINISHED)) as file:
-            found["unfinished"] = file.read() or "packages"
-    return found
+        result.update(now=None, base=_base([_program(python)] if python else names))  # there is no venv, or half of one
+    elif result["now"] is not None and not result["now"]["is_venv"]:
+        result["base"] = _base([target])  # it is left unchanged
+    result["unfinished"] = None
+    if result["now"] is not None:
+        with contextlib.suppress(OSError), open(os.path.join(result["now"]["prefix"], UNFINISHED)) as file:
+            result["unfinished"] = file.read() or "packages"
+    return result
 
 
 def begin(workdir):
-    """Take the host for this setup, until `end` or the end of the connection: None, or who has it."""
+    """Lock the host for this setup, until `finish_setup` or the end of the connection; return None, or who holds it."""
     home = _home(workdir)
     os.makedirs(home, exist_ok=True)
     file = open(os.path.join(home, "setup.lock"), "a+")  # noqa: SIM115
@@ -115,9 +117,9 @@ def begin(workdir):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.seek(0)
-        who = file.read().strip() or "somebody"
+        holder = file.read().strip() or "another process"
         file.close()
-        return who
+        return holder
     file.truncate(0)
     file.write(f"process {os.getpid()}, which began at {time.strftime('%H:%M:%S')}")
     file.flush()
@@ -126,13 +128,13 @@ def begin(workdir):
 
 
 def mark(prefix, what):
-    """From now on an environment is unfinished: "packages", or "evener" alone."""
+    """Mark an environment as unfinished: "packages", or "evener" alone."""
     with open(os.path.join(prefix, UNFINISHED), "w") as file:
         file.write(what)
 
 
 def end(prefix=None):
-    """Everything is as it should be; or, without `prefix`, the host is let go as it is."""
+    """Unlock the host; with `prefix` mark its environment as finished."""
     if prefix is not None:
         os.unlink(os.path.join(prefix, UNFINISHED))
     file = _held.pop("lock", None)
@@ -142,9 +144,9 @@ def end(prefix=None):
 
 
 def make_venv(workdir, base, named=None):
-    """WORKDIR/venv of an interpreter, anew; a half-made one is removed first. Yields as `_run` does.
+    """Create WORKDIR/venv of an interpreter, after removing an earlier one. Yields as `_run_streaming` does.
 
-    `named`: the interpreter that the fleet names, in whose place it stands from now on.
+    `named`: the interpreter that the fleet file names, and that the venv replaces from now on.
     """
     folder = os.path.join(_home(workdir), "venv")
     shutil.rmtree(folder, ignore_errors=True)
@@ -164,7 +166,7 @@ def make_venv(workdir, base, named=None):
 
 
 def pip(python, arguments, forget=()):
-    """Run pip; yields {"line": …}, {"alive": seconds}, at last {"status": …}. `forget`: what is half installed."""
+    """Run pip; yields as `_run_streaming` does. `forget`: .dist-info folders of half-installed packages, to remove."""
     for path in forget:
         if path.endswith(".dist-info") and os.path.isdir(path):
             shutil.rmtree(path)
@@ -173,22 +175,22 @@ def pip(python, arguments, forget=()):
 
 
 def try_import(python):
-    """Import what a worker imports: the versions, or what went wrong."""
+    """Import what a worker imports. Yields as `_run_streaming` does, and last {"works": versions} on success."""
     code = (
         "import json, torch, evener.worker.run; "
         "print(json.dumps({'torch': torch.__version__, 'cuda': torch.cuda.is_available()}))"
     )
-    said, status = [], None
+    lines, status = [], None
     for item in _run([python, "-c", code]):
-        said += [item["line"]] if "line" in item else []
+        lines += [item["line"]] if "line" in item else []
         status = item.get("status", status)
         yield item
     if status == 0:
-        yield {"works": json.loads(said[-1])}
+        yield {"works": json.loads(lines[-1])}
 
 
 def opens(url, timeout_s=5.0):
-    """Does this machine reach a page?"""
+    """Return whether this machine can open a URL."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s):  # noqa: S310
             return True
@@ -197,7 +199,7 @@ def opens(url, timeout_s=5.0):
 
 
 def installed(python):
-    """What an interpreter would import; None where it does not start."""
+    """Return what an interpreter would import, or None if it does not start."""
     argv = [python, "-c", INSTALLED]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/", check=False)
@@ -207,35 +209,35 @@ def installed(python):
 
 
 def _base(names):
-    """The interpreter to make a venv with, of those that are there, and why none will do."""
+    """Return the first of these interpreters that can make a venv, or why none can."""
     path = os.pathsep.join([os.environ.get("PATH", "")] + [os.path.expanduser(place) for place in PLACES])
     code = (
         "import sys, json; from importlib.util import find_spec as find; "
         "has_venv = find('venv') is not None and find('ensurepip') is not None; "
         "print(json.dumps([sys.version_info[:3], has_venv, sys.executable]))"
     )
-    seen, without = [], None
+    rejected, without = [], None
     for name in dict.fromkeys(names):
         program = shutil.which(name, path=path)
         if program is None:
             continue
         try:
-            said = subprocess.run([program, "-I", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            output = subprocess.run([program, "-I", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                   stderr=subprocess.DEVNULL, timeout=30, check=True).stdout  # fmt: skip
-            version, has_venv, executable = json.loads(said.decode())
+            version, has_venv, executable = json.loads(output.decode())
         except (OSError, ValueError, subprocess.SubprocessError):
-            continue  # a shim of a version that is not there
+            continue  # a shim of a version that is not installed
         text = ".".join(map(str, version))
-        seen.append(f"{name} is {text}")
+        rejected.append(f"{name} is {text}")
         if tuple(version[:2]) >= OLDEST:
             if has_venv:
                 return {"python": executable, "version": text}
             without = without or {"python": None, "version": text, "lacks_venv": executable}
-    return without or {"python": None, "seen": seen}
+    return without or {"python": None, "seen": rejected}
 
 
 def _run(argv):
-    """A program that ends with us; its lines, that it is alive when it is silent, and its exit status."""
+    """Run a program that dies with this process; yields {"line": …} or {"alive": seconds}, last {"status": …}."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment["PYTHONUNBUFFERED"] = "1"
     parent, libc = os.getpid(), ctypes.CDLL(None)
@@ -281,7 +283,7 @@ def _die_with(parent, libc):
 
 
 def _has_gpu():
-    """Does NVIDIA's driver answer for a card?"""
+    """Return whether NVIDIA's driver reports a GPU."""
     tool = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/bin:/usr/local/cuda/bin")
     if tool is None:
         return False

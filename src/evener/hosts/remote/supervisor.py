@@ -1,22 +1,22 @@
-"""Who looks after a run on its host when nobody is connected? This program, one for each run and host.
+"""The supervisor: a detached process, one per run and host, that runs the program, keeps its logs and cleans up.
 
-    python3 supervisor.py RUN [N LOCK]   RUN/host/spec.json says what to start, RUN/host/state.json how it goes;
-                                         N: so many before it were killed; LOCK: the descriptor that is locked
+    python3 supervisor.py RUN [N LOCK]   RUN/host/spec.json: what to start; RUN/host/state.json: its state;
+                                         N: supervisors killed before this one; LOCK: the descriptor of the held lock
 
-It is a session of its own, so it outlives ssh, the terminal and the controller. It starts one program, keeps everything
-that program and its ranks print, time-stamped and complete, and when the program ends or is told to stop, ends every
-process that came of it. A guard beside it does the same should the supervisor itself be killed.
-An agent that is killed is started again, and so is the supervisor of one: the run goes on without this host meanwhile.
+It runs in a session of its own, so it outlives ssh, the terminal and the controller. It starts one program and logs
+everything that the program and its ranks print, with timestamps and in full. When the program ends or is asked to stop,
+the supervisor kills every process of the run. Should the supervisor itself be killed, its guard process does so.
+An agent that is killed is restarted, and so is its supervisor; the run continues without this host meanwhile.
 
-    RUN/logs/HOST.log        what the program itself printed     each line: time, O or E (stdout, stderr), text
-    RUN/logs/HOST.RANK.log   what a rank printed                 o or e: no newline followed; the next O or E goes on
-                             (a program that is a rank itself has this log alone)
-    RUN/host/lock            locked while the supervisor or its guard lives; the supervisor's pid
-    RUN/host/ranks           what the ranks print, until it is in the logs; begun.json says where these stood before
+    RUN/logs/HOST.log        output of the program itself        each line: time, O or E (stdout, stderr), text
+    RUN/logs/HOST.RANK.log   output of a rank                    o or e: no newline yet; the next O or E continues it
+                             (a program that is a rank itself has only this log)
+    RUN/host/lock            locked while the supervisor or its guard lives; holds the supervisor's pid
+    RUN/host/ranks           output of the ranks not yet in the logs; begun.json: the sizes of the logs at the start
 
-SIGTERM asks for an orderly end: the ranks may finish their step and save, within the spec's grace_s. A second one ends
-it at once. A run that is attached to the program that started it (the spec's "attached" is a file that this one keeps
-locked) is asked to end when that program is gone, in whatever way.
+SIGTERM requests an orderly end: the ranks may finish their step and save, within the spec's grace_s. A second one ends
+the run at once. A run attached to the program that started it (the spec's "attached" is a file that this program keeps
+locked) is asked to end when that program is gone, for whatever reason.
 Standard library only, Python 3.8 or newer, Linux or macOS.
 """
 
@@ -36,33 +36,33 @@ import sys
 import time
 
 POLL_S = 0.05
-QUIET_POLL_S = 0.2  # where nobody has printed anything for LOOK_S, nor asked for an end
-LOOK_S = 1.0  # between looks for the files of ranks that began late
+QUIET_POLL_S = 0.2  # after `LOG_SCAN_INTERVAL_S` without output, while no end is requested
+LOOK_S = 1.0  # between scans for the files of ranks that started late
 END_S = 5.0  # from SIGTERM to SIGKILL
-AT_ONCE_S = 1.0  # the same for somebody who has asked twice
-LOCK_S = 1.0  # that others may hold the lock while they look whether the run is alive
-REST_BYTES = 1 << 16  # of a line that has not ended
+AT_ONCE_S = 1.0  # the same after a second request
+LOCK_S = 1.0  # that other programs may hold the lock while they check whether the run is alive
+REST_BYTES = 1 << 16  # of a line without its newline
 REST_S = 1.0
 ROOM_BYTES = 1 << 20
 ALONE_S = 20.0
-MAX_AGAIN = 5  # times that an agent, or its supervisor, that was killed is started again
+MAX_AGAIN = 5  # restarts of an agent, or of its supervisor, that was killed
 MARK = "EVENER_RUN"
 
 STAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
 
-_guards = set()  # pids: the only child of ours that is not the run's
+_guards = set()  # pids: the only children of ours that are not the run's
 
 
 class Log:
-    """Bytes in, time-stamped lines out; nothing is dropped or reordered."""
+    """A log file of timestamped lines, fed with bytes; nothing is dropped or reordered."""
 
     def __init__(self, path):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._rest = {"O": bytearray(), "E": bytearray()}
-        self._since = {"O": 0.0, "E": 0.0}  # when the first byte of the rest came
+        self._since = {"O": 0.0, "E": 0.0}  # when the first byte of the rest arrived
 
     def add(self, stream, data):
-        """`stream` is O or E."""
+        """Append output of a stream, O or E."""
         rest = self._rest[stream]
         if not rest:
             self._since[stream] = time.monotonic()
@@ -77,7 +77,7 @@ class Log:
             self._write_rest(stream)
 
     def look(self):
-        """Write what has waited too long for its newline: a progress bar sends none for hours."""
+        """Write partial lines that have waited too long for their newline: a progress bar sends none for hours."""
         for stream, rest in self._rest.items():
             if rest and time.monotonic() - self._since[stream] >= REST_S:
                 self._write_rest(stream)
@@ -98,39 +98,39 @@ class Log:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # on a full disk what is printed is lost: the run's end, and why, must still be told
+                raise  # on a full disk the output is lost, but the run's end and its reason must still be recorded
 
 
 class RankLogs:
-    """What the ranks print: whoever starts them gives each one's stdout and stderr a file; they are read as they grow.
+    """The logs of the ranks, read from the stdout and stderr files of each rank as these grow.
 
-    `sizes` is given where an earlier start left off: what the logs hold beyond them is in the files, too.
+    `sizes` are those of the logs when an earlier start began: what the logs hold beyond them is in the files, too.
     """
 
     def __init__(self, folder, logs, host, first_rank, sizes=None):
         self.folder, self._logs_folder = folder, logs
         self._host, self._first_rank, self._sizes = host, first_rank, sizes
         self._open = {}  # path: (file, stream, log)
-        self._logs = {}  # local rank: (log, bytes of each stream that it had when it was opened)
+        self._logs = {}  # local rank: (log, bytes of each stream it held when opened)
         self._look_at = 0.0
 
     def read(self, last=False):
-        """Take over what is new; is there anything?"""
-        is_news = False
+        """Copy new output to the logs; return whether there was any."""
+        has_new = False
         if last or time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + (LOOK_S if self._open else POLL_S)
-            found = glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))
-            for path in sorted(found, key=_in_order):
+            paths = glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))
+            for path in sorted(paths, key=_in_order):
                 if path not in self._open and os.path.basename(os.path.dirname(path)).isdigit():
                     self._begin(path)
         for file, stream, log in self._open.values():
             chunk = file.read(1 << 18)
             while chunk:
-                is_news = True
+                has_new = True
                 log.add(stream, chunk)
                 chunk = file.read(1 << 18)
             log.look()
-        return is_news
+        return has_new
 
     def close(self):
         for log, _ in self._logs.values():
@@ -144,28 +144,28 @@ class RankLogs:
         if local_rank not in self._logs:
             name = log_name(self._host, self._first_rank + local_rank)
             log = os.path.join(self._logs_folder, name)
-            had = {"O": 0, "E": 0} if self._sizes is None else held(log, self._sizes.get(name, 0))
-            self._logs[local_rank] = Log(log), had
-        log, had = self._logs[local_rank]
+            held_bytes = {"O": 0, "E": 0} if self._sizes is None else held(log, self._sizes.get(name, 0))
+            self._logs[local_rank] = Log(log), held_bytes
+        log, held_bytes = self._logs[local_rank]
         file = open(path, "rb")  # noqa: SIM115
-        skipped = min(had[stream], os.fstat(file.fileno()).st_size)
-        had[stream] -= skipped
+        skipped = min(held_bytes[stream], os.fstat(file.fileno()).st_size)
+        held_bytes[stream] -= skipped
         file.seek(skipped)
         self._open[path] = file, stream, log
 
 
 def _in_order(path):
-    """World 10 after world 2."""
+    """Sort numbers by value: epoch 10 after epoch 2."""
     return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", path)]
 
 
 def log_name(host, rank=None):
-    """What the program printed, or one of its ranks."""
+    """Return the file name of the log of the program, or of one of its ranks."""
     return f"{host}.log" if rank is None else f"{host}.{rank}.log"
 
 
 def held(path, since):
-    """Bytes of each stream that a log holds from an offset on; a line that was cut short with its writer is removed."""
+    """Return the bytes of each stream that a log holds from an offset on; drop a line cut short by a killed writer."""
     counts = {"O": 0, "E": 0}
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
         file.seek(since)
@@ -181,9 +181,10 @@ def held(path, since):
 
 
 def take_over(run):
-    """Put into the logs what the ranks of an earlier start printed and its supervisor, killed, did not come to.
+    """Copy to the logs the ranks' output of an earlier start that its supervisor, killed, did not copy.
 
-    The logs themselves tell what they hold, so this may be interrupted and repeated: no byte is lost or there twice.
+    What the logs hold is counted from the logs themselves, so this can be interrupted and repeated: no byte is lost or
+    duplicated.
     """
     folder, logs = os.path.join(run, "host", "ranks"), os.path.join(run, "logs")
     try:
@@ -201,7 +202,7 @@ def take_over(run):
 
 
 class Supervisor:
-    """One run on this host."""
+    """The supervisor of one run on this host."""
 
     def __init__(self, run):
         self.run = run
@@ -213,10 +214,10 @@ class Supervisor:
         self.asked = 0
         self.asked_at = None
         self.escalation = 0
-        self.told = set()  # the ranks that were asked
-        self.living_at = None  # when there were any, since that
+        self.told = set()  # pids of the ranks that got SIGTERM
+        self.living_at = None  # when ranks were last alive, since the request to stop
         self.look_at = 0.0
-        self.is_rank = self.spec.get("is_rank", False)  # the program, and not its children
+        self.is_rank = self.spec.get("is_rank", False)  # the program itself is the rank
         self.log_name = log_name(self.spec["host"], self.spec["first_rank"] if self.is_rank else None)
         attached = self.spec.get("attached")
         self.launcher = None if attached is None else os.open(attached, os.O_RDONLY)
@@ -230,17 +231,17 @@ class Supervisor:
         _become_subreaper()
         guard = start_guard(self.run, self.spec["id"], held_lock if self.spec.get("has_agent") else None)
         take_over(self.run)
-        self.state["started"] = time.time()  # every line that is stamped from now on is this start's
+        self.state["started"] = time.time()  # every line stamped from now on belongs to this start
         self.oom_kills, self.oom_at, self.full_at, self.next_look = oom_kills(), None, None, 0.0
         self._keep_room()
         ranks = self._begin()
         log = Log(os.path.join(self.run, "logs", self.log_name))
         env = dict(os.environ, **self.spec["env"])
         env[MARK] = self.spec["id"]
-        self.failures, tell_failures = os.pipe()  # no file: a disk may be full
+        self.failures, tell_failures = os.pipe()  # a pipe, because a disk may be full
         os.set_blocking(self.failures, False)
         env["EVENER_FAILURES"] = str(tell_failures)
-        begins = 0
+        num_starts = 0
         while True:
             try:
                 child = subprocess.Popen(
@@ -249,27 +250,27 @@ class Supervisor:
                 )  # fmt: skip
             except OSError as error:
                 log.add("E", f"{error.filename or self.spec['argv'][0]}: {error.strerror}\n".encode())
-                status, left = 127, []
+                status, surviving_pids = 127, []
                 break
             self.state["pid"] = child.pid
             self._save()
-            begins, left, status = begins + 1, self._follow(child, log, ranks), child.returncode
+            num_starts, surviving_pids, status = num_starts + 1, self._follow(child, log, ranks), child.returncode
             if not self.spec.get("has_agent") or status >= 0 or self.asked or is_stopped(self.run):
                 break
-            is_last = begins > MAX_AGAIN
-            what = f"as {MAX_AGAIN} before it, and no other one is started" if is_last else "it is started again"
-            log.add("E", f"evener: the agent was killed by {signal_name(status)}: {what}\n".encode())
+            is_last = num_starts > MAX_AGAIN
+            action = f"as {MAX_AGAIN} before it, so it is not restarted" if is_last else "it is restarted"
+            log.add("E", f"evener: the agent was killed by {signal_name(status)}: {action}\n".encode())
             if is_last:
                 break
         ranks.read(last=True)
         ranks.close()
-        shutil.rmtree(ranks.folder, ignore_errors=True)  # it is all in the logs
+        shutil.rmtree(ranks.folder, ignore_errors=True)  # all of it is in the logs
         log.close()
-        self._end(status, left)
+        self._end(status, surviving_pids)
         os.write(guard, b"done")
 
     def _begin(self):
-        """The ranks' files, from now on; begun.json is for who takes over."""
+        """Prepare the ranks' output files and return their logs; begun.json is for `recover_rank_logs`."""
         folder, logs = os.path.join(self.folder, "ranks"), os.path.join(self.run, "logs")
         for path in (folder, logs):
             os.makedirs(path, exist_ok=True)
@@ -279,20 +280,21 @@ class Supervisor:
         return RankLogs(folder, logs, **begun)
 
     def _follow(self, child, log, ranks):
-        """Until the program has ended, its output read to the end even where a grandchild holds the pipe, and all that
-        came of it been killed; the pids that would not go.
+        """Follow the program until it exits, then kill all its descendants; return the pids that SIGKILL did not end.
+
+        Its output is read to the end, even if a grandchild still holds the pipe.
         """
         selector = selectors.DefaultSelector()
         for stream, pipe in (("O", child.stdout), ("E", child.stderr)):
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_READ, stream)
-        heard_at = time.monotonic()
+        output_at = time.monotonic()
         while True:
             status = child.poll()
-            is_quiet = not self.asked and time.monotonic() - heard_at >= LOOK_S
+            is_quiet = not self.asked and time.monotonic() - output_at >= LOOK_S
             pause_s = 0 if status is not None else QUIET_POLL_S if is_quiet else POLL_S
             for key, _ in selector.select(pause_s):
-                heard_at = time.monotonic()
+                output_at = time.monotonic()
                 chunk = _read(key.fd)
                 if chunk:
                     log.add(key.data, chunk)
@@ -300,38 +302,39 @@ class Supervisor:
                     selector.unregister(key.fileobj)
             log.look()
             if ranks.read():
-                heard_at = time.monotonic()
+                output_at = time.monotonic()
             self._look_around()
             _reap(child.pid)
             if status is not None:
-                left = end_all(self.spec["id"], os.getpid())
+                surviving_pids = end_all(self.spec["id"], os.getpid())
                 for key in list(selector.get_map().values()):
                     chunk = _read(key.fd)
                     while chunk:
                         log.add(key.data, chunk)
                         chunk = _read(key.fd)
-                return left
+                return surviving_pids
             if self.launcher is not None and not is_locked(self.launcher):
                 self.launcher = None
                 self.asked += 1
             self._escalate(child)
 
     def _keep_room(self):
-        """A megabyte on the disk that the run writes to, for what must be told once that is full."""
+        """Reserve 1 MiB on the run's disk, for the state that must be written once the disk is full."""
         with contextlib.suppress(OSError), open(os.path.join(self.folder, "room"), "wb") as file:
-            file.write(os.urandom(ROOM_BYTES))  # which no file system packs
+            file.write(os.urandom(ROOM_BYTES))  # random, so that no file system compresses it
 
     def _look_around(self, last=False):
-        """When did the kernel last kill a process for want of memory? Whether it was ours the time tells. When was the
-        disk last full?
+        """Note when the kernel last killed a process for lack of memory, and when the disk was last full.
+
+        The time tells whether the killed process was the run's.
         """
         if not last and time.monotonic() < self.next_look:
             return
-        self.next_look, counted = time.monotonic() + LOOK_S, oom_kills()
-        if counted > self.oom_kills:
+        self.next_look, num_killed = time.monotonic() + LOOK_S, oom_kills()
+        if num_killed > self.oom_kills:
             self.oom_at = self.state["oom_at"] = time.time()
             self._save()
-        self.oom_kills = counted
+        self.oom_kills = num_killed
         room = os.path.join(self.folder, "room")
         with contextlib.suppress(OSError):  # a disk that does not answer is not full
             disk = os.statvfs(self.folder)
@@ -345,7 +348,7 @@ class Supervisor:
         self.asked += 1
 
     def _escalate(self, child):
-        """Ask the ranks, then the program, then nobody any more."""
+        """Carry out a request to stop: SIGTERM to the ranks, then to the program, then SIGKILL to all."""
         if not self.asked:
             return
         now = time.monotonic()
@@ -364,7 +367,7 @@ class Supervisor:
             for pid in ranks - self.told:
                 _signal(pid, signal.SIGTERM)
             self.told |= ranks
-        # Before it has ranks it is asked itself; and an agent that has none any more, for longer than it stays to tell.
+        # A program without ranks yet gets SIGTERM itself; so does an agent without ranks for longer than it lingers.
         is_idle = self.spec.get("has_agent") and self.living_at is not None and now - self.living_at >= ALONE_S
         if self.escalation == 0 and (waited >= grace or not self.told or is_idle):
             self.escalation = 1
@@ -382,7 +385,7 @@ class Supervisor:
             failures = [{"rank": self.spec["first_rank"], "exitcode": status, "time": ended}]
         with contextlib.suppress(ValueError):
             failures = json.loads(_read(self.failures) or b"")
-        self.state["failures"] = [dict(one, signal=signal_name(one["exitcode"])) for one in failures]
+        self.state["failures"] = [dict(failure, signal=signal_name(failure["exitcode"])) for failure in failures]
         self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left)
         self._look_around(last=True)
         self.state.update(oom_at=self.oom_at, full_at=self.full_at)
@@ -393,25 +396,28 @@ class Supervisor:
 
 
 def oom_kills():
-    """Processes that the kernel has killed for want of memory: in our control groups, or on this machine. Linux."""
-    counted = 0
-    places = ["/proc/vmstat"]
+    """Return how many processes the kernel has killed for lack of memory: in our cgroups, or on this machine. Linux."""
+    num_killed = 0
+    paths = ["/proc/vmstat"]
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file.read().splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0":
-                places.append(f"/sys/fs/cgroup{path}/memory.events")
+                paths.append(f"/sys/fs/cgroup{path}/memory.events")
             elif "memory" in controllers.split(","):
-                places.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
-    for place in places:
-        with contextlib.suppress(OSError, ValueError), open(place) as file:
-            words = dict(line.split()[:2] for line in file.read().splitlines() if line.count(" ") == 1)
-            counted += int(words.get("oom_kill", 0))
-    return counted
+                paths.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    for file_path in paths:
+        with contextlib.suppress(OSError, ValueError), open(file_path) as file:
+            counters = dict(line.split()[:2] for line in file.read().splitlines() if line.count(" ") == 1)
+            num_killed += int(counters.get("oom_kill", 0))
+    return num_killed
 
 
 def lock(path, descriptor=None):
-    """Held until this program and its guard are gone; that is how others know. With a descriptor it is held already."""
+    """Take the lock that shows others that this program or its guard is alive; return its descriptor.
+
+    With a `descriptor` the lock is held already. BlockingIOError if another program holds it.
+    """
     is_held = descriptor is not None
     descriptor = descriptor if is_held else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + LOCK_S
@@ -424,13 +430,13 @@ def lock(path, descriptor=None):
                 raise
             time.sleep(0.01)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)  # one that is handed over stands behind what was written
+    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)  # not os.write: an inherited one's offset is past the old pid
     os.set_inheritable(descriptor, False)
     return descriptor
 
 
 def is_locked(descriptor):
-    """Does another program hold this file's lock?"""
+    """Return whether another program holds this file's lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -440,9 +446,9 @@ def is_locked(descriptor):
 
 
 def start_guard(run, run_id, held_lock):
-    """A process that ends the run's processes when the supervisor is killed; returns what tells it that all is well.
+    """Fork a process that kills the run's processes if the supervisor is killed; return the pipe that dismisses it.
 
-    With the lock, which nobody else has meanwhile, it begins again: the run goes on without this host.
+    With `held_lock`, which keeps other programs out meanwhile, the guard then restarts the supervisor.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -456,8 +462,8 @@ def start_guard(run, run_id, held_lock):
         signal.signal(signum, signal.SIG_IGN)
     if os.read(read, 16) != b"done":
         folder = os.path.join(run, "host")
-        open(os.path.join(folder, "lock"), "w").close()  # the pid in it may soon be somebody else's
-        left = end_all(run_id)
+        open(os.path.join(folder, "lock"), "w").close()  # the pid in it may soon be another process's
+        surviving_pids = end_all(run_id)
         with contextlib.suppress(OSError):
             os.remove(os.path.join(folder, "room"))
         with contextlib.suppress(OSError):
@@ -468,34 +474,35 @@ def start_guard(run, run_id, held_lock):
         begun = int(sys.argv[2]) if len(sys.argv) > 2 else 0
         if held_lock is not None and not state["stopped"] and not is_stopped(run) and begun < MAX_AGAIN:
             os.set_inheritable(held_lock, True)
-            again = [sys.executable, sys.argv[0], run, str(begun + 1), str(held_lock)]
-            os.execv(sys.executable, again)  # noqa: S606
-        state.update(state="ended", ended=time.time(), status=None, signal=None, left=left)
+            argv = [sys.executable, sys.argv[0], run, str(begun + 1), str(held_lock)]
+            os.execv(sys.executable, argv)  # noqa: S606
+        state.update(state="ended", ended=time.time(), status=None, signal=None, left=surviving_pids)
         write_json(os.path.join(folder, "state.json"), dict(state, lost="the supervisor was killed"))
     os._exit(0)
 
 
 def is_stopped(run):
-    """Has somebody asked for its end, whoever came to hear of it?"""
+    """Return whether the end of the run was requested, even if no supervisor received it."""
     return os.path.exists(os.path.join(run, "host", "stopped"))
 
 
 def end_all(run_id, ancestor=None):
-    """SIGKILL to every process of a run until there is none: those that carry its mark, and the ancestor's descendants.
-    The pids that are there still after END_S: they hang in the kernel.
+    """SIGKILL all processes of a run, by `processes_of`, until there are none.
+
+    Return the pids that are still alive after `KILL_TIMEOUT_S`: they hang in the kernel.
     """
     deadline = time.monotonic() + END_S
     while True:
-        found = [pid for pid in processes_of(run_id, ancestor) if pid != os.getpid()]
-        if not found or time.monotonic() >= deadline:
-            return found
-        for pid in found:
+        pids = [pid for pid in processes_of(run_id, ancestor) if pid != os.getpid()]
+        if not pids or time.monotonic() >= deadline:
+            return pids
+        for pid in pids:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
 def processes_of(run_id, ancestor=None):
-    """Pids that carry the run's mark in their environment or descend from `ancestor`; zombies do not count."""
+    """Return the pids with the run's id in their environment or descended from `ancestor`; zombies do not count."""
     if not os.path.isdir("/proc/self"):
         return _processes_by_ps(run_id, ancestor)
     mark = (f"{MARK}={run_id}").encode()
@@ -531,36 +538,36 @@ def _processes_by_ps(run_id, ancestor):
 
 
 def _with_descendants(parents, marked, ancestor):
-    found = set(marked)
+    pids = set(marked)
     grew = True
     while grew:
         grew = False
         for pid, parent in parents.items():
-            if pid not in found and pid not in _guards and (parent in found or (ancestor and parent == ancestor)):
-                found.add(pid)
+            if pid not in pids and pid not in _guards and (parent in pids or (ancestor and parent == ancestor)):
+                pids.add(pid)
                 grew = True
-    return sorted(found)
+    return sorted(pids)
 
 
 def children(pid):
-    """Direct children of a process."""
+    """Return the pids of the direct children of a process."""
     if os.path.isdir("/proc/self"):
-        found = []
+        pids = []
         for name in os.listdir("/proc"):
             if name.isdigit():
                 try:
                     with open(f"/proc/{name}/stat", "rb") as file:
                         if int(file.read().rpartition(b") ")[2].split()[1]) == pid:
-                            found.append(int(name))
+                            pids.append(int(name))
                 except OSError:
                     continue
-        return found
+        return pids
     text = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, check=False).stdout.decode()
     return [int(line.split()[0]) for line in text.splitlines() if int(line.split()[1]) == pid]
 
 
 def signal_name(status):
-    """Of a negative exit status, while it is known what this system's numbers mean."""
+    """Return the signal name of a negative exit status, else None. The numbers depend on the system: call it here."""
     if status is None or status >= 0:
         return None
     try:
@@ -578,13 +585,13 @@ def write_json(path, value):
 
 
 def _become_subreaper():
-    """Linux: orphans of the run become our children, so none can hide behind a parent that died."""
+    """On Linux, adopt the run's orphans as our children, so that none escapes when its parent dies."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def _reap(but):
-    """Take leave of adopted children that have ended; `but` is waited for elsewhere."""
+    """Reap adopted children that have exited; `but` is waited for elsewhere."""
     while sys.platform.startswith("linux"):  # elsewhere there are none
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -596,7 +603,7 @@ def _reap(but):
 
 
 def _read(descriptor):
-    """What a pipe holds; b"" at its end, None while it is empty."""
+    """Return what a pipe holds: b"" at its end, None while it is empty."""
     try:
         return os.read(descriptor, 1 << 18)
     except OSError as error:

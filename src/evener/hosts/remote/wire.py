@@ -1,8 +1,8 @@
-"""How fast is the wire to this machine, and back? One end sends, the other counts what arrives, by its own clock.
+"""Measure the goodput and round-trip time of a link: one end sends, the other counts what arrives, by its own clock.
 
 Python 3.8 or newer, standard library only; Linux or macOS. `receive` and `echo` first yield the port that they listen
-on, then what they saw; `send` and `ping` talk to it; `take` and `bursts` are the same pair for bursts. What the system
-allows a single socket (congestion control, buffers) can be tried: nothing of the machine is changed.
+on, then their result; `send` and `ping` connect to it; `receive_bursts` and `send_bursts` are the pair for bursts.
+Options of a single socket (congestion control, buffers) can be tried; no setting of the machine is changed.
 """
 
 import ctypes
@@ -23,15 +23,18 @@ ACCEPT_S = 8.0
 SILENCE_S = 5.0
 BIN_S = 0.1
 MESSAGE = b"evener.."
-SND_CWND, TOTAL_RETRANS, BUSY_TIME, RWND_LIMITED = 80, 100, 168, 176  # where Linux keeps them in struct tcp_info
-LARGE_BYTES = 1 << 26  # of a buffer: more than any system allows by itself
-OF_THE_MACHINE = "/proc/sys/net/core/default_qdisc"  # stands in no other network than the machine's own
-BEGINNING = 1 << 14  # bytes of a burst that any window lets through
+SND_CWND, TOTAL_RETRANS, BUSY_TIME, RWND_LIMITED = 80, 100, 168, 176  # offsets in Linux's struct tcp_info
+LARGE_BYTES = 1 << 26  # a buffer larger than any system allows by default
+OF_THE_MACHINE = "/proc/sys/net/core/default_qdisc"  # exists only in the host's own network namespace
+BEGINNING = 1 << 14  # bytes of a burst that fit in any congestion window
 END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def receive(address, streams, warm_s, seconds, buffer_bytes=None):
-    """Count what `streams` connections bring in `seconds`, after the `warm_s` in which TCP finds its pace."""
+    """Count what `streams` connections deliver in `seconds`, after `warm_s` in which TCP's window grows.
+
+    Yields {"port"}, then {"mean_Bps", "tenths_Bps"}: goodput overall and per 0.1 s, in bytes per second.
+    """
     with socket.socket(_family(address), socket.SOCK_STREAM) as server:
         if buffer_bytes is not None:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
@@ -41,39 +44,39 @@ def receive(address, streams, warm_s, seconds, buffer_bytes=None):
         yield {"port": server.getsockname()[1]}
         connections = [server.accept()[0] for _ in range(streams)]
     begins = time.perf_counter() + warm_s
-    seen = [None] * streams
+    results = [None] * streams
     bins = [0] * (int(seconds / BIN_S) + 1)
-    _all_at_once(lambda i: _count(connections[i], begins, begins + seconds, seen, i, bins), streams)
-    failed = [what for what in seen if isinstance(what, str)]
+    _all_at_once(lambda i: _count(connections[i], begins, begins + seconds, results, i, bins), streams)
+    failed = [result for result in results if isinstance(result, str)]
     if failed:
         raise OSError(failed[0])
     yield {
-        "mean_Bps": sum(num_bytes / took_s for num_bytes, took_s in seen),
+        "mean_Bps": sum(num_bytes / took_s for num_bytes, took_s in results),
         "tenths_Bps": [count / BIN_S for count in bins[: int(seconds / BIN_S)]],
     }
 
 
 def send(address, port, source, streams, seconds, congestion=None, buffer_bytes=None):
-    """Send as fast as TCP lets, until the other end has seen enough or `seconds` are over."""
-    told = [None] * streams
+    """Send as fast as TCP allows, until the receiver closes the connections or `seconds` are over."""
+    results = [None] * streams
     until = time.perf_counter() + seconds
-    _all_at_once(lambda i: _pour(address, port, source, until, told, i, congestion, buffer_bytes), streams)
-    failed = [what for what in told if isinstance(what, str)]
+    _all_at_once(lambda i: _pour(address, port, source, until, results, i, congestion, buffer_bytes), streams)
+    failed = [result for result in results if isinstance(result, str)]
     if failed:
         raise OSError(failed[0])
-    again = [what[0] for what in told]
+    retransmits = [result[0] for result in results]
     return {
-        "retransmits": None if None in again else sum(again),
-        "congestion": told[0][1],
-        "window_limited": told[0][2],  # share of the time in which the receiver's window was the limit
+        "retransmits": None if None in retransmits else sum(retransmits),
+        "congestion": results[0][1],
+        "window_limited": results[0][2],  # share of the time in which the receiver's window was the limit
     }
 
 
 def choices():
-    """What a socket here may choose for itself: congestion controls, and the largest buffers that it gets.
+    """Return the options a socket may set here: congestion controls, and the largest buffers that it gets.
 
-    Of congestion controls those that can become the default, too: where the network is not the machine's own (a
-    container's), only those that the machine allows to everybody.
+    Only congestion controls that can also become the default: in another network namespace than the host's (a
+    container's), those that the host allows to every user.
     """
     which = "available" if os.path.exists(OF_THE_MACHINE) else "allowed"
     try:
@@ -81,16 +84,16 @@ def choices():
             names = file.read().split()
     except OSError:
         names = []
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return {
-            "congestion": [name for name in names if _set_congestion(one, name)],
-            "receive_bytes": _largest(one, socket.SO_RCVBUF),
-            "send_bytes": _largest(one, socket.SO_SNDBUF),
+            "congestion": [name for name in names if _set_congestion(probe, name)],
+            "receive_bytes": _largest(probe, socket.SO_RCVBUF),
+            "send_bytes": _largest(probe, socket.SO_SNDBUF),
         }
 
 
 def _called(address, seconds):
-    """Tell the port, and return the one connection that comes."""
+    """Yield the port, then accept and return one connection."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as server:
         server.bind((address, 0))
         server.listen(1)
@@ -103,53 +106,53 @@ def _called(address, seconds):
 
 
 def take(address, seconds):
-    """Take bursts, each after a line with its size, and say when one is all there."""
+    """Receive bursts, each preceded by its size (8 bytes), and acknowledge each with one byte when it is complete."""
     buffer = memoryview(bytearray(CHUNK * CHUNKS))
     with (yield from _called(address, seconds)) as connection:
         while True:
             head = connection.recv(8, socket.MSG_WAITALL)
             if len(head) < 8:
                 break
-            left = struct.unpack("!Q", head)[0]
-            while left:
-                got = connection.recv_into(buffer[: min(left, len(buffer))])
-                if not got:
-                    raise OSError("the sender hung up")
-                left -= got
+            remaining = struct.unpack("!Q", head)[0]
+            while remaining:
+                num_bytes = connection.recv_into(buffer[: min(remaining, len(buffer))])
+                if not num_bytes:
+                    raise OSError("the sender closed the connection")
+                remaining -= num_bytes
             connection.sendall(b"x")
 
 
 def bursts(address, port, source, size, pauses_s, rounds, seconds):
-    """Bursts of `size` bytes after each of these pauses in turn: [{"took_s", "window"}] of every round, for each pause.
+    """Send bursts of `size` bytes after each of these pauses; return [{"took_s", "window"}] per round and pause.
 
-    `window` is the congestion window, in segments, in which the kernel began the burst; None where it does not tell.
+    `window` is the congestion window, in segments, at the start of the burst; None where the kernel does not report it.
     """
-    found = [[] for _ in pauses_s]
+    rounds_by_pause = [[] for _ in pauses_s]
     data = memoryview(bytearray(size))
     with socket.create_connection((address, port), CONNECT_S, (source, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(seconds + SILENCE_S)
 
-        def one():
+        def send_burst():
             began = time.perf_counter()
             connection.sendall(struct.pack("!Q", size) + data[:BEGINNING])
             window = _told(connection, "I", SND_CWND)
             connection.sendall(data[BEGINNING:])
             if connection.recv(1) != b"x":
-                raise OSError("the other end hung up")
+                raise OSError("the peer closed the connection")
             return {"took_s": time.perf_counter() - began, "window": window}
 
-        for _ in range(3):  # TCP finds its pace
-            one()
+        for _ in range(3):  # warm-up: TCP's window grows
+            send_burst()
         for _ in range(rounds):
             for i, pause_s in enumerate(pauses_s):
                 time.sleep(pause_s)
-                found[i].append(one())
-    return found
+                rounds_by_pause[i].append(send_burst())
+    return rounds_by_pause
 
 
 def echo(address, seconds):
-    """Give back every message of one connection."""
+    """Send back every message of one connection."""
     with (yield from _called(address, seconds)) as connection:
         while True:
             message = connection.recv(len(MESSAGE))
@@ -159,7 +162,7 @@ def echo(address, seconds):
 
 
 def ping(address, port, source, seconds, at_most):
-    """Seconds of each round trip of a small message; the first ones, on which caches warm, are left out."""
+    """Return the seconds of each round trip of a small message, without the first tenth, in which caches warm up."""
     trips = []
     with socket.create_connection((address, port), CONNECT_S, (source, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -167,29 +170,29 @@ def ping(address, port, source, seconds, at_most):
         while len(trips) < 3 or (len(trips) < at_most and time.perf_counter() < until):
             began = time.perf_counter()
             connection.sendall(MESSAGE)
-            left = len(MESSAGE)
-            while left:
-                got = connection.recv(left)
-                if not got:
-                    raise OSError("the other end hung up")
-                left -= len(got)
+            remaining = len(MESSAGE)
+            while remaining:
+                data = connection.recv(remaining)
+                if not data:
+                    raise OSError("the peer closed the connection")
+                remaining -= len(data)
             trips.append(time.perf_counter() - began)
     return trips[len(trips) // 10 :]
 
 
 def has_iperf3():
-    """Is iperf3 there?"""
+    """Return whether iperf3 is installed."""
     return shutil.which("iperf3") is not None
 
 
 def iperf3_receive(address, seconds):
-    """One iperf3 server for one test."""
+    """Run an iperf3 server for one test; yields its port."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as free:
         free.bind((address, 0))
         port = free.getsockname()[1]
     argv = ["iperf3", "--server", "--one-off", "--bind", address, "--port", str(port)]
-    nothing = subprocess.DEVNULL
-    server = subprocess.Popen(argv, stdin=nothing, stdout=nothing, stderr=nothing, preexec_fn=_end_with_us)
+    devnull = subprocess.DEVNULL
+    server = subprocess.Popen(argv, stdin=devnull, stdout=devnull, stderr=devnull, preexec_fn=_end_with_us)
     try:
         yield {"port": port}
         server.wait(seconds + ACCEPT_S)
@@ -199,25 +202,25 @@ def iperf3_receive(address, seconds):
 
 
 def iperf3_send(address, port, source, warm_s, seconds):
-    """Payload in bytes a second that an iperf3 server received."""
+    """Return the payload that an iperf3 server received, in bytes per second."""
     argv = ["iperf3", "--client", address, "--port", str(port), "--bind", source, "--json"]
     argv += ["--omit", str(int(warm_s + 0.999)), "--time", str(max(1, int(seconds)))]
     for attempt in range(20):  # the server may need a moment
         timeout_s = warm_s + seconds + 2 * ACCEPT_S
-        done = subprocess.run(
+        process = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, preexec_fn=_end_with_us
         )
-        told = json.loads(done.stdout or b"{}")
-        if done.returncode == 0:
-            return told["end"]["sum_received"]["bits_per_second"] / 8
-        if "refused" not in told.get("error", ""):
+        report = json.loads(process.stdout or b"{}")
+        if process.returncode == 0:
+            return report["end"]["sum_received"]["bits_per_second"] / 8
+        if "refused" not in report.get("error", ""):
             break
         time.sleep(0.1 * (attempt < 19))
-    raise OSError("iperf3: " + told.get("error", done.stderr.decode(errors="replace").strip() or "it failed"))
+    raise OSError("iperf3: " + report.get("error", process.stderr.decode(errors="replace").strip() or "it failed"))
 
 
-def _count(connection, begins, ends, seen, i, bins):
-    """Bytes between the first arrival after `begins` and the last one before `ends`, and the time between the two."""
+def _count(connection, begins, ends, results, i, bins):
+    """Set results[i] to (bytes, seconds) from the first arrival after `begins` to the last one before `ends`."""
     buffer = memoryview(bytearray(CHUNK * CHUNKS))
     first = last = None
     total = 0
@@ -225,10 +228,10 @@ def _count(connection, begins, ends, seen, i, bins):
         with connection:
             connection.settimeout(SILENCE_S)
             while True:
-                got = connection.recv_into(buffer)
+                num_bytes = connection.recv_into(buffer)
                 now = time.perf_counter()
-                if not got:
-                    raise OSError("the sender hung up")
+                if not num_bytes:
+                    raise OSError("the sender closed the connection")
                 if now >= ends:
                     break
                 if now < begins:
@@ -236,21 +239,21 @@ def _count(connection, begins, ends, seen, i, bins):
                 if first is None:
                     first = now
                 else:
-                    total, last = total + got, now
-                bins[min(int((now - begins) / BIN_S), len(bins) - 1)] += got
+                    total, last = total + num_bytes, now
+                bins[min(int((now - begins) / BIN_S), len(bins) - 1)] += num_bytes
         if last is None:
             raise OSError("nothing arrived in time")
-        seen[i] = (total, last - first)
+        results[i] = (total, last - first)
     except OSError as error:
-        seen[i] = str(error) or type(error).__name__
+        results[i] = str(error) or type(error).__name__
 
 
-def _pour(address, port, source, until, told, i, congestion, buffer_bytes):
-    again = limited = None
+def _pour(address, port, source, until, results, i, congestion, buffer_bytes):
+    retransmits = window_limited = None
     try:
         with socket.socket(_family(address), socket.SOCK_STREAM) as connection:
             if congestion is not None and not _set_congestion(connection, congestion):
-                raise OSError("it may not use " + congestion)
+                raise OSError("the system does not allow the congestion control " + congestion)
             if buffer_bytes is not None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
             connection.settimeout(CONNECT_S)
@@ -262,18 +265,18 @@ def _pour(address, port, source, until, told, i, congestion, buffer_bytes):
             try:
                 while time.perf_counter() < until:
                     connection.sendmsg(buffers)
-                    again = _told(connection, "I", TOTAL_RETRANS)
+                    retransmits = _told(connection, "I", TOTAL_RETRANS)
                     busy_us, limited_us = _told(connection, "Q", BUSY_TIME), _told(connection, "Q", RWND_LIMITED)
-                    limited = limited_us / busy_us if busy_us and limited_us is not None else None
+                    window_limited = limited_us / busy_us if busy_us and limited_us is not None else None
             except ConnectionError:
-                pass  # the receiver has seen enough
-        told[i] = (again, congestion, limited)
+                pass  # the receiver has measured enough
+        results[i] = (retransmits, congestion, window_limited)
     except OSError as error:
-        told[i] = str(error) or type(error).__name__
+        results[i] = str(error) or type(error).__name__
 
 
 def _told(connection, kind, offset):
-    """A field of the kernel's own account of this connection; None where the system does not tell."""
+    """Return a field of the kernel's tcp_info of this connection, or None where the system does not provide it."""
     if not sys.platform.startswith("linux"):
         return None
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -281,7 +284,7 @@ def _told(connection, kind, offset):
 
 
 def _set_congestion(connection, name):
-    """Whether this socket may use it; where it may, it does."""
+    """Set the socket's congestion control; return whether the system allows it."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return False
     try:
@@ -292,13 +295,13 @@ def _set_congestion(connection, name):
 
 
 def _largest(connection, option):
-    """What the kernel gives a socket that asks for a very large buffer."""
+    """Return the buffer size that the kernel grants a socket that asks for a very large one."""
     connection.setsockopt(socket.SOL_SOCKET, option, LARGE_BYTES)
     return connection.getsockopt(socket.SOL_SOCKET, option)
 
 
 def _congestion(connection):
-    """The congestion control in use, such as "cubic"."""
+    """Return the congestion control in use, such as "cubic"."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return None
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0].decode()
