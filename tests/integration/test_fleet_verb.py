@@ -211,7 +211,7 @@ def test_a_configuration_that_ssh_refuses_is_told_and_not_offered(folder):
     ssh_config(folder, "Host 'a\n")
     text = ask(folder, "a", "", "", "n")
     assert "nothing is offered from it: " in text
-    assert "line 1: a quotation mark that nothing closes" in " ".join(text.split())
+    assert "line 1: a quotation mark that is not closed" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("lines", [("\x04",), ("a", "\x04", "\x04")])

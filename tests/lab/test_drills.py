@@ -46,7 +46,7 @@ WORDS = {
     "ssh.key-passphrase": ("its key id_mine has a passphrase, and no agent that has it", "ssh-add id_mine"),
     "ssh.key-missing": ("/.ssh/id_of_the_old_laptop is not there", "[hosts.b] identity_file"),
     "ssh.key-server": ("its server takes no keys, only: password", "on b: PubkeyAuthentication yes"),
-    "ssh.shell-exits": ("ended (exit status 3) before it ran a command: it said nothing", RETURN),
+    "ssh.shell-exits": ("ended (exit status 3) before it ran a command: it printed nothing", RETURN),
     "ssh.shell-reads": ("the login shell there read what was meant for the program", RETURN),
     "ssh.shell-sleeps": ("the login shell there has not run a command yet", RETURN),
     "ssh.shell-nologin": ("account is currently not available", "on b: sudo usermod --shell /bin/bash"),

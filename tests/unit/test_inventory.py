@@ -82,8 +82,8 @@ def test_names_are_valid_and_differ():
     names = ["buro", "buro-2", "Attic", "attic-2", "host", "host-2", "x", "a" * 63, "a" * 58 + "-2", "my-box", "fe80-1"]
     assert list(hosts) == names
     assert [host.address for host in hosts.values()] == [f"h{i}" for i in range(len(words))]
-    assert "büro is called buro: letters, digits and ._- make a name" in told.notes
-    assert "attic is called attic-2: two have one name" in told.notes
+    assert "büro is called buro: a name has letters, digits and ._- only" in told.notes
+    assert "attic is called attic-2: two hosts have one name" in told.notes
     assert not any(note.startswith("Attic ") for note in told.notes)
     assert list(parse_fleet(fleet_text(hosts), "fleet.toml").hosts) == names
     assert all(host_name(name) == name for name in names)
@@ -99,7 +99,7 @@ def test_a_machine_of_two_lists_is_taken_once():
     assert list(hosts) == ["desk", "attic", "b", "vm"]
     assert told.left_out == [
         LeftOut("box", "the same machine as attic"),
-        LeftOut("here", "this machine, as desk is"),
+        LeftOut("here", "this machine, like desk"),
         LeftOut("B", "the same machine as b"),
     ]
 
@@ -373,11 +373,11 @@ d ansible_host={{inventory_hostname}}.lan ansible_connection=ansible.builtin.ssh
     assert [(one.name, one.why) for one in listing.left_out] == [
         ("a", "reached by docker, not by ssh"), ("b", "{{ lookup('x') }} is for Ansible to evaluate")]  # fmt: skip
     assert listing.notes == [
-        "of ssh's arguments these are not taken over: -C -o ControlPath=x",
-        "passwords are not taken over: evener logs in by key; ssh-copy-id brings one to a host",
+        "these ssh arguments are not taken over: -C -o ControlPath=x",
+        "passwords are not taken over: evener logs in by key; ssh-copy-id installs one on a host",
         "the login name {{ me }} is not taken over: it is for Ansible to evaluate",
-        f"group_vars beside {tmp_path}/hosts.ini are not read; ansible-inventory -i {tmp_path}/hosts.ini --list --yaml "
-        "> hosts.yml writes what Ansible makes of it: --inventory hosts.yml",
+        f"group_vars next to {tmp_path}/hosts.ini are not read; ansible-inventory -i {tmp_path}/hosts.ini --list "
+        "--yaml > hosts.yml writes what Ansible makes of it: --inventory hosts.yml",
     ]
     assert "!" not in str(listing)
 
@@ -401,7 +401,7 @@ d ansible_host={{inventory_hostname}}.lan ansible_connection=ansible.builtin.ssh
         ("x", "n[1:4000]\nm[1:4000]\n", "more than 4096 hosts"),
         ("x", "a ansible_port=x\n", "host a: ansible_port 'x'"),
         ("x", "a ansible_user='-l x'\n", "host a: ansible_user '-l x'"),
-        ("x", "a ansible_host=-oX\n", "host a: '-oX' is no name"),
+        ("x", "a ansible_host=-oX\n", "host a: '-oX' is neither a name"),
         ("x", "[a:children]\nb\n[b:children]\na\n[b]\nx\n", "a group is its own child: a → b → a"),
         ("x", "[a:children]\na\n[a]\nx\n", "a group is its own child: a → a"),
         ("x", "#!/usr/bin/python3\n", "a program that makes an inventory"),
@@ -412,10 +412,10 @@ d ansible_host={{inventory_hostname}}.lan ansible_connection=ansible.builtin.ssh
         ("x.yml", "all:\n  hosts: [a, b]\n", "all.hosts: expected a table of hosts"),
         ("x.yml", "all:\n  hosts:\n    a: [b]\n", "all.hosts.a: expected a table of variables"),
         ("x.yml", "all:\n  children:\n    all:\n      hosts: {a: }\n", "a group is its own child: all → all"),
-        ("x.yml", "a: {\n", "line 2: not YAML"),
-        ("x.yml", "a: 1\n--- \nb: 2\n", "line 2: not YAML that an inventory is made of: a second document begins"),
-        ("x.yml", "a: &a {b: *a}\n", "line 1: not YAML that an inventory is made of: *a stands for nothing"),
-        ("x.yml", "{[a]: b}\n", "a key that is no text"),
+        ("x.yml", "a: {\n", "line 2: not the YAML"),
+        ("x.yml", "a: 1\n--- \nb: 2\n", "line 2: not the YAML of an inventory: a second document begins"),
+        ("x.yml", "a: &a {b: *a}\n", "line 1: not the YAML of an inventory: *a is not defined"),
+        ("x.yml", "{[a]: b}\n", "a key that is not text"),
         ("x.yml", "[" * 100_000, "nested deeper than 64 times"),
         ("x.yml", "a: \a\n", "unacceptable character"),
     ],
@@ -492,7 +492,7 @@ def test_what_is_no_text(home, tmp_path, name, content, told):
 def test_what_is_no_file(home, tmp_path, name):
     with pytest.raises(UsageError, match="no such file") as refused:
         READERS[name](tmp_path / name)
-    assert refused.value.hint == f"nothing in {tmp_path} has such a name"
+    assert refused.value.hint == f"no file in {tmp_path} has a similar name"
     with pytest.raises(UsageError, match=r"Is a directory$|a folder$"):
         READERS[name](tmp_path)
 

@@ -73,7 +73,7 @@ def test_the_hosts_of_ssh(home, tmp_path):
         "github.com": "a git forge",
         "work": "a git forge",
         "code": "a git forge",
-        "local": "in a fleet file that word is the machine that you sit at: ssh needs another alias for it",
+        "local": "that name means this machine in a fleet file: ssh needs another alias for it",
     }
     assert listing.notes == []
     config = read_config(ssh / "config")
@@ -117,11 +117,11 @@ def test_a_file_that_ssh_does_not_read_is_written_out(home, tmp_path):
     [
         ("", "no Host line of it names a machine"),
         ("Host *\n User ben\n", "no Host line of it names a machine"),
-        ("Host a\n User 'ben\n", "line 2: a quotation mark that nothing closes"),
+        ("Host a\n User 'ben\n", "line 2: a quotation mark that is not closed"),
         ("Include {0}\n", "files include each other without end"),
         ("Include {0}\nInclude {0}\n", "files include each other without end"),
         ("Host a\n Port x\n", "Host a: Port 'x': expected a whole number"),
-        ("Host a\n HostName 'b c'\n", "Host a: HostName 'b c' is no name"),
+        ("Host a\n HostName 'b c'\n", "Host a: HostName 'b c' is neither a name"),
     ],
 )
 def test_what_ssh_refuses_too(home, tmp_path, text, told):

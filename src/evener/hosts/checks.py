@@ -1,7 +1,7 @@
-"""What is wrong with these machines, and which command mends it? Pure: facts in, findings out.
+"""Run all preflight checks. Pure: facts in, findings and their fixes out.
 
-error: a run by evener would fail. warning: it would be slow or brittle, or whoever starts torchrun by hand would be hit
-by what evener itself avoids. A healthy fleet has neither. What hosts have in common is told once.
+error: a run by evener would fail. warning: it would be slow or brittle, or torchrun started by hand would run into what
+evener avoids. A healthy fleet has neither. A fault that hosts have in common is one finding.
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ PYTHON_NEEDED = (3, 11)
 
 
 def check(seen: Seen) -> list[Finding]:
-    """Every finding, in the order in which a person would mend them."""
-    found = [*_reachable(seen), *_same_machine(seen), *_shadowed(seen), *_versions(seen)]
+    """Return every finding, in the order in which a person would fix them."""
+    findings = [*_reachable(seen), *_same_machine(seen), *_shadowed(seen), *_versions(seen)]
     if not seen.is_one_host:
-        found += [*check_network(seen), *check_links(seen)]
-    found += check_private(seen.guards, seen.network.ways, {name: seen.sudo(name) for name in seen.guards})
-    return [*found, *_ports_and_processes(seen), *check_machines(seen)]
+        findings += [*check_network(seen), *check_links(seen)]
+    findings += check_private(seen.guards, seen.network.ways, {name: seen.sudo(name) for name in seen.guards})
+    return [*findings, *_ports_and_processes(seen), *check_machines(seen)]
 
 
 def names_to_resolve(fleet: Fleet, facts: Mapping[str, Facts]) -> list[str]:
-    """Names that somebody may use for a host: its own, the one in the fleet file, MASTER_ADDR."""
-    names = [one.hostname for one in facts.values()]
+    """Return the names by which a host may be addressed: its own, the one in the fleet file, MASTER_ADDR."""
+    names = [host_facts.hostname for host_facts in facts.values()]
     names += [host.address for host in fleet.hosts.values() if not host.is_local]
-    names += [one.environment["MASTER_ADDR"] for one in facts.values() if "MASTER_ADDR" in one.environment]
+    names += [
+        host_facts.environment["MASTER_ADDR"]
+        for host_facts in facts.values()
+        if "MASTER_ADDR" in host_facts.environment
+    ]
     return list(dict.fromkeys(name.rpartition("@")[2] for name in names if not is_address(name)))
 
 
-# --- can it be reached, is it what it seems, does it run the same ------------------------------------------------
+# --- reachability, identity, versions ----------------------------------------------------------------------------
 
 
 def _reachable(seen: Seen) -> Iterator[Finding]:
     for name, error in seen.errors.items():
         if is_mistaken(seen, name) and holder_of(seen, name, seen.fleet.hosts[name].address) is not None:
-            continue  # another machine has its address: that is told
+            continue  # another finding reports that another machine has its address
         yield Finding(check=error.check, severity="error", host=name, evidence=str(error), fix=error.hint)
 
 
@@ -64,23 +68,23 @@ def _same_machine(seen: Seen) -> Iterator[Finding]:
 
 
 def _shadowed(seen: Seen) -> Iterator[Finding]:
-    """Does python start as it is, and does it import what its name says?"""
+    """Check that python starts in its environment, and that no other file shadows its modules or torch."""
     for name, facts in seen.facts.items():
         if facts.shadowed:
             module, path = next(iter(facts.shadowed.items()))
             others = f", and {len(facts.shadowed) - 1} more" if len(facts.shadowed) > 1 else ""
-            said = facts.python_error or facts.torch_error
-            breaks = said is not None or "torch" in facts.shadowed
+            error = facts.python_error or facts.torch_error
+            breaks = error is not None or "torch" in facts.shadowed
             yield Finding(
                 check="env.shadowed", severity="error" if breaks else "warning", host=name,
                 evidence=f"PYTHONPATH has {path}{others}: python imports it in place of {_own(module)} own"
-                + (f", and ends: {_last(said)}" if said else ""),
+                + (f", and ends: {_last(error)}" if error else ""),
                 fix=seen.unset(name, "PYTHONPATH"),
             )  # fmt: skip
         elif facts.python_error is not None and facts.python_version is not None:
             yield Finding(
                 check="env.shadowed", severity="error", host=name,
-                evidence=f"{facts.python} starts with -I alone; in its environment: {_last(facts.python_error)}",
+                evidence=f"{facts.python} starts only with -I; in its environment: {_last(facts.python_error)}",
                 fix=f"on {name}: {facts.python} -c pass shows which file that is",
             )  # fmt: skip
         elif facts.torch_error is not None and facts.torch_version is not None:
@@ -100,74 +104,81 @@ def _last(said: str) -> str:
 
 
 def _versions(seen: Seen) -> Iterator[Finding]:
-    lost = [name for name, facts in seen.facts.items() if facts.python_version is None]
-    for name in lost:
-        why = seen.facts[name].python_error
+    broken = [name for name, facts in seen.facts.items() if facts.python_version is None]
+    for name in broken:
+        error = seen.facts[name].python_error
         yield Finding(
             check="version.python", severity="error", host=name,
-            evidence=f"{seen.facts[name].python} does not start{f': {_last(why)}' if why else ''}",
+            evidence=f"{seen.facts[name].python} does not start{f': {_last(error)}' if error else ''}",
             fix=f'{seen.setup()}; or [hosts.{name}] python = "…"',
         )  # fmt: skip
-    facts = {name: one for name, one in seen.facts.items() if name not in lost}
-    old = [name for name, one in facts.items() if _minor(one.python_version) < PYTHON_NEEDED]
-    if old:
-        yield finding_of(old, "version.python", "error",
-                  f"{each(old, lambda name: f'python {facts[name].python_version}')}; evener needs 3.11 or newer",
-                  f"install python 3.11 there; then {seen.setup()}{_or_python(old)}")  # fmt: skip
+    facts = {name: host_facts for name, host_facts in seen.facts.items() if name not in broken}
+    outdated = [name for name, host_facts in facts.items() if _minor(host_facts.python_version) < PYTHON_NEEDED]
+    if outdated:
+        yield finding_of(outdated, "version.python", "error",
+                  f"{each(outdated, lambda name: f'python {facts[name].python_version}')}; evener needs 3.11 or newer",
+                  f"install python 3.11 there; then {seen.setup()}{_or_python(outdated)}")  # fmt: skip
     else:
         yield from _differing(
-            {name: ".".join(map(str, _minor(one.python_version))) for name, one in facts.items()},
+            {name: ".".join(map(str, _minor(host_facts.python_version))) for name, host_facts in facts.items()},
             "version.python", "python", "warning", seen.setup(),
         )  # fmt: skip
-    bare = [name for name, one in facts.items() if one.torch_version is None and name not in old]
-    if bare:
-        yield finding_of(bare, "version.torch", "error",
-                  f"{each(bare, lambda name: f'{facts[name].python} has no torch')}", seen.setup())  # fmt: skip
+    no_torch = [name for name, host_facts in facts.items() if host_facts.torch_version is None and name not in outdated]
+    if no_torch:
+        yield finding_of(no_torch, "version.torch", "error",
+                  f"{each(no_torch, lambda name: f'{facts[name].python} has no torch')}", seen.setup())  # fmt: skip
     yield from _differing(
-        {name: one.torch_version.partition("+")[0] for name, one in facts.items() if one.torch_version},
+        {name: host_facts.torch_version.partition("+")[0] for name, host_facts in facts.items()
+         if host_facts.torch_version},
         "version.torch", "torch", "error", seen.setup(),
     )  # fmt: skip
-    without = [name for name, one in facts.items() if one.evener_hash is None and name not in [*bare, *old]]
-    if without:
-        yield finding_of(without, "version.evener", "error",
-                  f"{each(without, lambda name: f'{facts[name].python} has no evener')}", seen.setup())  # fmt: skip
-    other = [name for name, one in facts.items() if one.evener_hash not in (None, seen.own_hash)]
-    if other:
-        yield finding_of(other, "version.evener", "error",
-                  each(other, lambda name: f"its evener {facts[name].evener_version} is another than this machine's"),
+    no_evener = [
+        name
+        for name, host_facts in facts.items()
+        if host_facts.evener_hash is None and name not in [*no_torch, *outdated]
+    ]
+    if no_evener:
+        yield finding_of(no_evener, "version.evener", "error",
+                  f"{each(no_evener, lambda name: f'{facts[name].python} has no evener')}", seen.setup())  # fmt: skip
+    differing = [name for name, host_facts in facts.items() if host_facts.evener_hash not in (None, seen.own_hash)]
+    if differing:
+        yield finding_of(differing, "version.evener", "error",
+                  each(differing, lambda name: f"its evener {facts[name].evener_version} differs from this machine's"),
                   seen.setup())  # fmt: skip
 
 
-def _differing(versions: Mapping[str, str], check: str, what: str, severity: Severity, fix: str) -> Iterator[Finding]:
+def _differing(
+    versions: Mapping[str, str], check: str, package: str, severity: Severity, fix: str
+) -> Iterator[Finding]:
     if len(set(versions.values())) < 2:
         return
-    usual = Counter(versions.values()).most_common(1)[0][0]  # of equally many, the first host's
-    usual_hosts = [name for name, version in versions.items() if version == usual]
-    other = [name for name, version in versions.items() if version != usual]
-    yield finding_of(other, check, severity,
-              f"{each(other, lambda name: f'{what} {versions[name]}')}; {listed(usual_hosts)}: {usual}",
+    common = Counter(versions.values()).most_common(1)[0][0]  # of equally many, the first host's
+    common_hosts = [name for name, version in versions.items() if version == common]
+    others = [name for name, version in versions.items() if version != common]
+    yield finding_of(others, check, severity,
+              f"{each(others, lambda name: f'{package} {versions[name]}')}; {listed(common_hosts)}: {common}",
               fix)  # fmt: skip
 
 
-# --- what else runs there ----------------------------------------------------------------------------------------
+# --- ports and processes -----------------------------------------------------------------------------------------
 
 
 def _ports_and_processes(seen: Seen) -> Iterator[Finding]:
     for name, facts in seen.facts.items():
-        left = {process.pid for process in facts.stale}
+        stale_pids = {process.pid for process in facts.stale}
         if facts.port_holder is not None:
             holder = facts.port_holder
-            look = f"on {name}: sudo ss -tlnp 'sport = :{facts.port}'"
+            show_command = f"on {name}: sudo ss -tlnp 'sport = :{facts.port}'"
             yield Finding(
                 check="port.in-use", severity="warning", host=name,
                 evidence=f"port {facts.port} is held by {_process(holder)}; evener will take another port",
-                fix=look if holder.pid is None else _end(seen, name, holder, is_stale=holder.pid in left),
+                fix=show_command if holder.pid is None else _end(seen, name, holder, is_stale=holder.pid in stale_pids),
             )  # fmt: skip
         for group in _by_run(facts.stale):
             others = f", and {len(group) - 1} more" if len(group) > 1 else ""
             yield Finding(
                 check="proc.stale", severity="warning", host=name,
-                evidence=f"left over, and nobody looks after it: {_process(group[0])}{others}",
+                evidence=f"left over, without a supervisor: {_process(group[0])}{others}",
                 fix=f"evener stop --stale{seen.fleet.flag}"
                 if group[0].run
                 else f"on {name}: kill {' '.join(str(one.pid) for one in group)}",
@@ -196,11 +207,11 @@ def _by_run(processes: Iterable[Process]) -> list[list[Process]]:
 def _process(process: Process) -> str:
     if process.pid is None:
         return "a process of another user, which only root may see"
-    words = [f"pid {process.pid}"]
-    words += [f"of {process.owner}"] if process.owner else []
-    words += [f"for {seconds(process.age_s)}"] if process.age_s is not None else []
-    words += [f"run {process.run}"] if process.run else []
-    return f"{', '.join(words)}: {_short(process.command or 'its command is not known')}"
+    parts = [f"pid {process.pid}"]
+    parts += [f"of {process.owner}"] if process.owner else []
+    parts += [f"for {seconds(process.age_s)}"] if process.age_s is not None else []
+    parts += [f"run {process.run}"] if process.run else []
+    return f"{', '.join(parts)}: {_short(process.command or 'its command is not known')}"
 
 
 def _or_python(hosts: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
-"""Can these machines train together, by which interface, and if not, what mends it?
+"""Preflight checks: inspect every host and every ordered pair of hosts; return findings, each with its fix.
 
     with connect(fleet) as (sessions, errors):
-        found = survey(fleet, sessions, errors, quick=True)
-    found.ways["attic"].interface, found.facts["attic"].python, found.findings
+        report = run_preflight(fleet, sessions, errors, quick=True)
+    report.interfaces["attic"].interface, report.facts["attic"].python, report.findings
 
-`quick` leaves out goodput and the import of torch: it is what runs before every launch. Nothing here raises because of
-a host: what is wrong with one is a finding.
+`quick` leaves out goodput and the import of torch: it runs before every launch. No function here raises because of a
+host: what is wrong with one is a finding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SSH_PORT = 22
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found. Hosts that could not be reached have no facts and no way; a finding says why."""
+    """The result of the checks. An unreachable host has no facts and no interface; a finding says why."""
 
     hosts: list[str]  # of the fleet, in its order
     facts: dict[str, Facts]
@@ -43,11 +43,11 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> list[Finding]:
-        """What keeps a run from starting, or from being right."""
+        """Return the findings that keep a run from starting or from being correct."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def pair(self, source: str, target: str) -> Pair | None:
-        """What was seen from one host to another."""
+        """Return what was measured from one host to another; None if nothing was."""
         return next((pair for pair in self.pairs if (pair.source, pair.target) == (source, target)), None)
 
 
@@ -61,41 +61,41 @@ def survey(
     machine: MachineSpec = AS_THE_FLEET_SAYS,
     told: Callable[[str], None] = lambda text: None,
 ) -> Survey:
-    """Look at every host and every pair. `errors`: hosts that could not be reached; `told` hears of progress.
+    """Inspect every host and every pair. `errors`: the hosts that could not be reached.
 
-    `machine` is what the run that begins asks of its machines.
+    `machine` is what the run to be started asks of its machines. `on_progress` is called with a line for each stage.
     """
     began = time.monotonic()
-    own_hash = code_hash()
+    local_code_hash = code_hash()
     failed = dict(errors)
-    asker = Asker(sessions, failed)
-    told("looking at every host")
-    facts = _facts(fleet, sessions, asker, port, quick=quick)
-    ways = {name: ways_of(facts[name], fleet.hosts[name]) for name in facts}
+    fanout = Asker(sessions, failed)
+    told("inspecting every host")
+    facts = _facts(fleet, sessions, fanout, port, quick=quick)
+    candidates = {name: ways_of(facts[name], fleet.hosts[name]) for name in facts}
     if len(fleet.hosts) == 1:
         network = Network(ways={name: only_host(facts[name], fleet.hosts[name]) for name in facts})
     else:
         ssh_ports = {name: host.port or SSH_PORT for name, host in fleet.hosts.items() if not host.is_local}
         network = examine(
-            asker,
+            fanout,
             facts,
-            ways,
+            candidates,
             port=port,
             ssh_ports=ssh_ports,
             names=names_to_resolve(fleet, facts),
             quick=quick,
             told=told,
         )
-    held = guards(asker, fleet, facts, network, port) if machine.private and len(fleet.hosts) > 1 else {}
+    protection = guards(fanout, fleet, facts, network, port) if machine.private and len(fleet.hosts) > 1 else {}
     facts = {name: facts[name] for name in facts if name not in failed}
     findings = check(Seen(
-        fleet=fleet, machine=machine, facts=facts, candidates=ways, network=network, errors=failed, guards=held,
-        port=port,        own_hash=own_hash,
+        fleet=fleet, machine=machine, facts=facts, candidates=candidates, network=network, errors=failed,
+        guards=protection, port=port, own_hash=local_code_hash,
     ))  # fmt: skip
     return Survey(
         hosts=list(fleet.hosts),
         facts=facts,
-        ways={name: way for name, way in network.ways.items() if name in facts},
+        ways={name: interface for name, interface in network.ways.items() if name in facts},
         pairs=network.pairs,
         findings=by_severity(findings),
         took_s=time.monotonic() - began,
@@ -103,12 +103,12 @@ def survey(
 
 
 def _facts(fleet: Fleet, sessions: Sessions, asker: Asker, port: int, *, quick: bool) -> dict[str, Facts]:
-    def look(name: str) -> Facts:
+    def collect(name: str) -> Facts:
         host = fleet.hosts[name]
-        told = sessions[name].call("facts", "collect", workdir=host.workdir, python=host.python, port=port)
-        if not quick and told.get("torch_version"):
-            told["torch_error"] = sessions[name].call("facts", "import_torch", python=told["python"])
-        return to_facts(told, sessions[name].clock_offset_s())
+        collected = sessions[name].call("facts", "collect", workdir=host.workdir, python=host.python, port=port)
+        if not quick and collected.get("torch_version"):
+            collected["torch_error"] = sessions[name].call("facts", "import_torch", python=collected["python"])
+        return to_facts(collected, sessions[name].clock_offset_s())
 
-    looked = asker.each([name for name in fleet.hosts if name in sessions], look)
-    return {name: facts for name, facts in looked.items() if facts is not None}
+    results = asker.each([name for name in fleet.hosts if name in sessions], collect)
+    return {name: facts for name, facts in results.items() if facts is not None}

@@ -1,6 +1,6 @@
-"""What does the controller know of a machine? The facts that `remote/facts.py` collects there, with their types.
+"""The facts of one machine that `remote/facts.py` collects there, with their types.
 
-Each fact is None where the machine does not tell it.
+A fact is None where the machine does not report it.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from evener.core.decoding import from_tree
 
 Kind = Literal["loopback", "wired", "wireless", "tunnel", "wireguard", "docker", "bridge", "virtual"]
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-BF16_CAPABILITY = 8.0  # of a GPU, from which on it has units for bfloat16: Ampere
+BF16_CAPABILITY = 8.0  # CUDA compute capability from which a GPU has bfloat16 units: Ampere
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the facts."""
+    """Base of the structs that make up the facts."""
 
 
 class Address(Record, frozen=True, kw_only=True):
-    """One address of an interface."""
+    """One address of a network interface."""
 
     address: str
     prefix: int | None
 
     @property
     def ip(self) -> IPAddress:
-        """The address as a number."""
+        """Return the address as an `ipaddress` object."""
         return ipaddress.ip_address(self.address)
 
     @property
     def network(self) -> str:
-        """The network that it belongs to: "192.168.1.0/24"."""
+        """Return the network that it belongs to: "192.168.1.0/24"."""
         width = self.ip.max_prefixlen if self.prefix is None else self.prefix
         return str(ipaddress.ip_network(f"{self.address}/{width}", strict=False))
 
 
 class Interface(Record, frozen=True, kw_only=True):
-    """One network interface; its addresses stand in the order in which Gloo looks at them."""
+    """One network interface, its addresses in the order in which Gloo tries them."""
 
     name: str
     addresses: list[Address]
     up: bool  # switched on, and with a carrier
     kind: Kind
     mtu: int | None = None
-    mac: str | None = None  # its address on the wire
-    is_physical: bool = False  # a card, so that its speed and duplex mean something
+    mac: str | None = None  # its hardware address
+    is_physical: bool = False  # a NIC, so that its speed and duplex mean something
     speed_Mbit: int | None = None
     duplex: Literal["full", "half"] | None = None
 
     @property
     def first(self) -> Address | None:
-        """What Gloo binds when it is told this interface's name."""
+        """Return the address that Gloo binds when it is given this interface's name."""
         return self.addresses[0] if self.addresses else None
 
 
@@ -66,7 +66,7 @@ class Limit(Record, frozen=True, kw_only=True):
 
 
 class Process(Record, frozen=True, kw_only=True):
-    """A process that is in the way."""
+    """A process that holds the port, is left over from a run, or ends with its terminal."""
 
     pid: int | None
     owner: str | None = None
@@ -84,7 +84,7 @@ class Candidate(Record, frozen=True, kw_only=True):
 
 
 class GlooChoice(Record, frozen=True, kw_only=True):
-    """The address that Gloo would take if nobody told it."""
+    """The address that Gloo would choose without GLOO_SOCKET_IFNAME."""
 
     hostname: str
     candidates: list[Candidate]
@@ -93,75 +93,75 @@ class GlooChoice(Record, frozen=True, kw_only=True):
 
 
 class Devices(Record, frozen=True, kw_only=True):
-    """What ranks can compute on."""
+    """The devices that ranks can compute on."""
 
-    cores: int  # that a process may use
+    cores: int  # available to a process
     bf16_units: list[str] | None = None  # the processor's instructions for bfloat16; None = not known
     gpus: list[str] = []  # names
-    gpu_capabilities: list[float] = []  # CUDA's compute capability of those that tell it
+    gpu_capabilities: list[float] = []  # CUDA compute capabilities, of the GPUs that report one
 
     @property
     def has_bf16(self) -> bool:
-        """Does the processor compute in bfloat16?"""
+        """Return whether the processor has instructions for bfloat16."""
         return bool(self.bf16_units)
 
     @property
     def gpus_have_bf16(self) -> bool:
-        """Do all its GPUs compute in bfloat16?"""
-        known = [one >= BF16_CAPABILITY for one in self.gpu_capabilities]
-        return bool(self.gpus) and len(known) == len(self.gpus) and all(known)
+        """Return whether it has GPUs and all of them compute in bfloat16."""
+        supported = [capability >= BF16_CAPABILITY for capability in self.gpu_capabilities]
+        return bool(self.gpus) and len(supported) == len(self.gpus) and all(supported)
 
 
 class Facts(Devices, frozen=True, kw_only=True):
-    """One machine."""
+    """All that is known of one machine."""
 
     hostname: str
     system: str
     architecture: str
-    machine_id: str | None = None  # the same for two names of one machine
+    machine_id: str | None = None  # equal for two names of one machine
     user: str | None = None
     is_root: bool = False
     in_container: bool = False
     time: float | None = None
 
     workdir: str  # absolute
-    python: str  # absolute path of the interpreter that trains
+    python: str  # absolute path of the interpreter that runs the ranks
     python_version: str | None = None
-    python_error: str | None = None  # what it says when it starts in its environment, and cannot
-    shadowed: dict[str, str] = {}  # modules of Python's own, and torch, in whose place another file is imported
-    torch_error: str | None = None  # what it says when it imports torch, and cannot; None also where nobody asked
+    python_error: str | None = None  # its output, if it cannot start in its environment
+    shadowed: dict[str, str] = {}  # standard modules, or torch: the file imported instead of them
+    torch_error: str | None = None  # its output, if importing torch fails; None also where that was not tried
     torch_version: str | None = None
     evener_version: str | None = None
-    evener_hash: str | None = None  # of evener's source, as `core.rundir.code_hash`
+    evener_hash: str | None = None  # of evener's source, as in `core.rundir.code_hash`
 
     cpu: str | None = None
     cores_installed: int | None = None
     cpu_max_MHz: float | None = None
     cpu_limit_MHz: float | None = None
     cpu_busy_MHz: float | None = None  # of a core that is busy
-    cpu_throttle_events: int | None = None  # while we looked
+    cpu_throttle_events: int | None = None  # while the facts were collected
     load: float | None = None
 
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
     swap_bytes: int | None = None
-    swap_Bps: float | None = None  # to and from the disk while we looked
+    swap_Bps: float | None = None  # to and from the disk, while the facts were collected
     disk_free_bytes: int | None = None  # where the working directory is
-    disk_folder: str | None = None  # that, or what there is above it
+    disk_folder: str | None = None  # that, or the nearest existing folder above it
     disk_writable: bool | None = None
     shm_bytes: int | None = None
     limits: dict[str, Limit | None] = {}
 
     gpu_driver: str | None = None
     gpu_error: str | None = None
-    gpu_cards: int = 0  # of NVIDIA's, on the bus
-    gpu_iommu: bool | None = None  # translates between the cards
+    gpu_cards: int = 0  # NVIDIA cards on the bus
+    gpu_iommu: bool | None = None  # an IOMMU translates between the cards
 
     interfaces: list[Interface] = []
     port_range: tuple[int, int] = (32768, 60999)
     congestion_control: str | None = None
     queue_discipline: str | None = None
-    sysctls: dict[str, str] = {}  # what TCP's speed may hang on, by name; without those that the system does not have
+    sysctls: dict[str, str] = {}  # that TCP throughput may depend on, by name; only those that the system has
     has_infiniband: bool = False
     firewall: Literal["ufw", "firewalld", "nftables", "iptables", "macos"] | None = None
     firewall_chain: str | None = None
@@ -182,20 +182,22 @@ class Facts(Devices, frozen=True, kw_only=True):
     clock_error_s: float | None = None
 
     def interface(self, name: str) -> Interface | None:
-        """The interface of this name."""
-        return next((one for one in self.interfaces if one.name == name), None)
+        """Return the interface of this name, if there is one."""
+        return next((interface for interface in self.interfaces if interface.name == name), None)
 
     def interface_of(self, address: str) -> Interface | None:
-        """The interface that has this address; any of 127.0.0.0/8 is the loopback's."""
+        """Return the interface that has this address; any of 127.0.0.0/8 counts as the loopback's."""
         ip = ipaddress.ip_address(address.partition("%")[0])
-        for one in self.interfaces:
-            if any(ip == other.ip for other in one.addresses) or (ip.is_loopback and one.kind == "loopback"):
-                return one
+        for interface in self.interfaces:
+            if any(ip == entry.ip for entry in interface.addresses) or (
+                ip.is_loopback and interface.kind == "loopback"
+            ):
+                return interface
         return None
 
 
 def to_facts(told: dict[str, Any], clock: tuple[float, float] | None = None) -> Facts:
-    """The facts that a host told, with its clock's offset and the error of that."""
+    """Decode the facts that a host reported; `clock` is (its clock's offset, the error of that) in seconds."""
     facts = from_tree(told, Facts)
     if clock is None:
         return facts

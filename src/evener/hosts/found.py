@@ -1,6 +1,6 @@
-"""What do other lists of machines have in common, and how does one fleet come of them? Nothing is contacted.
+"""Import lists of hosts and merge them into one fleet; no host is contacted.
 
-`sshconfig`, `hostfile` and `inventory` each read one kind of list and yield a Listing.
+`ssh_config`, `hostfile` and `ansible_inventory` each read one kind of list and return a `HostList`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 from evener.core.errors import UsageError
 from evener.core.fleet import Host
 
-MOST_BYTES = 1_000_000  # of a list; larger ones are something else
+MOST_BYTES = 1_000_000  # of a list; a larger file is something else
 MOST_HOSTS = 4096
-LONGEST = 300  # characters of what names a machine
+LONGEST = 300  # characters of an address with user and port
 HERE = ("localhost", "127.0.0.1", "::1")
 SSH_PORT = 22
 PORTS = range(1, 65536)
-# A name or an IPv4 address; ssh refuses what a shell would take for its own.
+# A name or an IPv4 address; ssh refuses characters that are special to a shell.
 NAME = re.compile(r"\w(?:[\w.-]{0,251}\w)?\.?")
-IPV6 = re.compile(r"(?=[^:]*:[^:]*:)[0-9A-Fa-f:.]+(?:%[\w.-]+)?")  # as far as its characters
+IPV6 = re.compile(r"(?=[^:]*:[^:]*:)[0-9A-Fa-f:.]+(?:%[\w.-]+)?")  # checks the characters only
 USER = re.compile(r"[\w.][\w.+\\$-]*")
 TARGET = re.compile(
     rf"(?:ssh://)?(?:(?P<user>{USER.pattern})@)?"
@@ -38,27 +38,27 @@ TARGET = re.compile(
 class Found(msgspec.Struct, frozen=True):
     """One machine of a list."""
 
-    name: str  # as the list calls it: not yet one of fleet.toml's
+    name: str  # as in the list: not yet a valid name in fleet.toml
     host: Host
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """One that stands there and is not taken."""
+    """A machine of a list that is not imported, and why."""
 
     name: str
     why: str
 
 
 class Listing(msgspec.Struct):
-    """What a list says."""
+    """The machines of one list."""
 
     found: list[Found] = []
     left_out: list[LeftOut] = []
-    notes: list[str] = []  # sentences, each of something that was not taken as it stands there
+    notes: list[str] = []  # sentences, each about something that was not imported as written
 
 
 def text_of(file: Path) -> str:
-    """The text of a list, its lines ended by a newline; UsageError where it is none."""
+    """Return the text of a list, its lines ended by a newline; UsageError if it is not text."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
@@ -76,22 +76,22 @@ def text_of(file: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         raise UsageError(
             f"{file}, line {line}: not UTF-8: byte 0x{content[error.start]:02x}",
-            hint="save it as UTF-8; iconv -f latin1 -t utf-8 does where it was Latin-1",
+            hint="save it as UTF-8; iconv -f latin1 -t utf-8 converts Latin-1",
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _near(file: Path) -> str:
-    """What may have been meant by a file that is not there."""
+    """Return a hint at the file that was meant by one that does not exist."""
     try:
         close = difflib.get_close_matches(file.name, os.listdir(file.parent), n=1)
     except OSError:
         return f"there is no folder {file.parent} either"
-    return f"did you mean {file.parent / close[0]}?" if close else f"nothing in {file.parent} has such a name"
+    return f"did you mean {file.parent / close[0]}?" if close else f"no file in {file.parent} has a similar name"
 
 
 def target(word: str) -> Host | None:
-    """A machine as one names it for ssh; None where it is no such word.
+    """Parse a machine as it is named for ssh; return None if the text is not valid.
 
     >>> host = target("ben@192.168.1.28:2222")
     >>> host.address, host.user, host.port
@@ -101,23 +101,23 @@ def target(word: str) -> Host | None:
     >>> target("a,b"), target("attic:99999"), target("-oProxyCommand=x")
     (None, None, None)
     """
-    said = TARGET.fullmatch(word.removesuffix("/")) if len(word) <= LONGEST else None
-    port = int(said["port"]) if said and said["port"] else None
-    if said is None or (port is not None and port not in PORTS):
+    match = TARGET.fullmatch(word.removesuffix("/")) if len(word) <= LONGEST else None
+    port = int(match["port"]) if match and match["port"] else None
+    if match is None or (port is not None and port not in PORTS):
         return None
-    address = said["name"] or said["v6"] or said["bare"]
-    return host_at(address, user=said["user"], port=port) if is_address(address) else None
+    address = match["name"] or match["v6"] or match["bare"]
+    return host_at(address, user=match["user"], port=port) if is_address(address) else None
 
 
 def host_at(address: str, *, user: str | None = None, port: int | None = None) -> Host:
-    """The host that ssh reaches so; localhost is this machine, unless somebody logs in there or on another port."""
+    """Return the host at an address; localhost is this machine, unless a user or another port is given."""
     if address == "local" or (address.lower() in HERE and user is None and port in (None, SSH_PORT)):
         return Host(address="local")
     return Host(address=address, user=user, port=port)
 
 
 def is_address(word: str) -> bool:
-    """Would ssh take it for a machine?
+    """Return whether ssh accepts the text as a machine.
 
     >>> is_address("gpu-1.lab"), is_address("fe80::1"), is_address("gpu[1-4]"), is_address("-p")
     (True, True, False, False)
@@ -132,7 +132,7 @@ def is_address(word: str) -> bool:
 
 
 def host_name(word: str) -> str:
-    """A name that fleet.toml takes, as near to the word as it can be.
+    """Return a valid name in fleet.toml, as similar to the text as possible.
 
     >>> host_name("gpu-1.lab"), host_name("büro 2"), host_name("fe80::1"), host_name("中央")
     ('gpu-1.lab', 'buro-2', 'fe80-1', 'host')
@@ -142,36 +142,40 @@ def host_name(word: str) -> str:
 
 
 def merged(listings: Iterable[Listing]) -> tuple[dict[str, Host], Listing]:
-    """Hosts under names of their own, a machine that several lists have once; and all that is to be told."""
-    told = Listing()
+    """Merge lists; return the hosts under unique names, a machine of several lists once, and what to report."""
+    report = Listing()
     hosts: dict[str, Host] = {}
-    names: set[str] = set()  # in small letters, for some file systems keep no others apart
+    names: set[str] = set()  # in lower case: some file systems do not distinguish case
     machines: dict[object, str] = {}
     for listing in listings:
-        told.left_out += listing.left_out
-        told.notes += listing.notes
-        for one in listing.found:
-            key = machine(one.host)
+        report.left_out += listing.left_out
+        report.notes += listing.notes
+        for entry in listing.found:
+            key = machine(entry.host)
             if key in machines:
                 same = machines[key]
-                if one.name != same:
-                    why = f"this machine, as {same} is" if one.host.is_local else f"the same machine as {same}"
-                    told.left_out.append(LeftOut(one.name, why))
+                if entry.name != same:
+                    reason = f"this machine, like {same}" if entry.host.is_local else f"the same machine as {same}"
+                    report.left_out.append(LeftOut(entry.name, reason))
                 continue
             if len(hosts) == MOST_HOSTS:
                 raise UsageError(f"more than {MOST_HOSTS} machines: no fleet is so large")
-            name = machines[key] = _unique(host_name(one.name), names)
+            name = machines[key] = _unique(host_name(entry.name), names)
             names.add(name.lower())
-            hosts[name] = one.host
-            told.found.append(Found(name, one.host))
-            if name != one.name:
-                why = "two have one name" if name != host_name(one.name) else "letters, digits and ._- make a name"
-                told.notes.append(f"{one.name} is called {name}: {why}")
-    return hosts, told
+            hosts[name] = entry.host
+            report.found.append(Found(name, entry.host))
+            if name != entry.name:
+                reason = (
+                    "two hosts have one name"
+                    if name != host_name(entry.name)
+                    else "a name has letters, digits and ._- only"
+                )
+                report.notes.append(f"{entry.name} is called {name}: {reason}")
+    return hosts, report
 
 
 def machine(host: Host) -> object:
-    """Equal for two hosts that are one machine, as far as can be told without asking them."""
+    """Return a key that is equal for two hosts that are one machine, as far as is known without contacting them."""
     return (host.address.lower().rstrip("."), host.port or SSH_PORT, tuple(host.ssh_options))
 
 
@@ -179,4 +183,4 @@ def _unique(name: str, taken: set[str]) -> str:
     if name.lower() not in taken:
         return name
     numbered = (f"{name[:58]}-{number}" for number in itertools.count(2))
-    return next(one for one in numbered if one.lower() not in taken)
+    return next(candidate for candidate in numbered if candidate.lower() not in taken)

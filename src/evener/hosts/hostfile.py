@@ -1,4 +1,4 @@
-"""Which machines do a hostfile of mpirun or deepspeed, and words on the command line, name?
+"""Import machines from an MPI or DeepSpeed hostfile, and from arguments on the command line.
 
     worker-1 slots=8        Open MPI, DeepSpeed, Horovod
     worker-2:8              MPICH, Intel MPI
@@ -19,7 +19,7 @@ from evener.core.errors import UsageError
 from evener.hosts.found import USER, Found, LeftOut, Listing, machine, target, text_of
 
 EXPECTED = "expected a name or an IP address, user@host:port, NAME=ADDRESS or local"
-LEAST_PORT = 1024  # a smaller number behind a host's colon is its slots: no machine has so many
+LEAST_PORT = 1024  # a smaller number after a host's colon is its slots: no machine has so many
 SLOTS_NOTE = (
     "slots are not written: evener starts a process for each GPU that it finds, and one where there is none; "
     "`ranks = N` below a host sets another number"
@@ -27,12 +27,12 @@ SLOTS_NOTE = (
 
 
 def of_words(words: Iterable[str], here: str = "here") -> Listing:
-    """Machines as they are typed: "attic=192.168.1.36", "ben@laptop:2222", "local", which is called `here`."""
+    """Parse machines as typed: "attic=192.168.1.36", "ben@laptop:2222", "local", which is named `local_name`."""
     return Listing(found=[of_word(word, here) for word in words])
 
 
 def of_word(word: str, here: str = "here") -> Found:
-    """One of them.
+    """Parse one machine as typed.
 
     >>> found = of_word("attic=192.168.1.36")
     >>> found.name, found.host.address
@@ -46,27 +46,27 @@ def of_word(word: str, here: str = "here") -> Found:
 
 
 def of_hostfile(file: Path) -> Listing:
-    """The machines of a hostfile, one that stands there twice once. UsageError names the line that is none of one."""
+    """Return the machines of a hostfile, without duplicates. UsageError names the line that is not valid."""
     hosts: dict[object, Found] = {}
     slots: dict[object, int] = {}
     for number, line in enumerate(text_of(file).split("\n"), 1):
         words = " ".join(line.partition("#")[0].split()).replace(" =", "=").replace("= ", "=").split()
         if words:
-            found, count = _host(words, f"{file}, line {number}")
-            key = machine(found.host)
-            hosts.setdefault(key, found)
+            imported, count = _host(words, f"{file}, line {number}")
+            key = machine(imported.host)
+            hosts.setdefault(key, imported)
             slots[key] = slots.get(key, 0) + count
     if not hosts:
         raise UsageError(f"{file}: it names no host", hint="one a line: worker-1 slots=8")
     return Listing(
-        found=[found for key, found in hosts.items() if slots[key]],
-        left_out=[LeftOut(found.name, "it has no slots") for key, found in hosts.items() if not slots[key]],
+        found=[imported for key, imported in hosts.items() if slots[key]],
+        left_out=[LeftOut(imported.name, "it has no slots") for key, imported in hosts.items() if not slots[key]],
         notes=[SLOTS_NOTE] if max(slots.values()) > 1 else [],
     )
 
 
 def _host(words: list[str], where: str) -> tuple[Found, int]:
-    """(host, slots) of a line: 1 where it says nothing of them."""
+    """Parse a line into (host, slots); 1 slot if it gives none."""
     first, *pairs = words
     count = 1
     name, _, digits = first.rpartition(":")
@@ -78,7 +78,7 @@ def _host(words: list[str], where: str) -> tuple[Found, int]:
     for pair in pairs:
         key, is_pair, value = pair.partition("=")
         if not is_pair:
-            raise UsageError(f"{where}: {pair!r}: expected KEY=VALUE behind the host", hint="such as slots=8")
+            raise UsageError(f"{where}: {pair!r}: expected KEY=VALUE after the host", hint="such as slots=8")
         if key == "slots":
             if not re.fullmatch(r"[0-9]{1,6}", value):
                 raise UsageError(f"{where}: {pair!r}: expected a whole number")

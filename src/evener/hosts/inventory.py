@@ -1,6 +1,6 @@
-"""Which machines does an inventory of Ansible name? Static ones, INI or YAML, without Ansible.
+"""Import machines from an Ansible inventory: static ones, INI or YAML, without Ansible.
 
-A host has the variables of every group that it is in, of parents before those of children, then its own, which win.
+A host has the variables of every group that it is in, parents before children, then its own, which win.
 [docs.ansible.com, "How to build your inventory"]. Templates, vaults and group_vars/ are not evaluated.
 """
 
@@ -41,7 +41,7 @@ Vars = dict[str, str]
 
 
 class Inventory:
-    """Groups and hosts as a file names them."""
+    """The groups and hosts of a file."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -51,13 +51,13 @@ class Inventory:
         self.vars: dict[str, Vars] = {}
 
     def add_group(self, group: str) -> None:
-        """A group that is named somewhere."""
+        """Add a group, if it is new."""
         self.members.setdefault(group, {})
         if len(self.members) > MOST_GROUPS:
             raise UsageError(f"{self.where}: more than {MOST_GROUPS} groups")
 
     def add_hosts(self, group: str, pattern: str, variables: Vars, where: str) -> None:
-        """Those of a line, `gpu[01:08]:2222`, with its variables."""
+        """Add the hosts of a line, `gpu[01:08]:2222`, with its variables."""
         self.add_group(group)
         names, port = _of_pattern(pattern, where)
         own = ({PORT: port} if port else {}) | variables
@@ -68,23 +68,23 @@ class Inventory:
             raise UsageError(f"{self.where}: more than {MOST_HOSTS} hosts")
 
     def add_child(self, group: str, child: str) -> None:
-        """A group that another one has."""
+        """Add a group as a child of another."""
         self.add_group(group)
         self.add_group(child)
         self.children.setdefault(group, {})[child] = None
 
     def ordered(self) -> list[str]:
-        """All groups, parents first; UsageError where one is in itself."""
+        """Return all groups, parents first; UsageError if one contains itself."""
         try:
             order = list(graphlib.TopologicalSorter({group: self.children.get(group, {}) for group in self.members})
                          .static_order())  # fmt: skip
         except graphlib.CycleError as error:
-            circle = " → ".join(reversed(error.args[1]))
-            raise UsageError(f"{self.where}: a group is its own child: {circle}", hint="take one of them out") from None
+            cycle = " → ".join(reversed(error.args[1]))
+            raise UsageError(f"{self.where}: a group is its own child: {cycle}", hint="take one of them out") from None
         return order[::-1]
 
     def depths(self) -> dict[str, int]:
-        """How far below `all` a group is, by the longest way."""
+        """Return the depth of each group below `all`, by the longest path."""
         depths = {group: int(group != ALL) for group in self.members}
         for group in self.ordered():
             for child in self.children.get(group, ()):
@@ -92,70 +92,72 @@ class Inventory:
         return depths
 
     def hosts_of(self, group: str) -> list[str]:
-        """Those of a group and of the groups in it, in the order of the file."""
+        """Return the hosts of a group and of the groups in it, in the order of the file."""
         if group == ALL:
             return list(self.hosts)
-        inside, waiting = {group}, [group]
-        while waiting:
-            new = self.children.get(waiting.pop(), {}).keys() - inside
-            inside |= new
-            waiting += new
-        named = {host for one in inside for host in self.members[one]}
-        return [host for host in self.hosts if host in named]
+        groups, pending = {group}, [group]
+        while pending:
+            new = self.children.get(pending.pop(), {}).keys() - groups
+            groups |= new
+            pending += new
+        names = {host for member_group in groups for host in self.members[member_group]}
+        return [host for host in self.hosts if host in names]
 
     def merged(self, hosts: Iterable[str]) -> Iterator[tuple[str, Vars]]:
-        """Each with all its variables."""
+        """Yield each host with all its variables."""
         depths, parents = self.depths(), _turned(self.children)
         groups_of = _turned(self.members)
         for host in hosts:
-            above, waiting = {ALL}, list(groups_of.get(host, ()))
-            while waiting:
-                group = waiting.pop()
-                if group not in above:
-                    above.add(group)
-                    waiting += parents.get(group, ())
+            ancestors, pending = {ALL}, list(groups_of.get(host, ()))
+            while pending:
+                group = pending.pop()
+                if group not in ancestors:
+                    ancestors.add(group)
+                    pending += parents.get(group, ())
             variables: Vars = {}
-            for _, _, group in sorted((depths[one], self._priority(one), one) for one in above & self.vars.keys()):
+            for _, _, group in sorted(
+                (depths[ancestor], self._priority(ancestor), ancestor) for ancestor in ancestors & self.vars.keys()
+            ):
                 variables |= self.vars[group]
             yield host, variables | self.hosts[host]
 
     def _priority(self, group: str) -> int:
-        said = self.vars[group].get("ansible_group_priority", "1")
-        return int(said) if re.fullmatch("-?[0-9]{1,9}", said) else 1
+        value = self.vars[group].get("ansible_group_priority", "1")
+        return int(value) if re.fullmatch("-?[0-9]{1,9}", value) else 1
 
 
 def _turned(graph: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    """By what they have: by what has them."""
-    turned: dict[str, list[str]] = {}
+    """Map each child to its parents."""
+    parents: dict[str, list[str]] = {}
     for parent, children in graph.items():
         for child in children:
-            turned.setdefault(child, []).append(parent)
-    return turned
+            parents.setdefault(child, []).append(parent)
+    return parents
 
 
 def of_inventory(file: Path, group: str | None = None) -> Listing:
-    """The machines of an inventory, or of one of its groups."""
+    """Return the machines of an inventory, or of one of its groups."""
     if os.path.isdir(file):
         raise UsageError(f"{file}: a folder", hint=f"name one file of it; or: {AS_LIST.format(file)}")
     inventory = read_inventory(file)
     if group is not None and group not in inventory.members:
-        known = [one for one in inventory.members if one not in (ALL, UNGROUPED)]
+        known = [candidate for candidate in inventory.members if candidate not in (ALL, UNGROUPED)]
         raise UsageError(f"{file}: no group {group}", hint=did_you_mean(group, known) if known else "it has no groups")
     names = inventory.hosts_of(group or ALL)
     if not names:
-        what = f"group {group} has no host" if group else "it names no host"
-        raise UsageError(f"{file}: {what}", hint="is it an inventory of Ansible?")
+        problem = f"group {group} has no host" if group else "it names no host"
+        raise UsageError(f"{file}: {problem}", hint="is it an inventory of Ansible?")
     listing = Listing()
     for name, variables in inventory.merged(names):
         _add_host(listing, name, variables, f"{file}: host {name}")
     listing.notes = list(dict.fromkeys(listing.notes))
-    if beside := [name for name in ("group_vars", "host_vars") if (file.parent / name).is_dir()]:
-        listing.notes.append(f"{' and '.join(beside)} beside {file} are not read; {AS_LIST.format(file)}")
+    if unread := [name for name in ("group_vars", "host_vars") if (file.parent / name).is_dir()]:
+        listing.notes.append(f"{' and '.join(unread)} next to {file} are not read; {AS_LIST.format(file)}")
     return listing
 
 
 def read_inventory(file: Path) -> Inventory:
-    """A file of either kind, told apart by its name, or by its first line."""
+    """Read a file of either format, detected by its name, else by its first line."""
     text, inventory = text_of(file), Inventory(str(file))
     if text.startswith("#!"):
         raise UsageError(f"{file}: a program that makes an inventory", hint=AS_LIST.format(file))
@@ -206,7 +208,7 @@ def _split(line: str, where: str) -> list[str]:
 
 
 def _pair(text: str, where: str) -> tuple[str, str]:
-    """`ansible_user = ben  # who set it up` has the value "ben"."""
+    """Parse `ansible_user = ben  # who set it up` into ("ansible_user", "ben")."""
     key, is_pair, value = text.partition("=")
     if not is_pair or not key.strip():
         raise UsageError(f"{where}: {text!r}: expected KEY=VALUE")
@@ -221,7 +223,7 @@ def _read_yaml(inventory: Inventory, text: str) -> None:
         tree = read_yaml(text)
     except YamlError as error:
         where = inventory.where if error.line is None else f"{inventory.where}, line {error.line}"
-        raise UsageError(f"{where}: not YAML that an inventory is made of: {error}") from None
+        raise UsageError(f"{where}: not the YAML of an inventory: {error}") from None
     if isinstance(tree, dict) and "plugin" in tree:
         hint = AS_LIST.format(inventory.where)
         raise UsageError(f"{inventory.where}: settings of a plugin that makes an inventory", hint=hint)
@@ -243,12 +245,12 @@ def _read_group(inventory: Inventory, group: str, content: Any, path: str) -> No
 
 
 def _table(tree: Any, where: str, what: str) -> dict[str, Any]:
-    """A table; one word alone is its only key, as in Ansible."""
+    """Return a table; a single word is its only key, as in Ansible."""
     if isinstance(tree, dict) or tree is None:
         return tree or {}
     if isinstance(tree, str) and not tree.count(" "):
         return {tree: None}
-    raise UsageError(f"{where}: expected a table of {what}", hint="each is a key, with a colon behind it")
+    raise UsageError(f"{where}: expected a table of {what}", hint="each is a key, with a colon after it")
 
 
 def _texts(table: dict[str, Any]) -> Vars:
@@ -256,7 +258,7 @@ def _texts(table: dict[str, Any]) -> Vars:
 
 
 def _of_pattern(pattern: str, where: str) -> tuple[list[str], str]:
-    """(names, port): `gpu[01:03]:2222`, `[fe80::1]:22`."""
+    """Parse `gpu[01:03]:2222` or `[fe80::1]:22` into (names, port)."""
     bracketed = re.fullmatch(r"\[([^\[\]]*)\](?::([0-9]{1,5}))?", pattern)
     if bracketed and _is_ipv6(bracketed[1]):
         return [bracketed[1]], bracketed[2] or ""
@@ -277,7 +279,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _expanded(pattern: str, where: str) -> list[str]:
-    """`gpu[01:03]` is gpu01, gpu02, gpu03; several ranges are all their pairs."""
+    """Expand `gpu[01:03]` to gpu01, gpu02, gpu03; several ranges give all combinations."""
     names = [""]
     for number, part in enumerate(re.split(r"\[([^\[\]]*)\]", pattern)):
         values = _range(part, pattern, where) if number % 2 else [part]
@@ -288,9 +290,9 @@ def _expanded(pattern: str, where: str) -> list[str]:
 
 
 def _range(text: str, pattern: str, where: str) -> list[str]:
-    """What stands in brackets: of 01:07:3 it is 01, 04, 07, of a:c it is a, b, c."""
-    said = re.fullmatch(r"([0-9]{0,9}|[A-Za-z]):([0-9]{1,9}|[A-Za-z])(?::([0-9]{1,9}))?", text)
-    begin, end, step = (said[1] or "0", said[2], int(said[3] or 1)) if said else ("", "", 0)
+    """Expand the text in brackets: 01:07:3 to 01, 04, 07, and a:c to a, b, c."""
+    match = re.fullmatch(r"([0-9]{0,9}|[A-Za-z]):([0-9]{1,9}|[A-Za-z])(?::([0-9]{1,9}))?", text)
+    begin, end, step = (match[1] or "0", match[2], int(match[3] or 1)) if match else ("", "", 0)
     if begin.isdecimal() and end.isdecimal():
         first, last, width = int(begin), int(end), len(begin) if begin[0] == "0" else 0
     else:
@@ -300,11 +302,11 @@ def _range(text: str, pattern: str, where: str) -> list[str]:
     numbers = range(first, last + 1, step)
     if len(numbers) > MOST_HOSTS:
         raise UsageError(f"{where}: {pattern} is more than {MOST_HOSTS} hosts")
-    return [str(one).zfill(width) if begin.isdecimal() else string.ascii_letters[one] for one in numbers]
+    return [str(number).zfill(width) if begin.isdecimal() else string.ascii_letters[number] for number in numbers]
 
 
 def _add_host(listing: Listing, name: str, variables: Vars, where: str) -> None:
-    """What its variables make of a host."""
+    """Add the host that its variables describe to the list, or to the skipped ones."""
     connection = variables.get("ansible_connection", "ssh").rpartition(".")[2]
     if connection == "local":
         listing.found.append(Found(name, Host(address="local")))
@@ -314,32 +316,32 @@ def _add_host(listing: Listing, name: str, variables: Vars, where: str) -> None:
         return
     address, user, key = (_evaluated(_first(variables, keys), name) for keys in (ADDRESS, USERS, KEYS))
     port = _first(variables, PORTS_OF)
-    options, others = _options(" ".join(variables.get(one, "") for one in ARGS), where)
-    if hidden := [one for one in (address, port, *options) if _is_hidden(one)]:
-        listing.left_out.append(LeftOut(name, f"{_start(hidden[0])} is for Ansible to evaluate"))
+    options, others = _options(" ".join(variables.get(argument, "") for argument in ARGS), where)
+    if templated := [value for value in (address, port, *options) if _is_hidden(value)]:
+        listing.left_out.append(LeftOut(name, f"{_start(templated[0])} is for Ansible to evaluate"))
         return
     settings = {"login name": user, "key file": key}
     listing.notes += [
-        f"the {what} {_start(one)} is not taken over: it is for Ansible to evaluate"
-        for what, one in settings.items()
-        if _is_hidden(one)
+        f"the {what} {_start(value)} is not taken over: it is for Ansible to evaluate"
+        for what, value in settings.items()
+        if _is_hidden(value)
     ]
-    address, user, key = address or name, *("" if _is_hidden(one) else one for one in (user, key))
+    address, user, key = address or name, *("" if _is_hidden(value) else value for value in (user, key))
     if not is_address(address):
-        raise UsageError(f"{where}: {address!r} is no name and no IP address")
+        raise UsageError(f"{where}: {address!r} is neither a name nor an IP address")
     if user and not USER.fullmatch(user):
         raise UsageError(f"{where}: ansible_user {user!r}: expected a login name")
     if port and (not re.fullmatch("[0-9]{1,5}", port) or int(port) not in PORTS):
         raise UsageError(f"{where}: ansible_port {port!r}: expected a whole number to {PORTS[-1]}")
-    number = int(port) if port and int(port) != SSH_PORT else None
-    host = host_at(address, user=user or None, port=number)
+    port_number = int(port) if port and int(port) != SSH_PORT else None
+    host = host_at(address, user=user or None, port=port_number)
     if not host.is_local:
         host = msgspec.structs.replace(host, identity_file=key or None, ssh_options=options)
     listing.found.append(Found(name, host))
     if others:
-        listing.notes.append(f"of ssh's arguments these are not taken over: {' '.join(others)}")
+        listing.notes.append(f"these ssh arguments are not taken over: {' '.join(others)}")
     if _first(variables, PASSWORDS):
-        listing.notes.append("passwords are not taken over: evener logs in by key; ssh-copy-id brings one to a host")
+        listing.notes.append("passwords are not taken over: evener logs in by key; ssh-copy-id installs one on a host")
 
 
 def _first(variables: Vars, keys: Iterable[str]) -> str:
@@ -347,23 +349,23 @@ def _first(variables: Vars, keys: Iterable[str]) -> str:
 
 
 def _evaluated(text: str, name: str) -> str:
-    """The one template that is known here."""
+    """Replace `inventory_hostname`, the only template that is evaluated here."""
     return re.sub(r"\{\{ *inventory_hostname *\}\}", lambda _: name, text)
 
 
 def _is_hidden(text: str) -> bool:
-    """A template, or what is in a vault."""
+    """Return whether it is a template, or encrypted in a vault."""
     return "{{" in text or text.startswith("$ANSIBLE_VAULT")
 
 
 def _start(text: str) -> str:
-    """As much of it as tells which it is."""
+    """Return enough of it to identify it."""
     line = text.partition("\n")[0]
     return line if len(line) <= 40 else f"{line[:40]}…"
 
 
 def _options(text: str, where: str) -> tuple[list[str], list[str]]:
-    """(as fleet.toml has them, what is none): `-o ProxyJump=gate -C`."""
+    """Split `-o ProxyJump=gate -C` into (options for fleet.toml, other arguments)."""
     words, options, others = iter(_split(text, where) if text.strip() else []), [], []
     for word in words:
         value = word[2:] if word[:2] in ("-o", "-J") else ""

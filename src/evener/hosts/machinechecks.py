@@ -1,4 +1,4 @@
-"""What keeps one machine from training as it could: its cards, room, limits, processor, power, clock, environment?
+"""Check each machine: GPUs, memory, disk, resource limits, processor, power, clock, environment.
 
 Pure: facts in, findings out.
 """
@@ -32,36 +32,36 @@ READ_BY_GLOO = {
 
 
 def check_machines(seen: Seen) -> list[Finding]:
-    """Findings about the hosts one by one, and about their processors and variables together."""
-    found: list[Finding] = []
+    """Return findings about each host, and about the processors and variables of all together."""
+    findings: list[Finding] = []
     for name, facts in seen.facts.items():
         host = seen.fleet.hosts[name]
-        found += [*_gpu(seen, name, facts), *_room(name, facts), *_limits(seen, name, facts)]
-        found += [*_processor(seen, name, facts, host), *_power(name, facts), *_clock(name, facts)]
-        found += _environment(seen, name, facts)
-    return [*found, *_nccl_on_gloo(seen), *_slow_bf16(seen)]
+        findings += [*_gpu(seen, name, facts), *_room(name, facts), *_limits(seen, name, facts)]
+        findings += [*_processor(seen, name, facts, host), *_power(name, facts), *_clock(name, facts)]
+        findings += _environment(seen, name, facts)
+    return [*findings, *_nccl_on_gloo(seen), *_slow_bf16(seen)]
 
 
-# --- graphics cards ----------------------------------------------------------------------------------------------
+# --- GPUs --------------------------------------------------------------------------------------------------------
 
 
 def _gpu(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
-    wanted = seen.wished_device(name)
-    if wanted == "cpu":
+    requested = seen.wished_device(name)
+    if requested == "cpu":
         return
-    do_without = "--device cpu" if seen.machine.device == "cuda" else f'[hosts.{name}] devices = "cpu"'
-    if facts.gpu_error is not None and not facts.gpus and (facts.gpu_cards or wanted == "cuda"):
+    alternative = "--device cpu" if seen.machine.device == "cuda" else f'[hosts.{name}] devices = "cpu"'
+    if facts.gpu_error is not None and not facts.gpus and (facts.gpu_cards or requested == "cuda"):
         cards = f"{facts.gpu_cards or 'no'} NVIDIA card{'s' * (facts.gpu_cards != 1)}"
         yield Finding(
-            check="gpu.driver", severity="error" if wanted == "cuda" else "warning", host=name,
+            check="gpu.driver", severity="error" if requested == "cuda" else "warning", host=name,
             evidence=f"{cards} on the bus; {facts.gpu_error}",
-            fix=f'on {name}: install the driver (Ubuntu: sudo ubuntu-drivers install) and reboot; or {do_without}',
+            fix=f'on {name}: install the driver (Ubuntu: sudo ubuntu-drivers install) and reboot; or {alternative}',
         )  # fmt: skip
-    elif wanted == "cuda" and not facts.gpus:
+    elif requested == "cuda" and not facts.gpus:
         yield Finding(
             check="gpu.missing", severity="error", host=name,
             evidence="its ranks were asked to compute on GPUs, and there is no NVIDIA GPU",
-            fix=do_without + ("; or docker run --gpus all" if facts.in_container else ""),
+            fix=alternative + ("; or docker run --gpus all" if facts.in_container else ""),
         )  # fmt: skip
     if facts.gpus and facts.torch_version is not None and facts.torch_version.endswith("+cpu"):
         release = facts.torch_version.partition("+")[0]
@@ -69,17 +69,17 @@ def _gpu(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
             check="gpu.missing", severity="error", host=name,
             evidence=f"{len(facts.gpus)} × {facts.gpus[0]}, but torch {facts.torch_version} is built without CUDA",
             fix=f"on {name}: {facts.python} -m pip install --force-reinstall torch=={release}; "
-            f"or {do_without}",
+            f"or {alternative}",
         )  # fmt: skip
     if facts.gpu_iommu and len(facts.gpus) > 1:
         yield Finding(
             check="gpu.p2p", severity="info", host=name,
             evidence=f"an IOMMU translates between its {len(facts.gpus)} GPUs: on some boards direct copies freeze",
-            fix="should a run stand still at 100 % GPU: NCCL_P2P_DISABLE=1, or iommu=pt on the kernel's command line",
+            fix="if a run hangs at 100 % GPU: NCCL_P2P_DISABLE=1, or iommu=pt on the kernel's command line",
         )  # fmt: skip
 
 
-# --- room and limits ---------------------------------------------------------------------------------------------
+# --- memory, disk, limits ----------------------------------------------------------------------------------------
 
 
 def _room(name: str, facts: Facts) -> Iterator[Finding]:
@@ -87,7 +87,7 @@ def _room(name: str, facts: Facts) -> Iterator[Finding]:
     if free is not None and free < MEMORY_LOW_BYTES:
         yield Finding(
             check="mem.space", severity="error" if free < MEMORY_NEEDED_BYTES else "warning", host=name,
-            evidence=f"{size(free)} of {size(facts.memory_bytes or 0)} are free; a rank takes 300 MB beside its model",
+            evidence=f"{size(free)} of {size(facts.memory_bytes or 0)} are free; a rank needs 300 MB besides its model",
             fix=f"on {name}: ps aux --sort=-rss | head shows what could be ended",
         )  # fmt: skip
     if facts.swap_Bps is not None and facts.swap_Bps > SWAP_BUSY_BPS:
@@ -120,14 +120,14 @@ def _room(name: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _limits(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
-    world = sum(seen.num_ranks(one) for one in seen.facts)
+    world_size = sum(seen.num_ranks(host) for host in seen.facts)
     limits = "sudo tee /etc/security/limits.d/evener.conf"
     files = facts.limits.get("nofile")
-    need = FILES_OF_A_RANK + FILES_A_PEER * world
-    if files is not None and files.soft is not None and files.soft < need:
+    needed = FILES_OF_A_RANK + FILES_A_PEER * world_size
+    if files is not None and files.soft is not None and files.soft < needed:
         yield Finding(
             check="limit.nofile", severity="warning", host=name,
-            evidence=f"{files.soft} open files are allowed, and {world} ranks may need {need}",
+            evidence=f"{files.soft} open files are allowed, and {world_size} ranks may need {needed}",
             fix=f"on {name}: echo '{facts.user or '*'} - nofile 65536' | {limits}",
         )  # fmt: skip
     locked = facts.limits.get("memlock")
@@ -154,7 +154,7 @@ def _processor(seen: Seen, name: str, facts: Facts, host: Host) -> Iterator[Find
             fix=f"[hosts.{name}] " + (f"threads = {fits}" if fits * ranks <= facts.cores else f"ranks = {facts.cores}"),
         )  # fmt: skip
     if facts.cpu_throttle_events:
-        times = f"{facts.cpu_throttle_events} times while we looked"
+        times = f"{facts.cpu_throttle_events} times during the check"
         yield _throttled(
             name, f"its processor is too hot: throttled {times}", f"on {name}: free its vents; see sensors"
         )
@@ -203,7 +203,7 @@ def _clock(name: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _slow_bf16(seen: Seen) -> Iterator[Finding]:
-    slow = [name for name, one in seen.facts.items() if not seen.uses_gpu(name) and one.bf16_units == []]
+    slow = [name for name, facts in seen.facts.items() if not seen.uses_gpu(name) and facts.bf16_units == []]
     if slow:
         mixed = len(slow) < len(seen.facts)
         yield finding_of(slow, "dtype.slow", "info",
@@ -216,21 +216,24 @@ def _slow_bf16(seen: Seen) -> Iterator[Finding]:
 
 
 def _environment(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
-    unread = sorted(one for one in facts.environment if one.startswith("GLOO_") and one not in READ_BY_GLOO)
+    unread = sorted(
+        variable for variable in facts.environment if variable.startswith("GLOO_") and variable not in READ_BY_GLOO
+    )
     if unread:
         yield Finding(
             check="env.ineffective", severity="warning", host=name,
-            evidence=f"{listed(f'{one}={facts.environment[one]}' for one in unread)}: Gloo reads no such variable",
+            evidence=f"{listed(f'{variable}={facts.environment[variable]}' for variable in unread)}: "
+            "Gloo reads no such variable",
             fix=seen.unset(name, *unread)
             + ("  # its ports come from net.ipv4.ip_local_port_range" if "GLOO_PORT_RANGE" in unread else ""),
         )  # fmt: skip
-    told = facts.environment.get("GLOO_SOCKET_IFNAME", "")
-    names = [one.name for one in facts.interfaces]
-    wrong = [one for one in told.split(",") if one not in names]
-    if len(told) > 1 and wrong:  # torch ignores a value of one letter
+    gloo = facts.environment.get("GLOO_SOCKET_IFNAME", "")
+    names = [interface.name for interface in facts.interfaces]
+    unknown = [part for part in gloo.split(",") if part not in names]
+    if len(gloo) > 1 and unknown:  # torch ignores a value of one letter
         yield Finding(
             check="env.interface-syntax", severity="warning", host=name,
-            evidence=f"GLOO_SOCKET_IFNAME={told}: Gloo takes exact names, and there is no interface {wrong[0]}",
+            evidence=f"GLOO_SOCKET_IFNAME={gloo}: Gloo takes exact names, and there is no interface {unknown[0]}",
             fix=f"{seen.unset(name, 'GLOO_SOCKET_IFNAME')}  # evener sets it for its runs",
         )  # fmt: skip
     nccl = facts.environment.get("NCCL_SOCKET_IFNAME", "")
@@ -243,26 +246,30 @@ def _environment(seen: Seen, name: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _nccl_matches(value: str, names: Sequence[str]) -> bool:
-    """NCCL's syntax: prefixes, = before exact names, ^ before what is left out.
+    """Return whether NCCL_SOCKET_IFNAME matches an interface: prefixes, = before exact names, ^ before excluded ones.
 
     >>> [_nccl_matches(value, ["lo", "eth0"]) for value in ("eth", "=eth", "^lo")]
     [True, False, True]
     """
-    leaves_out = value.startswith("^")
+    excludes = value.startswith("^")
     exact = value.lstrip("^").startswith("=")
-    words = value.lstrip("^=").split(",")
-    hits = [any(name == word if exact else name.startswith(word) for word in words) for name in names]
-    return not all(hits) if leaves_out else any(hits)
+    patterns = value.lstrip("^=").split(",")
+    matches = [any(name == pattern if exact else name.startswith(pattern) for pattern in patterns) for name in names]
+    return not all(matches) if excludes else any(matches)
 
 
 def _nccl_on_gloo(seen: Seen) -> Iterator[Finding]:
     if seen.machine.backend != "gloo" and rank_without_gpu(seen.seats()) is None:
         return
-    usual = {"NCCL_VERSION"}  # which every image of NVIDIA's sets
-    found = {name: sorted(one for one in facts.environment if one.startswith("NCCL_") and one not in usual)
-             for name, facts in seen.facts.items()}  # fmt: skip
-    hosts = [name for name, variables in found.items() if variables]
+    ignored = {"NCCL_VERSION"}  # set by every image of NVIDIA's
+    variables_by_host = {
+        name: sorted(variable for variable in facts.environment if variable.startswith("NCCL_")
+                     and variable not in ignored)
+        for name, facts in seen.facts.items()
+    }  # fmt: skip
+    hosts = [name for name, variables in variables_by_host.items() if variables]
     if hosts:
         yield finding_of(hosts, "env.ineffective", "info",
-                  f"{each(hosts, lambda name: listed(found[name]))}: its ranks agree by Gloo, which reads none of it",
-                  "nothing: of Gloo's own, GLOO_SOCKET_IFNAME, evener sets for its runs")  # fmt: skip
+                  f"{each(hosts, lambda name: listed(variables_by_host[name]))}: its ranks use Gloo, "
+                  "which reads none of them",
+                  "nothing: evener sets Gloo's own GLOO_SOCKET_IFNAME for its runs")  # fmt: skip

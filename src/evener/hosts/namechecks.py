@@ -1,6 +1,6 @@
-"""Do names mean the same everywhere: a host's own, the first host's, and in which family? Pure, as `checks`.
+"""Check that host names are unique, known everywhere, and of one address family. Pure: facts in, findings out.
 
-evener goes by addresses and tells Gloo the interface; what is found here hits whoever starts torchrun by hand.
+evener connects by address and sets the interface for Gloo: these findings concern torchrun started by hand.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from evener.core.finding import Finding
 from evener.hosts.seen import Seen, is_address
 
-BY_NAMES = "; evener goes by addresses, torchrun by names"
-BY_INTERFACE = "; evener tells Gloo the interface, torchrun by hand does not"
+BY_NAMES = "; evener connects by address, torchrun by name"
+BY_INTERFACE = "; evener sets the interface for Gloo, torchrun by hand does not"
 
 
 def host_names(seen: Seen) -> Iterator[Finding]:
-    """Does every host have a name of its own?"""
+    """Check that every host has a name of its own."""
     first: dict[str, str] = {}
     for name, facts in seen.facts.items():
-        way, root = seen.network.ways.get(name), seen.sudo(name)
-        rename = f"on {name}: {root}hostname {name} && echo {name} | {root}tee /etc/hostname"
-        rename += f" && echo '{way.address} {name}' | {root}tee -a /etc/hosts" if way is not None else ""
+        chosen, sudo = seen.network.ways.get(name), seen.sudo(name)
+        rename = f"on {name}: {sudo}hostname {name} && echo {name} | {sudo}tee /etc/hostname"
+        rename += f" && echo '{chosen.address} {name}' | {sudo}tee -a /etc/hosts" if chosen is not None else ""
         other = first.setdefault(facts.hostname, name)
         if facts.hostname.partition(".")[0] == "localhost":
             yield Finding(
                 check="net.loopback-hostname", severity="warning", host=name,
-                evidence=f"it is called {facts.hostname}, as every machine calls itself: Gloo alone would take "
+                evidence=f"its host name is {facts.hostname}, which every machine has: Gloo by itself would bind "
                 f"{facts.gloo.address}{BY_INTERFACE}",
                 fix=rename,
             )  # fmt: skip
@@ -39,28 +39,34 @@ def host_names(seen: Seen) -> Iterator[Finding]:
 
 
 def known_names(seen: Seen) -> Iterator[Finding]:
-    """Is the name of the first host, by which torchrun would be met, known on every other?"""
+    """Check that every other host resolves the name of the first host, to which torchrun would connect."""
     head = seen.head
     if head is None or head not in seen.network.ways:
         return
-    told = {facts.environment["MASTER_ADDR"] for facts in seen.facts.values() if "MASTER_ADDR" in facts.environment}
+    master_addresses = {
+        facts.environment["MASTER_ADDR"] for facts in seen.facts.values() if "MASTER_ADDR" in facts.environment
+    }
     address = seen.fleet.hosts[head].address.rpartition("@")[2]
-    names = [seen.facts[head].hostname, *({address} if not is_address(address) and address != "local" else ()), *told]
-    for name in dict.fromkeys(one for one in names if not is_address(one)):
-        looked = {host: known for host, known in seen.network.resolved.items() if host != head and name in known}
-        answers = {host: known[name] for host, known in looked.items()}
-        lost = [host for host, one in answers.items() if not one]
-        if not lost or (name == address and name != seen.facts[head].hostname and len(lost) == len(answers)):
-            continue  # known to nobody: a name of ssh's own
-        if not (name in told or len(lost) < len(answers) or _knows_any(seen)):  # names are in nobody's use here
-            one = lost[0] if len(lost) == 1 else None
+    names = [
+        seen.facts[head].hostname,
+        *({address} if not is_address(address) and address != "local" else ()),
+        *master_addresses,
+    ]
+    for name in dict.fromkeys(candidate for candidate in names if not is_address(candidate)):
+        lookups = {host: known for host, known in seen.network.resolved.items() if host != head and name in known}
+        answers = {host: known[name] for host, known in lookups.items()}
+        missing = [host for host, resolved in answers.items() if not resolved]
+        if not missing or (name == address and name != seen.facts[head].hostname and len(missing) == len(answers)):
+            continue  # known to none: an alias of ssh's
+        if not (name in master_addresses or len(missing) < len(answers) or _knows_any(seen)):  # no host uses names here
+            only = missing[0] if len(missing) == 1 else None
             yield Finding(
-                check="net.unresolvable", severity="info", host=one, peer=head,
-                evidence=f"{one or 'no other host'} does not know the name {name}{BY_NAMES}",
-                fix=hosts_line(seen, lost[0], head),
+                check="net.unresolvable", severity="info", host=only, peer=head,
+                evidence=f"{only or 'no other host'} does not know the name {name}{BY_NAMES}",
+                fix=hosts_line(seen, missing[0], head),
             )  # fmt: skip
             continue
-        for host in lost:
+        for host in missing:
             yield Finding(
                 check="net.unresolvable", severity="warning", host=host, peer=head,
                 evidence=f"{host} does not know the name {name}{BY_NAMES}", fix=hosts_line(seen, host, head),
@@ -68,80 +74,82 @@ def known_names(seen: Seen) -> Iterator[Finding]:
 
 
 def _knows_any(seen: Seen) -> bool:
-    """Do hosts know each other by name here, as a rule?"""
-    own = {facts.hostname: name for name, facts in seen.facts.items()}
+    """Return whether any host here resolves the name of another."""
+    owners = {facts.hostname: name for name, facts in seen.facts.items()}
     return any(
         answers and not is_loopback(answers[0])
         for host, known in seen.network.resolved.items()
         for name, answers in known.items()
-        if name in own and own[name] != host
+        if name in owners and owners[name] != host
     )
 
 
 def families(seen: Seen) -> Iterator[Finding]:
-    """Do all hosts meet by addresses of one family, IPv4 or IPv6, and do names stand for one of them?"""
-    ways = {name: ":" in way.address for name, way in seen.network.ways.items()}
-    if len(set(ways.values())) > 1:
-        six = [name for name, is_six in ways.items() if is_six]
-        four = [name for name, is_six in ways.items() if not is_six]
-        for name in six if len(six) <= len(four) else four:
-            way = seen.network.ways[name]
+    """Check that all hosts connect by one address family, IPv4 or IPv6, and that each name resolves to one family."""
+    is_ipv6 = {name: ":" in chosen.address for name, chosen in seen.network.ways.items()}
+    if len(set(is_ipv6.values())) > 1:
+        v6_hosts = [name for name, uses_ipv6 in is_ipv6.items() if uses_ipv6]
+        v4_hosts = [name for name, uses_ipv6 in is_ipv6.items() if not uses_ipv6]
+        for name in v6_hosts if len(v6_hosts) <= len(v4_hosts) else v4_hosts:
+            chosen = seen.network.ways[name]
             yield Finding(
                 check="net.family-mismatch", severity="error", host=name,
-                evidence=f"it can only be reached by IPv{6 if ways[name] else 4} ({way.address} on {way.interface}), "
-                f"{(four if ways[name] else six)[0]} by IPv{4 if ways[name] else 6}: Gloo needs one of them everywhere",
-                fix=f"on {name}: sudo ip address add … dev {way.interface}, of the other family",
+                evidence=f"it can only be reached by IPv{6 if is_ipv6[name] else 4} ({chosen.address} on "
+                f"{chosen.interface}), {(v4_hosts if is_ipv6[name] else v6_hosts)[0]} by "
+                f"IPv{4 if is_ipv6[name] else 6}: Gloo needs one of them everywhere",
+                fix=f"on {name}: sudo ip address add … dev {chosen.interface}, of the other family",
             )  # fmt: skip
         return
-    told = set()
+    reported = set()
     for name in checked_names(seen):
-        answers = {host: one for host, known in seen.network.resolved.items() if (one := known.get(name))}
-        first = {host: ":" in one[0] for host, one in answers.items() if not is_loopback(one[0])}
+        answers = {host: resolved for host, known in seen.network.resolved.items() if (resolved := known.get(name))}
+        first = {host: ":" in resolved[0] for host, resolved in answers.items() if not is_loopback(resolved[0])}
         if len(set(first.values())) > 1:
-            six = [host for host, is_six in first.items() if is_six]
-            four_host = next(host for host, is_six in first.items() if not is_six)
-            told.add(name)
-            number, other = answers[six[0]][0], answers[four_host][0]
+            v6_hosts = [host for host, uses_ipv6 in first.items() if uses_ipv6]
+            v4_host = next(host for host, uses_ipv6 in first.items() if not uses_ipv6)
+            reported.add(name)
+            v6_address, other = answers[v6_hosts[0]][0], answers[v4_host][0]
             yield Finding(
-                check="net.family-mismatch", severity="warning", host=six[0], peer=four_host,
-                evidence=f"{name} is {number} on {six[0]} and {other} on {four_host}{BY_NAMES}",
-                fix=in_place_of(six[0], name, other, seen.sudo(six[0])),
+                check="net.family-mismatch", severity="warning", host=v6_hosts[0], peer=v4_host,
+                evidence=f"{name} is {v6_address} on {v6_hosts[0]} and {other} on {v4_host}{BY_NAMES}",
+                fix=in_place_of(v6_hosts[0], name, other, seen.sudo(v6_hosts[0])),
             )  # fmt: skip
-    alone = {name: facts.gloo.address for name, facts in seen.facts.items()
-             if not is_loopback(facts.gloo.address) and facts.gloo.hostname not in told}  # fmt: skip
-    sixes = [name for name, address in alone.items() if ":" in address]
-    if sixes and len(sixes) < len(alone):
-        mine, other = sixes[0], next(name for name in alone if name not in sixes)
+    default = {name: facts.gloo.address for name, facts in seen.facts.items()
+             if not is_loopback(facts.gloo.address) and facts.gloo.hostname not in reported}  # fmt: skip
+    sixes = [name for name, address in default.items() if ":" in address]
+    if sixes and len(sixes) < len(default):
+        v6_host, other = sixes[0], next(name for name in default if name not in sixes)
         yield Finding(
-            check="net.family-mismatch", severity="warning", host=mine, peer=other,
-            evidence=f"Gloo alone would take {alone[mine]} on {mine} and {alone[other]} on {other}{BY_INTERFACE}",
-            fix=f"on {mine}: export GLOO_SOCKET_IFNAME={seen.network.ways[mine].interface}"
-            if mine in seen.network.ways else hosts_line(seen, mine, mine),
+            check="net.family-mismatch", severity="warning", host=v6_host, peer=other,
+            evidence=f"Gloo by itself would bind {default[v6_host]} on {v6_host} and {default[other]} on {other}"
+            + BY_INTERFACE,
+            fix=f"on {v6_host}: export GLOO_SOCKET_IFNAME={seen.network.ways[v6_host].interface}"
+            if v6_host in seen.network.ways else hosts_line(seen, v6_host, v6_host),
         )  # fmt: skip
 
 
 def checked_names(seen: Seen) -> list[str]:
-    """Every name that was looked up somewhere."""
+    """Return every name that was looked up on any host."""
     return list(dict.fromkeys(name for known in seen.network.resolved.values() for name in known))
 
 
 def hosts_line(seen: Seen, host: str, target: str) -> str:
-    """What lets a host know another's name."""
-    way = seen.network.ways.get(target)
+    """Return the command that adds another host's name to a host's /etc/hosts."""
+    chosen = seen.network.ways.get(target)
     hostname = seen.facts[target].hostname
-    return f"on {host}: echo '{way.address if way else '…'} {hostname}' | {seen.sudo(host)}tee -a /etc/hosts"
+    return f"on {host}: echo '{chosen.address if chosen else '…'} {hostname}' | {seen.sudo(host)}tee -a /etc/hosts"
 
 
 def in_place_of(host: str, name: str, address: str, as_root: str) -> str:
-    """A line of /etc/hosts in place of what is told there: where both stand, the resolver would still find the other.
+    """Return the command that replaces a name's entry in /etc/hosts: with both, the resolver would find the old one.
 
-    The name goes from its line, which may have others.
+    Only the name is removed from the old line, which may have others.
     """
-    gone = f"{as_root}sed -i.old -E 's/[[:space:]]+{name}([[:space:]]|$)/\\1/' /etc/hosts"
-    return f"on {host}: {gone}; echo '{address} {name}' | {as_root}tee -a /etc/hosts"
+    removal = f"{as_root}sed -i.old -E 's/[[:space:]]+{name}([[:space:]]|$)/\\1/' /etc/hosts"
+    return f"on {host}: {removal}; echo '{address} {name}' | {as_root}tee -a /etc/hosts"
 
 
 def is_loopback(address: str) -> bool:
-    """Does it lead no further than the host itself, or its link?"""
-    number = ipaddress.ip_address(address.partition("%")[0])
-    return number.is_loopback or number.is_link_local
+    """Return whether the address is a loopback or link-local one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return ip.is_loopback or ip.is_link_local

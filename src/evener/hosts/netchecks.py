@@ -1,9 +1,9 @@
-"""What is wrong between the hosts, and which command mends it? Pure, as `checks`.
+"""Check the network between the hosts: interfaces, addresses, firewalls, rendezvous. Pure: facts in, findings out.
 
-Who connects to whom in a run of ours: every host to the first host's rendezvous port, and of each two hosts the one
-with the greater address to an ephemeral port of the other (Gloo's Device::isInitiator; tried with torch 2.13: ports
-of the greater address may be closed, and a run starts; those of the smaller may not). What only the other direction
-would need is a warning: NCCL, a probe or other addresses would hang.
+In a run, every host connects to the first host's rendezvous port, and of each two hosts the one with the greater
+address connects to an ephemeral port of the other (Gloo's Device::isInitiator; tried with torch 2.13: ports of the
+greater address may be closed, and a run starts; those of the smaller may not). What only the other direction needs is
+a warning: NCCL, a probe or other addresses would hang.
 """
 
 from __future__ import annotations
@@ -27,32 +27,38 @@ from evener.hosts.pairs import Pair
 from evener.hosts.seen import Seen, holder_of, is_address, is_mistaken, listed
 from evener.hosts.ways import CLASS, NAMED, WORDS, Way
 
-MANY = 3  # peers, from which on they are told together
+MANY = 3  # peers: from so many on, they share one finding
 
 
 def check_network(seen: Seen) -> list[Finding]:
-    """Every finding about who reaches whom, and where."""
+    """Return every finding about which hosts reach each other, and at which addresses."""
     cut_off = list(_cut_off(seen))
-    separate = {(one.host, one.peer) for one in cut_off} | {(one.peer, one.host) for one in cut_off}
-    interfaces, twice = list(_interfaces(seen)), list(_duplicates(seen))
-    separate |= {(one.host, None) for one in [*interfaces, *twice] if one.severity == "error"}
-    found = [*interfaces, *twice, *cut_off, *_firewalls(seen, separate)]
-    names = list(host_names(seen))
-    found += [*names, *_gloo_alone(seen, {one.host for one in names}), *_rendezvous(seen, {one.host for one in twice})]
-    if not names:  # whoever is called like another cannot be told apart by name
-        found += known_names(seen)
-    return [*found, *families(seen), *_overlays(seen)]
+    explained = {(finding.host, finding.peer) for finding in cut_off} | {
+        (finding.peer, finding.host) for finding in cut_off
+    }
+    interfaces, duplicates = list(_interfaces(seen)), list(_duplicates(seen))
+    explained |= {(finding.host, None) for finding in [*interfaces, *duplicates] if finding.severity == "error"}
+    findings = [*interfaces, *duplicates, *cut_off, *_firewalls(seen, explained)]
+    name_findings = list(host_names(seen))
+    findings += [
+        *name_findings,
+        *_gloo_alone(seen, {finding.host for finding in name_findings}),
+        *_rendezvous(seen, {finding.host for finding in duplicates}),
+    ]
+    if not name_findings:  # hosts that share a name cannot be distinguished by it
+        findings += known_names(seen)
+    return [*findings, *families(seen), *_overlays(seen)]
 
 
 # --- which interface ---------------------------------------------------------------------------------------------
 
 
 def _interfaces(seen: Seen) -> Iterator[Finding]:
-    """The interface that a run will use: is it there, and do the others reach it?"""
+    """Check that the interface that a run will use exists, and that the other hosts reach it."""
     for name, facts in seen.facts.items():
         wanted = seen.fleet.hosts[name].interface
-        usable = [one.name for one in sorted(facts.interfaces, key=lambda one: CLASS[one.kind])
-                  if one.up and one.addresses and one.kind != "loopback"]  # fmt: skip
+        usable = [candidate.name for candidate in sorted(facts.interfaces, key=lambda candidate: CLASS[candidate.kind])
+                  if candidate.up and candidate.addresses and candidate.kind != "loopback"]  # fmt: skip
         if seen.candidates[name]:
             continue
         if wanted is None:
@@ -62,122 +68,125 @@ def _interfaces(seen: Seen) -> Iterator[Finding]:
                 fix=f"on {name}: ip address; is its cable in?",
             )  # fmt: skip
             continue
-        syntax = any(sign in wanted for sign in "^=,*")
-        there = facts.interface(wanted)
-        why = "is not there" if there is None else "has no address" if not there.addresses else "is down"
+        has_syntax = any(sign in wanted for sign in "^=,*")
+        nic = facts.interface(wanted)
+        problem = "does not exist" if nic is None else "has no address" if not nic.addresses else "is down"
         yield Finding(
-            check="env.interface-syntax" if syntax else "net.wrong-interface", severity="error", host=name,
-            evidence=f"interface = {wanted}: Gloo takes one exact name" if syntax else f"its interface {wanted} {why}",
+            check="env.interface-syntax" if has_syntax else "net.wrong-interface", severity="error", host=name,
+            evidence=f"interface = {wanted}: Gloo takes one exact name" if has_syntax
+            else f"its interface {wanted} {problem}",
             fix=f'[hosts.{name}] interface = "{_closest(wanted, usable)}"' if usable else f"on {name}: ip address",
         )  # fmt: skip
-    for name, way in seen.network.ways.items():
-        tried = seen.network.reached.get(name, {})
-        better = _better(seen, name, way)
-        if way.why == NAMED and not tried.get(way.address) and better is not None:
+    for name, chosen in seen.network.ways.items():
+        reached = seen.network.reached.get(name, {})
+        better = _better(seen, name, chosen)
+        if chosen.why == NAMED and not reached.get(chosen.address) and better is not None:
             yield Finding(
                 check="net.wrong-interface", severity="error", host=name,
-                evidence=f"no other host reaches {way.address} on {way.interface}, which the fleet file names; "
+                evidence=f"no other host reaches {chosen.address} on {chosen.interface}, which the fleet file names; "
                 f"all reach {better.address} on {better.interface}",
                 fix=f'[hosts.{name}] interface = "{better.interface}"',
             )  # fmt: skip
 
 
 def _closest(name: str, known: list[str]) -> str:
-    """The near miss, else the likeliest."""
+    """Return the known name that is closest to `name`, else the first."""
     return (difflib.get_close_matches(name, known, n=1) or known)[0]
 
 
 def _better(seen: Seen, name: str, way: Way) -> Way | None:
-    """A network card of the host that all its peers reach, other than the way taken."""
+    """Return a network card that all peers reach, other than the interface in use; None if there is none."""
     num_peers = len(seen.network.ways) - 1
-    tried = seen.network.reached.get(name, {})
-    for other in seen.candidates.get(name, ()):
-        is_card = other.address != way.address and CLASS[other.kind] == 0
-        if is_card and num_peers and tried.get(other.address) == num_peers:
-            return other
+    reached = seen.network.reached.get(name, {})
+    for candidate in seen.candidates.get(name, ()):
+        is_card = candidate.address != way.address and CLASS[candidate.kind] == 0
+        if is_card and num_peers and reached.get(candidate.address) == num_peers:
+            return candidate
     return None
 
 
 def _gloo_alone(seen: Seen, misnamed: set[str | None]) -> Iterator[Finding]:
-    """What Gloo would take if nobody told it: evener does, torchrun does not."""
-    for name, way in seen.network.ways.items():
+    """Check which interface Gloo would choose without GLOO_SOCKET_IFNAME: evener sets it, torchrun does not."""
+    for name, chosen in seen.network.ways.items():
         facts = seen.facts.get(name)
-        if facts is None or name in misnamed or (CLASS[way.kind] and _better(seen, name, way)):
-            continue  # another finding says that its name or its way is wrong
-        told = facts.environment.get("GLOO_SOCKET_IFNAME", "")
-        if len(told) > 1:
-            there = facts.interface(told)
-            if there is not None and told != way.interface:
+        if facts is None or name in misnamed or (CLASS[chosen.kind] and _better(seen, name, chosen)):
+            continue  # another finding reports its name or its interface
+        configured = facts.environment.get("GLOO_SOCKET_IFNAME", "")
+        if len(configured) > 1:
+            nic = facts.interface(configured)
+            if nic is not None and configured != chosen.interface:
                 yield Finding(
                     check="net.wrong-interface", severity="warning", host=name,
-                    evidence=f"GLOO_SOCKET_IFNAME={told} in its environment; the others reach it on {way.interface}"
-                    + BY_INTERFACE,
-                    fix=f"on {name}: export GLOO_SOCKET_IFNAME={way.interface}",
+                    evidence=f"GLOO_SOCKET_IFNAME={configured} in its environment; the others reach it on "
+                    f"{chosen.interface}{BY_INTERFACE}",
+                    fix=f"on {name}: export GLOO_SOCKET_IFNAME={chosen.interface}",
                 )  # fmt: skip
             continue
-        yield from _gloo_by_name(name, facts, way)
+        yield from _gloo_by_name(name, facts, chosen)
 
 
 def _gloo_by_name(name: str, facts: Facts, way: Way) -> Iterator[Finding]:
     gloo = facts.gloo
     address = ipaddress.ip_address(gloo.address.partition("%")[0])
-    there = facts.interface_of(gloo.address)
+    nic = facts.interface_of(gloo.address)
     if address.is_loopback or address.is_link_local:
-        known = [one.address for one in gloo.candidates]
-        resolves = f"resolves to {', '.join(known)}" if known else f"does not resolve ({gloo.error})"
+        resolved = [candidate.address for candidate in gloo.candidates]
+        answer = f"resolves to {', '.join(resolved)}" if resolved else f"does not resolve ({gloo.error})"
         yield Finding(
             check="net.loopback-hostname", severity="warning", host=name,
-            evidence=f"its own name {gloo.hostname} {resolves}, so Gloo alone would take {gloo.address}{BY_INTERFACE}",
+            evidence=f"its own name {gloo.hostname} {answer}, so Gloo by itself would bind "
+            f"{gloo.address}{BY_INTERFACE}",
             fix=in_place_of(name, gloo.hostname, way.address, "" if facts.is_root else "sudo ")
             + f"; or export GLOO_SOCKET_IFNAME={way.interface}",
         )  # fmt: skip
-    elif there is not None and there.name != way.interface:
-        tunnel = there.kind in ("tunnel", "wireguard")
+    elif nic is not None and nic.name != way.interface:
+        tunnel = nic.kind in ("tunnel", "wireguard")
         yield Finding(
             check="net.overlay" if tunnel else "net.wrong-interface", severity="warning", host=name,
-            evidence=f"its own name {gloo.hostname} is {gloo.address} on {there.name} ({WORDS[there.kind]}); the "
+            evidence=f"its own name {gloo.hostname} is {gloo.address} on {nic.name} ({WORDS[nic.kind]}); the "
             f"others reach it on {way.interface}{BY_INTERFACE}",
             fix=f"on {name}: export GLOO_SOCKET_IFNAME={way.interface}",
         )  # fmt: skip
 
 
 def _overlays(seen: Seen) -> Iterator[Finding]:
-    """Does traffic leave through a tunnel although a network card would do?"""
+    """Check whether traffic leaves through a tunnel although a network card would do."""
     tunnels = ("tunnel", "wireguard")
-    for name, way in seen.network.ways.items():
-        better = _better(seen, name, way)
-        if way.kind in tunnels and better is not None:
+    for name, chosen in seen.network.ways.items():
+        better = _better(seen, name, chosen)
+        if chosen.kind in tunnels and better is not None:
             yield Finding(
                 check="net.overlay", severity="warning", host=name,
-                evidence=f"{way.interface} is {WORDS[way.kind]}; {better.interface} answers too, at {better.address}",
+                evidence=f"{chosen.interface} is {WORDS[chosen.kind]}; {better.interface} answers too, at "
+                f"{better.address}",
                 fix=f'[hosts.{name}] interface = "{better.interface}"',
             )  # fmt: skip
-        elif way.kind in tunnels:
+        elif chosen.kind in tunnels:
             yield Finding(
                 check="net.overlay", severity="info", host=name,
-                evidence=f"the others reach it through {way.interface} ({WORDS[way.kind]}) alone",
-                fix="where both ends have the same network, a cable is faster; evener probe wire tells by how much",
+                evidence=f"the others reach it only through {chosen.interface} ({WORDS[chosen.kind]})",
+                fix="where both ends have the same network, a cable is faster; evener probe wire shows by how much",
             )  # fmt: skip
     for pair in seen.network.pairs:
-        facts, to = seen.facts.get(pair.source), seen.network.ways[pair.target]
-        if facts is None or pair.sent_from is None or to.kind in tunnels:
+        facts, destination = seen.facts.get(pair.source), seen.network.ways[pair.target]
+        if facts is None or pair.sent_from is None or destination.kind in tunnels:
             continue
-        leaves = facts.interface_of(pair.sent_from)
-        if leaves is not None and leaves.kind in tunnels:
+        nic = facts.interface_of(pair.sent_from)
+        if nic is not None and nic.kind in tunnels:
             yield Finding(
                 check="net.overlay", severity="warning", host=pair.source, peer=pair.target,
-                evidence=f"its way to {to.address} leaves through {leaves.name} ({WORDS[leaves.kind]})",
-                fix=f"on {pair.source}: {seen.sudo(pair.source)}ip route replace {to.address} dev "
+                evidence=f"its route to {destination.address} leaves through {nic.name} ({WORDS[nic.kind]})",
+                fix=f"on {pair.source}: {seen.sudo(pair.source)}ip route replace {destination.address} dev "
                 f"{seen.network.ways[pair.source].interface}",
             )  # fmt: skip
 
 
-# --- two with one address ----------------------------------------------------------------------------------------
+# --- duplicate addresses -----------------------------------------------------------------------------------------
 
 
 def _duplicates(seen: Seen) -> Iterator[Finding]:
-    """Machines of one network with one address: who is reached there is chance, and changes."""
-    addresses = {name: way.address for name, way in seen.network.ways.items() if CLASS[way.kind] == 0}
+    """Check for machines of one network with the same address: which of them answers is chance, and changes."""
+    addresses = {name: chosen.address for name, chosen in seen.network.ways.items() if CLASS[chosen.kind] == 0}
     addresses |= {name: seen.fleet.hosts[name].address for name in seen.errors if is_mistaken(seen, name)}
     known: set[str] = set()
     for name, address in addresses.items():
@@ -185,61 +194,66 @@ def _duplicates(seen: Seen) -> Iterator[Finding]:
         if other is None or address in known:
             continue
         known.add(address)
-        there = seen.facts[other].interface_of(address)
-        assert there is not None
-        prefix = next(one.prefix for one in there.addresses if one.address == address)
-        way = seen.network.ways.get(other)
-        is_spare = way is not None and way.address != address  # it is reached otherwise, and stays so
+        nic = seen.facts[other].interface_of(address)
+        assert nic is not None
+        prefix = next(entry.prefix for entry in nic.addresses if entry.address == address)
+        chosen = seen.network.ways.get(other)
+        is_spare = chosen is not None and chosen.address != address  # it keeps the address by which it is reached
         yield Finding(
             check="net.duplicate-address", severity="error", host=name, peer=other,
-            evidence=f"{name} and {other} both have the address {address}: who is reached there is chance",
-            fix=f"on {other}: {seen.sudo(other)}ip address del {address}/{prefix} dev {there.name}"
-            if is_spare else f"{name} or {other} needs an address of its own on {there.name}",
+            evidence=f"{name} and {other} both have the address {address}: which of them answers is chance",
+            fix=f"on {other}: {seen.sudo(other)}ip address del {address}/{prefix} dev {nic.name}"
+            if is_spare else f"{name} or {other} needs an address of its own on {nic.name}",
         )  # fmt: skip
     for pair in seen.network.pairs:
-        way, target = seen.network.ways[pair.target], seen.facts.get(pair.target)
-        own = {one.mac for one in target.interfaces if one.mac} if target is not None else set()
-        if not own or way.address in known or pair.answered_by in (None, *own):
+        chosen, target = seen.network.ways[pair.target], seen.facts.get(pair.target)
+        own_macs = {entry.mac for entry in target.interfaces if entry.mac} if target is not None else set()
+        if not own_macs or chosen.address in known or pair.answered_by in (None, *own_macs):
             continue
-        known.add(way.address)
+        known.add(chosen.address)
         yield Finding(
             check="net.duplicate-address", severity="warning", host=pair.target,
-            evidence=f"where {pair.source} looks for {way.address}, the card {pair.answered_by} answers, which is none "
-            "of its own: another machine has its address, or a repeater stands between them",
-            fix=f"on {pair.target}: another address for {way.interface}; on {pair.source}: ip neigh show {way.address} "
-            "shows who answers",
+            evidence=f"when {pair.source} looks up {chosen.address}, the MAC {pair.answered_by} answers, none of "
+            f"{pair.target}'s: another machine has its address, or a repeater is between them",
+            fix=f"on {pair.target}: another address for {chosen.interface}; on {pair.source}: ip neigh show "
+            f"{chosen.address} shows who answers",
         )  # fmt: skip
 
 
-# --- what is blocked ---------------------------------------------------------------------------------------------
+# --- firewalls ---------------------------------------------------------------------------------------------------
 
 
 def _cut_off(seen: Seen) -> Iterator[Finding]:
-    """Hosts between which nothing passes at all, in neither direction, not even ssh: that is no firewall's doing."""
+    """Check for hosts between which nothing passes in either direction, not even ssh: no firewall does that."""
     pairs = {(pair.source, pair.target): pair for pair in seen.network.pairs}
     dead = []
     for (source, target), pair in pairs.items():
-        back = pairs.get((target, source))
-        tries = [*pair.tries, *(back.tries if back else [])]
-        if source < target and any(one.what == "ssh" for one in tries) and not any(one.result == "ok" for one in tries):
+        reverse = pairs.get((target, source))
+        tries = [*pair.tries, *(reverse.tries if reverse else [])]
+        if (
+            source < target
+            and any(attempt.what == "ssh" for attempt in tries)
+            and not any(attempt.result == "ok" for attempt in tries)
+        ):
             dead.append((source, target))
     hosts = list(seen.network.ways)
     for name in hosts:
-        mine = [pair for pair in dead if name in pair]
-        if len(hosts) > 2 and len(mine) == len(hosts) - 1:
+        own_pairs = [pair for pair in dead if name in pair]
+        if len(hosts) > 2 and len(own_pairs) == len(hosts) - 1:
             dead = [pair for pair in dead if name not in pair]
-            way = seen.network.ways[name]
+            chosen = seen.network.ways[name]
             evidence = (
-                f"nothing passes between it ({way.address} on {way.interface}) and any other, not even to ssh's port"
+                f"nothing passes between it ({chosen.address} on {chosen.interface}) and any other, not even to "
+                "ssh's port"
             )
-            yield _nothing_passes(name, None, evidence, way)
-    for one, other in dead:
-        way, peer = seen.network.ways[one], seen.network.ways[other]
+            yield _nothing_passes(name, None, evidence, chosen)
+    for first, second in dead:
+        chosen, peer = seen.network.ways[first], seen.network.ways[second]
         evidence = (
-            f"nothing passes between {way.address} on {way.interface} and {other}'s {peer.address} on "
+            f"nothing passes between {chosen.address} on {chosen.interface} and {second}'s {peer.address} on "
             f"{peer.interface}, not even to ssh's port"
         )
-        yield _nothing_passes(one, other, evidence, way)
+        yield _nothing_passes(first, second, evidence, chosen)
 
 
 def _nothing_passes(name: str, peer: str | None, evidence: str, way: Way) -> Finding:
@@ -251,69 +265,77 @@ def _nothing_passes(name: str, peer: str | None, evidence: str, way: Way) -> Fin
 
 
 def _firewalls(seen: Seen, separate: set[tuple[str | None, str | None]]) -> Iterator[Finding]:
-    """Ports of the target that do not answer the source, although we listen there."""
-    alone = {host for host, peer in separate if peer is None}
-    closed: dict[str, list[Pair]] = {}
+    """Check for ports of the target that do not answer the source, although a listener is there."""
+    isolated = {host for host, peer in separate if peer is None}
+    blocked: dict[str, list[Pair]] = {}
     for pair in seen.network.pairs:
-        apart = (pair.source, pair.target) in separate or pair.source in alone or pair.target in alone
-        if not pair.is_open and not apart and pair.source in seen.facts and pair.target in seen.facts:
-            closed.setdefault(pair.target, []).append(pair)
-    for target, pairs in closed.items():
-        together = len(pairs) >= MANY and len({_closed(pair) for pair in pairs}) == 1
-        for group in [pairs] if together else [[pair] for pair in pairs]:
+        is_explained = (pair.source, pair.target) in separate or pair.source in isolated or pair.target in isolated
+        if not pair.is_open and not is_explained and pair.source in seen.facts and pair.target in seen.facts:
+            blocked.setdefault(pair.target, []).append(pair)
+    for target, pairs in blocked.items():
+        is_shared = len(pairs) >= MANY and len({_closed(pair) for pair in pairs}) == 1
+        for group in [pairs] if is_shared else [[pair] for pair in pairs]:
             needed = any(_is_needed(seen, pair) for pair in group)
             yield _firewall(seen, target, group, "error" if needed else "warning")
 
 
 def _firewall(seen: Seen, target: str, pairs: Sequence[Pair], severity: Severity) -> Finding:
     pair = pairs[0]
-    way = seen.network.ways[target]
-    sources = [one.source for one in pairs]
-    words = [f"connected to ssh's port {one.port}" for one in pair.tries if one.what == "ssh" and one.result == "ok"]
-    rendezvous = [one for one in pair.tries if one.what == "rendezvous"]
-    words += [f"connected to port {one.port}" for one in rendezvous if one.result == "ok"]
-    words += [f"{_failed(one.result)} on port {one.port}" for one in pair.blocked("rendezvous")]
+    chosen = seen.network.ways[target]
+    sources = [blocked_pair.source for blocked_pair in pairs]
+    outcomes = [
+        f"connected to ssh's port {attempt.port}"
+        for attempt in pair.tries
+        if attempt.what == "ssh" and attempt.result == "ok"
+    ]
+    rendezvous = [attempt for attempt in pair.tries if attempt.what == "rendezvous"]
+    outcomes += [f"connected to port {attempt.port}" for attempt in rendezvous if attempt.result == "ok"]
+    outcomes += [f"{_failed(attempt.result)} on port {attempt.port}" for attempt in pair.blocked("rendezvous")]
     blocked = pair.blocked("ephemeral")
     if blocked:
-        tried = sum(one.what == "ephemeral" for one in pair.tries)
-        numbers = ", ".join(str(one.port) for one in blocked)
-        all_of = "" if len(blocked) == tried else f"{len(blocked)} of {tried} "
-        words.append(f"{_failed(blocked[0].result)} on {all_of}ephemeral ports ({numbers})")
-    spared = "" if severity == "error" else ". A run over Gloo starts all the same: it connects the other way round"
+        num_tried = sum(attempt.what == "ephemeral" for attempt in pair.tries)
+        numbers = ", ".join(str(attempt.port) for attempt in blocked)
+        share = "" if len(blocked) == num_tried else f"{len(blocked)} of {num_tried} "
+        outcomes.append(f"{_failed(blocked[0].result)} on {share}ephemeral ports ({numbers})")
+    note = "" if severity == "error" else ". A run over Gloo starts all the same: it connects in the other direction"
     return Finding(
         check="net.firewall", severity=severity, host=target, peer=sources[0] if len(sources) == 1 else None,
-        evidence=f"{listed(sources)} cannot reach {target} at {way.address}: {', '.join(words)}{spared}",
+        evidence=f"{listed(sources)} cannot reach {target} at {chosen.address}: {', '.join(outcomes)}{note}",
         fix=_open(seen, target, pairs),
     )  # fmt: skip
 
 
 def _is_needed(seen: Seen, pair: Pair) -> bool:
-    """Would a run over Gloo need what is blocked?"""
+    """Return whether a run over Gloo needs a port that is blocked."""
     if pair.blocked("rendezvous") and pair.target == seen.head:
         return True
-    mine, other = (ipaddress.ip_address(seen.network.ways[name].address) for name in (pair.source, pair.target))
-    return bool(pair.blocked("ephemeral")) and (mine.version != other.version or mine.packed > other.packed)
+    source, target = (ipaddress.ip_address(seen.network.ways[name].address) for name in (pair.source, pair.target))
+    return bool(pair.blocked("ephemeral")) and (source.version != target.version or source.packed > target.packed)
 
 
 def _open(seen: Seen, target: str, pairs: Sequence[Pair]) -> str:
-    """The command of the firewall that the target really has."""
-    facts, way = seen.facts[target], seen.network.ways[target]
-    many = len(pairs) > 1
-    source = (way.network or way.address) if many else pairs[0].sent_from or seen.network.ways[pairs[0].source].address
+    """Return the command that opens the ports, for the firewall that the target has."""
+    facts, chosen = seen.facts[target], seen.network.ways[target]
+    is_group = len(pairs) > 1
+    source = (
+        (chosen.network or chosen.address)
+        if is_group
+        else pairs[0].sent_from or seen.network.ways[pairs[0].source].address
+    )
     family = "ip6" if ":" in source else "ip"
-    root = seen.sudo(target)
+    sudo = seen.sudo(target)
     if facts.firewall == "ufw":
-        command = f"{root}ufw allow from {source}"
+        command = f"{sudo}ufw allow from {source}"
     elif facts.firewall == "firewalld":
-        command = f"{root}firewall-cmd --permanent --zone=trusted --add-source={source} && {root}firewall-cmd --reload"
+        command = f"{sudo}firewall-cmd --permanent --zone=trusted --add-source={source} && {sudo}firewall-cmd --reload"
     elif facts.firewall == "nftables":
-        command = f"{root}nft insert rule {facts.firewall_chain} {family} saddr {source} accept"
+        command = f"{sudo}nft insert rule {facts.firewall_chain} {family} saddr {source} accept"
     elif facts.firewall == "macos":
-        command = f"{root}/usr/libexec/ApplicationFirewall/socketfilterfw --add {facts.python}"
+        command = f"{sudo}/usr/libexec/ApplicationFirewall/socketfilterfw --add {facts.python}"
     else:
         tables = "ip6tables" if family == "ip6" else "iptables"
-        command = f"{root}{tables} -I INPUT -s {source} -j ACCEPT"
-    unknown = "" if facts.firewall else f" (its firewall is not known; with ufw: {root}ufw allow from {source})"
+        command = f"{sudo}{tables} -I INPUT -s {source} -j ACCEPT"
+    unknown = "" if facts.firewall else f" (its firewall is not known; with ufw: {sudo}ufw allow from {source})"
     return f"on {target}: {command}{unknown}"
 
 
@@ -322,36 +344,36 @@ def _closed(pair: Pair) -> tuple[bool, bool]:
 
 
 def _failed(result: str) -> str:
-    words = {
+    descriptions = {
         "timeout": "timed out",
         "refused": "was refused",
-        "stranger": "met somebody else",
-        "unreachable": "has no way",
+        "stranger": "reached another program",
+        "unreachable": "found no route",
     }
-    return words.get(result, result)
+    return descriptions.get(result, result)
 
 
-# --- the rendezvous ----------------------------------------------------------------------------------------------
+# --- rendezvous --------------------------------------------------------------------------------------------------
 
 
 def _rendezvous(seen: Seen, told: set[str | None]) -> Iterator[Finding]:
-    """The endpoint must be local on exactly one host."""
+    """Check that the rendezvous address is local to exactly one host."""
     head = seen.head
-    way = seen.network.ways.get(head) if head is not None else None
-    if head is not None and way is not None:
-        if ipaddress.ip_address(way.address).is_loopback:
+    chosen = seen.network.ways.get(head) if head is not None else None
+    if head is not None and chosen is not None:
+        if ipaddress.ip_address(chosen.address).is_loopback:
             yield Finding(
                 check="net.rendezvous-loopback", severity="error", host=head,
-                evidence=f"the rendezvous would be at {way.address}, where every host finds only itself",
+                evidence=f"the rendezvous would be at {chosen.address}, where every host reaches only itself",
                 fix=f"[hosts.{head}] interface = … one that the others reach",
             )  # fmt: skip
         else:
-            twins = [name for name, facts in seen.facts.items() if name != head and facts.interface_of(way.address)
+            twins = [name for name, facts in seen.facts.items() if name != head and facts.interface_of(chosen.address)
                      and facts.machine_id != seen.facts[head].machine_id]  # fmt: skip
             for name in [] if head in told or told & set(twins) else twins:
                 yield Finding(
                     check="net.rendezvous-loopback", severity="error", host=name, peer=head,
-                    evidence=f"{name} and {head} both have the address {way.address}: each would meet only itself",
+                    evidence=f"{name} and {head} both have the address {chosen.address}: each would reach only itself",
                     fix=f"[hosts.{head}] interface = … with an address of its own",
                 )  # fmt: skip
     for name, facts in seen.facts.items():
@@ -359,7 +381,7 @@ def _rendezvous(seen: Seen, told: set[str | None]) -> Iterator[Finding]:
         if address is not None and (address == "localhost" or (is_address(address) and is_loopback(address))):
             yield Finding(
                 check="net.rendezvous-loopback", severity="warning", host=name,
-                evidence=f"MASTER_ADDR={address} in its environment: torchrun by hand would form a world of its own",
+                evidence=f"MASTER_ADDR={address} in its environment: torchrun by hand would start a group of its own",
                 fix=f"{seen.unset(name, 'MASTER_ADDR')}  # evener sets it for its runs",
             )  # fmt: skip
         if head is None or name == head or seen.facts[head].hostname == facts.hostname:
@@ -368,7 +390,7 @@ def _rendezvous(seen: Seen, told: set[str | None]) -> Iterator[Finding]:
         if answers and is_loopback(answers[0]):
             yield Finding(
                 check="net.rendezvous-loopback", severity="warning", host=name, peer=head,
-                evidence=f"{name} takes {seen.facts[head].hostname} for {answers[0]}, itself{BY_NAMES}",
-                fix=in_place_of(name, seen.facts[head].hostname, way.address, seen.sudo(name))
-                if way is not None else f"on {name}: look for {seen.facts[head].hostname} in /etc/hosts",
+                evidence=f"{name} resolves {seen.facts[head].hostname} to {answers[0]}, which is itself{BY_NAMES}",
+                fix=in_place_of(name, seen.facts[head].hostname, chosen.address, seen.sudo(name))
+                if chosen is not None else f"on {name}: look for {seen.facts[head].hostname} in /etc/hosts",
             )  # fmt: skip

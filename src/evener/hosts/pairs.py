@@ -1,7 +1,7 @@
-"""What gets through from each host to each other? Every ordered pair, by real connections; see `remote/net.py`.
+"""Probe the connectivity of every ordered pair of hosts by real connections; the hosts run `remote/connectivity.py`.
 
-Each host listens once and tries all its peers at once, so that the number of requests grows with the hosts, not with
-the pairs. Only the short bursts that measure goodput take turns, so that they do not disturb each other.
+Each host listens once and connects to all its peers at once, so that the number of requests grows with the hosts, not
+with the pairs. Only the short bursts that measure goodput take turns, so that they do not disturb each other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from evener.hosts.facts import Facts
 from evener.hosts.session import RemoteError, Sessions
 from evener.hosts.ways import Way, choose, in_order
 
-CONNECT_S = 2.2  # the second SYN is sent after one second: a lost packet is no firewall
-REACH_S = 1.3  # to choose a way: what is closed there is looked at again, on the way chosen
-MORE_PORTS = 2  # random ports of the system's range, beside the one that the kernel chooses
-FAST_BPS = 500e6  # a link that is faster is measured once: what limits is the sender
-ALL_PAIRS = 4  # hosts, up to which goodput is measured between all; above, between neighbours in the ring
+CONNECT_S = 2.2  # the second SYN is sent after one second, so that a lost packet does not look like a firewall
+REACH_S = 1.3  # to choose an interface: what is closed then is tried again, on the interface chosen
+MORE_PORTS = 2  # random ports of the system's range, besides the one that the kernel chooses
+FAST_BPS = 500e6  # a faster link is measured once: the sender is the limit
+ALL_PAIRS = 4  # hosts: up to so many, goodput is measured between all of them; above, between ring neighbours
 BURST_S, WARM_S = 0.16, 0.06
 LONG_BURST_S, LONG_WARM_S = 0.5, 0.15  # a doubtful figure is measured again
 
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True):
-    """One connection that was tried."""
+    """One connection attempt."""
 
     what: Literal["rendezvous", "ephemeral", "ssh"]
     port: int
@@ -41,13 +41,13 @@ class Try(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """From one host to another."""
+    """What was measured from one host to another."""
 
     source: str
     target: str
     tries: list[Try] = []
     sent_from: str | None = None  # the address that the source's kernel chose
-    answered_by: str | None = None  # the card that answers for the target's address; asked where a port did not answer
+    answered_by: str | None = None  # MAC that answers for the target's address; asked if a port did not
     rtt_s: float | None = None  # median
     rtt_p05_s: float | None = None
     rtt_p95_s: float | None = None
@@ -58,32 +58,32 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     segments: int | None = None
 
     def blocked(self, what: str) -> list[Try]:
-        """What did not get through, of the rendezvous port or of the ephemeral ones."""
-        return [one for one in self.tries if one.what == what and one.result not in ("ok", "untried")]
+        """Return the failed attempts on the rendezvous port, or on the ephemeral ones."""
+        return [attempt for attempt in self.tries if attempt.what == what and attempt.result not in ("ok", "untried")]
 
     @property
     def is_open(self) -> bool:
-        """Did every port answer?"""
+        """Return whether every port answered."""
         return not self.blocked("rendezvous") and not self.blocked("ephemeral")
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found between the hosts."""
+    """What was measured between the hosts."""
 
     ways: dict[str, Way]  # by host
     pairs: list[Pair] = []
     resolved: dict[str, dict[str, list[str] | None]] = {}  # by host, by name
-    reached: dict[str, dict[str, int | None]] = {}  # by host, by its own address: how many peers got through
+    reached: dict[str, dict[str, int | None]] = {}  # by host, by its own address: how many peers reached it
 
 
 class Asker:
-    """Asks the hosts, all at the same time; a host that is lost on the way is left out of what follows."""
+    """Calls functions on all hosts at once. A host that is lost is left out of later calls."""
 
     def __init__(self, sessions: Sessions, errors: dict[str, HostError]) -> None:
         self.sessions, self._errors = sessions, errors
 
     def ask(self, names: Sequence[str], function: str, args: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        """{host: what the function of remote/net.py returned there}, without those that failed."""
+        """Call a function of `remote/connectivity.py`; return {host: result}, without the hosts that failed."""
 
         def work(name: str) -> Any:
             return self.sessions[name].call("net", function, **args(name))
@@ -91,7 +91,7 @@ class Asker:
         return {name: value for name, value in self.each(names, work).items() if value is not None}
 
     def each(self, names: Sequence[str], work: Callable[[str], R]) -> dict[str, R | None]:
-        """{host: work(host)}; None where the host was lost or its function raised."""
+        """Return {host: work(host)}; None if the host was lost or its function raised."""
         alive = [name for name in names if name not in self._errors]
         if not alive:
             return {}
@@ -106,7 +106,7 @@ class Asker:
         except RemoteError as error:
             self._errors[name] = HostError(
                 f"{name}: cannot be examined: {error.kind}: {error.message}", check="ssh.unreachable", host=name,
-                output=error.traceback, hint="this is a mistake of evener's: please report it",
+                output=error.traceback, hint="this is a bug in evener: please report it",
             )  # fmt: skip
         return None
 
@@ -115,18 +115,21 @@ def examine(
     asker: Asker, facts: Mapping[str, Facts], ways: Mapping[str, Sequence[Way]], *, port: int,
     ssh_ports: Mapping[str, int], names: Sequence[str], quick: bool, told: Callable[[str], None] = lambda text: None,
 ) -> Network:  # fmt: skip
-    """Choose a way for each host by trying them, then look at every ordered pair on the ways chosen."""
+    """Choose an interface for each host by trying its candidates, then probe every ordered pair on those chosen."""
     secret = secrets.token_hex(16)
     identities = {name: secrets.token_hex(16) for name in facts}
     ordered = in_order(ways, facts)
     hosts = [name for name in ordered if ordered[name]]
     told("listening on every host")
     listening = asker.ask(hosts, "listen", lambda name: {
-        "addresses": [way.address for way in ordered[name]], "secret": secret, "identity": identities[name],
+        "addresses": [candidate.address for candidate in ordered[name]], "secret": secret, "identity": identities[name],
         "port": port, "more": MORE_PORTS, "low": facts[name].port_range[0], "high": facts[name].port_range[1],
     })  # fmt: skip
     hosts = list(listening)
-    usable = {name: [way for way in ordered[name] if not listening[name][way.address]["error"]] for name in hosts}
+    usable = {
+        name: [candidate for candidate in ordered[name] if not listening[name][candidate.address]["error"]]
+        for name in hosts
+    }
     hosts = [name for name in hosts if usable[name]]
     try:
         reached = _reach(asker, hosts, usable, listening, identities, secret)
@@ -149,14 +152,14 @@ Listening = Mapping[str, dict[str, dict[str, Any]]]
 
 def _reach(asker: Asker, hosts: list[str], ways: Mapping[str, list[Way]], listening: Listening,
            identities: Mapping[str, str], secret: str) -> dict[str, dict[str, int | None]]:  # fmt: skip
-    """Of every address, how many peers got through to it. With one way for each host there is nothing to choose."""
+    """Return how many peers reached each address. With one candidate for each host there is nothing to choose."""
     if all(len(ways[name]) == 1 for name in hosts):
         return {name: {ways[name][0].address: len(hosts) - 1} for name in hosts}
     targets = {
         source: [
-            {"peer": target, "address": way.address, "port": listening[target][way.address]["ephemeral"],
+            {"peer": target, "address": candidate.address, "port": listening[target][candidate.address]["ephemeral"],
              "identity": identities[target], "rank": rank}
-            for target in hosts if target != source for rank, way in enumerate(ways[target])
+            for target in hosts if target != source for rank, candidate in enumerate(ways[target])
         ]
         for source in hosts
     }  # fmt: skip
@@ -164,10 +167,10 @@ def _reach(asker: Asker, hosts: list[str], ways: Mapping[str, list[Way]], listen
         hosts, "connect", lambda name: {"targets": targets[name], "secret": secret, "within_s": REACH_S}
     )
     reached: dict[str, dict[str, int | None]] = {
-        name: dict.fromkeys(way.address for way in ways[name]) for name in hosts
+        name: dict.fromkeys(candidate.address for candidate in ways[name]) for name in hosts
     }
-    for source, tried in results.items():
-        for target, outcome in zip(targets[source], tried, strict=True):
+    for source, outcomes in results.items():
+        for target, outcome in zip(targets[source], outcomes, strict=True):
             if outcome["result"] != "untried":
                 counts = reached[target["peer"]]
                 counts[target["address"]] = (counts[target["address"]] or 0) + (outcome["result"] == "ok")
@@ -176,55 +179,58 @@ def _reach(asker: Asker, hosts: list[str], ways: Mapping[str, list[Way]], listen
 
 def _connect(asker: Asker, hosts: list[str], ways: Mapping[str, Way], listening: Listening,
              identities: Mapping[str, str], secret: str, port: int, ssh_ports: Mapping[str, int]) -> Pairs:  # fmt: skip
-    """The rendezvous port and the ephemeral ones, from every host to every other; and ssh's port, to compare."""
+    """Try the rendezvous port and the ephemeral ones from every host to every other, and ssh's port for comparison."""
     targets: dict[str, list[dict[str, Any]]] = {source: [] for source in hosts}
     for source in hosts:
         for target in hosts:
             if target == source:
                 continue
-            there = listening[target][ways[target].address]
-            ports = [("ephemeral", one) for one in (there["ephemeral"], *there["more"])]
-            if there["rendezvous"]:
+            listener = listening[target][ways[target].address]
+            ports = [("ephemeral", number) for number in (listener["ephemeral"], *listener["more"])]
+            if listener["rendezvous"]:
                 ports.append(("rendezvous", port))
             if target in ssh_ports:
                 ports.append(("ssh", ssh_ports[target]))
             targets[source] += [
-                {"peer": target, "what": what, "address": ways[target].address, "port": number,
-                 "rank": int(what == "ssh"), "identity": None if what == "ssh" else identities[target]}
-                for what, number in ports
+                {"peer": target, "what": kind, "address": ways[target].address, "port": number,
+                 "rank": int(kind == "ssh"), "identity": None if kind == "ssh" else identities[target]}
+                for kind, number in ports
             ]  # fmt: skip
     results = asker.ask(
         hosts, "connect", lambda name: {"targets": targets[name], "secret": secret, "within_s": CONNECT_S}
     )
     pairs: Pairs = {}
-    for source, tried in results.items():
-        for asked, outcome in zip(targets[source], tried, strict=True):
-            key = (source, asked["peer"])
-            pair = pairs.setdefault(key, Pair(source=source, target=asked["peer"]))
-            one = Try(what=asked["what"], port=asked["port"], result=outcome["result"], detail=outcome["detail"])
+    for source, outcomes in results.items():
+        for request, outcome in zip(targets[source], outcomes, strict=True):
+            key = (source, request["peer"])
+            pair = pairs.setdefault(key, Pair(source=source, target=request["peer"]))
+            attempt = Try(
+                what=request["what"], port=request["port"], result=outcome["result"], detail=outcome["detail"]
+            )
             pairs[key] = msgspec.structs.replace(
-                pair, tries=[*pair.tries, one], sent_from=pair.sent_from or outcome["source"]
+                pair, tries=[*pair.tries, attempt], sent_from=pair.sent_from or outcome["source"]
             )
     return pairs
 
 
 def _who_answers(asker: Asker, ways: Mapping[str, Way], pairs: Pairs) -> Pairs:
-    """Of pairs that are not open: another machine with the target's address looks like a firewall."""
-    asks: dict[str, list[str]] = {}
+    """Add whose MAC answers, to pairs that are not open: another machine with the target's address looks like a
+    firewall."""
+    addresses: dict[str, list[str]] = {}
     for (source, target), pair in pairs.items():
         if not pair.is_open:
-            asks.setdefault(source, []).append(ways[target].address)
-    told = asker.ask(list(asks), "neighbours", lambda name: {"addresses": asks[name]})
+            addresses.setdefault(source, []).append(ways[target].address)
+    macs = asker.ask(list(addresses), "neighbours", lambda name: {"addresses": addresses[name]})
     return {
-        (source, target): msgspec.structs.replace(pair, answered_by=told.get(source, {}).get(ways[target].address))
+        (source, target): msgspec.structs.replace(pair, answered_by=macs.get(source, {}).get(ways[target].address))
         for (source, target), pair in pairs.items()
     }
 
 
 def _target(pair: Pair, ways: Mapping[str, Way], listening: Listening) -> dict[str, Any] | None:
-    """A port of the other end that answered; None if none did."""
+    """Return a port of the target that answered; None if none did."""
     address = ways[pair.target].address
-    port = next((one.port for one in pair.tries if one.result == "ok" and one.what != "ssh"), None)
+    port = next((attempt.port for attempt in pair.tries if attempt.result == "ok" and attempt.what != "ssh"), None)
     if port is None:
         return None
     mtus = [mtu for mtu in (ways[pair.source].mtu, ways[pair.target].mtu) if mtu is not None]
@@ -234,58 +240,58 @@ def _target(pair: Pair, ways: Mapping[str, Way], listening: Listening) -> dict[s
 
 def _talk(asker: Asker, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
           pairs: Pairs) -> Pairs:  # fmt: skip
-    """Round trips of small messages first, while all is quiet; then a large one, and large packets."""
-    open_ones = {key: target for key, pair in pairs.items() if (target := _target(pair, ways, listening))}
-    keys = {source: [key for key in open_ones if key[0] == source] for source in hosts}
-    targets = {source: [open_ones[key] for key in keys[source]] for source in hosts}
-    found = dict(pairs)
+    """Measure round trips of small messages, while the links are idle; then send a large message and large packets."""
+    open_targets = {key: target for key, pair in pairs.items() if (target := _target(pair, ways, listening))}
+    keys = {source: [key for key in open_targets if key[0] == source] for source in hosts}
+    targets = {source: [open_targets[key] for key in keys[source]] for source in hosts}
+    measured = dict(pairs)
     trips = asker.ask(hosts, "round_trips", lambda name: {"targets": targets[name], "secret": secret})
-    for source, told in trips.items():
-        for key, seconds in zip(keys[source], told, strict=True):
+    for source, results in trips.items():
+        for key, seconds in zip(keys[source], results, strict=True):
             if seconds:
-                found[key] = msgspec.structs.replace(
-                    found[key],
+                measured[key] = msgspec.structs.replace(
+                    measured[key],
                     rtt_s=median(seconds),
                     rtt_p05_s=percentile(seconds, 0.05),
                     rtt_p95_s=percentile(seconds, 0.95),
                 )
-    for source, told in asker.ask(hosts, "large", lambda name: {"targets": targets[name], "secret": secret}).items():
-        for key, outcome in zip(keys[source], told, strict=True):
-            found[key] = msgspec.structs.replace(found[key], **outcome)
-    return found
+    for source, results in asker.ask(hosts, "large", lambda name: {"targets": targets[name], "secret": secret}).items():
+        for key, outcome in zip(keys[source], results, strict=True):
+            measured[key] = msgspec.structs.replace(measured[key], **outcome)
+    return measured
 
 
 def _measure(asker: Asker, hosts: list[str], ways: Mapping[str, Way], listening: Listening, secret: str,
              pairs: Pairs, told: Callable[[str], None]) -> Pairs:  # fmt: skip
-    """Goodput, one pair after another. What looks doubtful is measured again for longer: the better counts."""
-    found = dict(pairs)
+    """Measure goodput, one pair after another. Repeat doubtful measurements for longer, and keep the better."""
+    measured = dict(pairs)
 
     def burst(key: tuple[str, str], seconds: float, warm_s: float) -> None:
-        target = _target(found[key], ways, listening)
-        if target is None or found[key].large != "ok":
+        target = _target(measured[key], ways, listening)
+        if target is None or measured[key].large != "ok":
             return
         told(f"measuring {key[0]} to {key[1]}")
-        seen = asker.ask(
+        result = asker.ask(
             [key[0]], "burst", lambda name: {"target": target, "secret": secret, "seconds": seconds, "warm_s": warm_s}
         ).get(key[0])
-        if seen and seen["goodput_Bps"] > (found[key].goodput_Bps or 0.0):
-            found[key] = msgspec.structs.replace(
-                found[key],
-                goodput_Bps=seen["goodput_Bps"],
-                retransmits=seen["retransmits"],
-                segments=seen["segments"],
+        if result and result["goodput_Bps"] > (measured[key].goodput_Bps or 0.0):
+            measured[key] = msgspec.structs.replace(
+                measured[key],
+                goodput_Bps=result["goodput_Bps"],
+                retransmits=result["retransmits"],
+                segments=result["segments"],
             )
 
-    keys = [key for key in bursts_of(hosts) if key in found]
+    keys = [key for key in bursts_of(hosts) if key in measured]
     for key in keys:
         burst(key, BURST_S, WARM_S)
-    for key in doubtful({key: found[key] for key in keys}):
+    for key in doubtful({key: measured[key] for key in keys}):
         burst(key, LONG_BURST_S, LONG_WARM_S)
-    return found
+    return measured
 
 
 def bursts_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Between which hosts goodput is measured: all ordered pairs of a few, else neighbours in the ring, both ways.
+    """Return the pairs whose goodput is measured: all ordered pairs of a few hosts, else ring neighbours, both ways.
 
     >>> bursts_of(["a", "b"])
     [('a', 'b'), ('b', 'a')]
@@ -295,18 +301,18 @@ def bursts_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
     if len(hosts) <= ALL_PAIRS:
         return [(a, b) for a in hosts for b in hosts if a != b]
     ring = [(hosts[i], hosts[(i + 1) % len(hosts)]) for i in range(len(hosts))]
-    return [way for a, b in ring for way in ((a, b), (b, a))]
+    return [pair for a, b in ring for pair in ((a, b), (b, a))]
 
 
 def doubtful(pairs: Mapping[tuple[str, str], Pair]) -> list[tuple[str, str]]:
-    """Pairs whose goodput is far from the best, from its other direction, or came with many segments sent again."""
+    """Return the pairs whose goodput is far below the best or the other direction, or came with many retransmits."""
     known = {key: pair.goodput_Bps for key, pair in pairs.items() if pair.goodput_Bps}
     best = max(known.values(), default=0.0)
-    found = []
+    selected = []
     for key, goodput in known.items():
-        back = known.get((key[1], key[0]), goodput)
+        reverse = known.get((key[1], key[0]), goodput)
         loss = (pairs[key].retransmits or 0) / (pairs[key].segments or 1)
-        slow = goodput < FAST_BPS and (goodput < best / 2 or goodput < back / 1.4 or goodput < 20e6)
+        slow = goodput < FAST_BPS and (goodput < best / 2 or goodput < reverse / 1.4 or goodput < 20e6)
         if slow or loss > 0.005:
-            found.append(key)
-    return found[:16]
+            selected.append(key)
+    return selected[:16]

@@ -1,11 +1,11 @@
-"""How does one talk with a machine? Requests and replies over one connection; many at a time.
+"""Sessions: RPC to a host, many calls at a time over one connection.
 
     with connect(fleet) as (sessions, errors):
         facts = sessions["attic"].call("facts", "collect", workdir="~/.evener")
 
-A module of `hosts/remote` is sent the first time it is used. Only values of JSON and raw bytes travel: nothing is
-unpickled. A connection that is lost raises HostError (a transport failure); what goes wrong in the function itself
-raises RemoteError, so the two are never confused.
+A module of `hosts/remote` is sent the first time it is used. Only JSON values and raw bytes are transferred: nothing is
+unpickled. A lost connection raises HostError (a transport failure); an exception in the called function raises
+RemoteError, so the two are never confused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from evener.hosts.shell import Shell, shell_of
 REMOTE = Path(__file__).parent / "remote"
 MAGIC = b"\nevener-session-1\n"
 HELLO_S = 12.0
-ANSWER_S = 3.0  # from a connection to an answer
+ANSWER_S = 3.0  # from the TCP connection to the reply
 CALL_S = 30.0
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 class RemoteError(Exception):
-    """A function on a host raised: its message, the exception's name and the traceback there."""
+    """An exception that a function raised on a host: its message, its class name and its traceback there."""
 
     def __init__(self, host: str, message: str, kind: str, traceback: str) -> None:
         super().__init__(f"{host}: {message}")
@@ -58,7 +58,7 @@ class Session:
         self._lost: HostError | None = None
         self._closing = False
         self._stderr: list[bytes] = []
-        self._noise = b""  # what was printed before the program there answered
+        self._noise = b""  # printed before the remote program answered
         self._queues["hello"] = queue.SimpleQueue()
         self._errors = threading.Thread(target=self._read_stderr, daemon=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -76,7 +76,7 @@ class Session:
     def call(
         self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_S, **args: Any
     ) -> Any:
-        """What the function returns; None of one that yields nothing."""
+        """Call a function and return its result: the last item of one that yields, None if it yields nothing."""
         value = None
         for item in self.stream(module, function, body=body, timeout_s=timeout_s, **args):
             value = item
@@ -85,7 +85,7 @@ class Session:
     def stream(
         self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_S, **args: Any
     ) -> Iterator[Any]:
-        """What the function yields, as it comes; at most `timeout_s` from one to the next. Leaving early cancels it."""
+        """Yield the items of a function as they arrive, at most `timeout_s` apart. Leaving early cancels the call."""
         self._load(module)
         request_id = self._request({"module": module, "function": function, "args": args}, body)
         done = False
@@ -107,7 +107,7 @@ class Session:
                     self._write(json.dumps({"cancel": request_id}).encode() + b"\n")
 
     def clock_offset_s(self, repeats: int = 5) -> tuple[float, float]:
-        """(their clock minus ours, the error of that): from the round trip that took least time."""
+        """Return (their clock minus ours, the error of that), from the shortest of several round trips."""
         best = (0.0, float("inf"))
         for _ in range(repeats):
             ping = f"ping-{next(self._ids)}"
@@ -122,7 +122,7 @@ class Session:
         return best
 
     def close(self) -> None:
-        """End the connection, and with it whatever the host did for it."""
+        """Close the connection, which ends whatever the host runs for it."""
         self._closing = True
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
@@ -157,9 +157,9 @@ class Session:
 
     def _next(self, key: Any, timeout_s: float | None) -> tuple[dict[str, Any], bytes]:
         with self._lock:
-            waiting = self._queues[key]
+            replies = self._queues[key]
         try:
-            header, content = waiting.get(timeout=timeout_s)
+            header, content = replies.get(timeout=timeout_s)
         except queue.Empty:
             if key == "hello":
                 raise self._failed(None) from None
@@ -167,11 +167,11 @@ class Session:
                 f"{self.name}: no answer within {timeout_s:g} s",
                 check="ssh.unreachable",
                 host=self.name,
-                hint="the machine or the way to it stands still",
+                hint="the machine or its network has stopped responding",
             ) from None
         if "lost" in header:
             assert self._lost is not None
-            waiting.put((header, content))
+            replies.put((header, content))
             raise self._lost
         return header, content
 
@@ -192,13 +192,13 @@ class Session:
         assert stdout is not None
         answered = False
         try:
-            noise = b"\n"
-            while not noise.endswith(MAGIC):  # a login script may print before
+            login_output = b"\n"
+            while not login_output.endswith(MAGIC):  # a login script may print before
                 line = stdout.readline()
                 if not line:
                     return
-                noise = (noise + line)[-4096:]
-                self._noise = noise
+                login_output = (login_output + line)[-4096:]
+                self._noise = login_output
             answered = True
             while True:
                 line = stdout.readline()
@@ -211,14 +211,14 @@ class Session:
                     return
                 key = "hello" if "hello" in header else header.get("id", header.get("ping"))
                 with self._lock:
-                    waiting = self._queues.get(key)
-                if waiting is not None:
-                    waiting.put((header, content))
+                    replies = self._queues.get(key)
+                if replies is not None:
+                    replies.put((header, content))
         finally:
             self._end(answered)
 
     def _end(self, answered: bool) -> None:
-        """The connection is over: everyone who waits is told why."""
+        """Fail every pending request with the reason why the connection ended."""
         if self._closing:
             status = None
         else:
@@ -229,20 +229,20 @@ class Session:
             self._errors.join(1)
         self._lost = self._connection_lost(status) if answered or self._closing else self._failed(status)
         with self._lock:  # a request that comes later sees _lost
-            for waiting in self._queues.values():
-                waiting.put(({"lost": True}, b""))
+            for replies in self._queues.values():
+                replies.put(({"lost": True}, b""))
 
     def _failed(self, status: int | None) -> HostError:
-        said = (b"".join(self._stderr), self._noise)
-        return self._shell.failure(status, *(text.decode(errors="replace") for text in said))
+        outputs = (b"".join(self._stderr), self._noise)
+        return self._shell.failure(status, *(text.decode(errors="replace") for text in outputs))
 
     def _connection_lost(self, status: int | None) -> HostError:
-        said = b"".join(self._stderr).decode(errors="replace").strip().splitlines()[-1:]
+        last_line = b"".join(self._stderr).decode(errors="replace").strip().splitlines()[-1:]
         return HostError(
-            f"{self.name}: the connection was lost" + (f": {said[0]}" if said else ""),
+            f"{self.name}: the connection was lost" + (f": {last_line[0]}" if last_line else ""),
             check="ssh.unreachable",
             host=self.name,
-            hint="is it still on, and the way to it? Then try again: nothing was changed there",
+            hint="is the machine still on, and its network up? Then try again: nothing was changed there",
         )
 
     def _read_stderr(self) -> None:
@@ -256,17 +256,20 @@ Sessions = dict[str, Session]
 
 
 def open_session(name: str, host: Host, patience_s: float = HELLO_S) -> Session:
-    """A connection to one host; one is more patient where its ConnectTimeout says so. HostError tells why there is
-    none: ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey, ssh.shell, net.mtu, version.python.
+    """Open a connection to one host; wait longer if its ssh options have a larger ConnectTimeout.
+
+    HostError says why it failed: ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey, ssh.shell, net.mtu, version.python.
     """
-    told = [re.match(r"(?i)connecttimeout[ =]+(\d+)$", option) for option in host.ssh_options]
-    return Session(name, shell_of(name, host), max([patience_s, *(int(one[1]) + ANSWER_S for one in told if one)]))
+    timeouts = [re.match(r"(?i)connecttimeout[ =]+(\d+)$", option) for option in host.ssh_options]
+    return Session(
+        name, shell_of(name, host), max([patience_s, *(int(match[1]) + ANSWER_S for match in timeouts if match)])
+    )
 
 
 @contextlib.contextmanager
 def connect(fleet: Fleet, patience_s: float = HELLO_S) -> Iterator[tuple[Sessions, dict[str, HostError]]]:
-    """Connections to all hosts at once, in the fleet's order, and the errors of those that cannot be reached, or that
-    have not answered in the seconds that one is patient.
+    """Connect to all hosts at once. Yield the sessions, in the fleet's order, and the errors of hosts that cannot be
+    reached or do not answer in time.
     """
     opened = for_each(fleet.hosts, lambda name: _try_open(name, fleet.hosts[name], patience_s))
     sessions = {name: result for name, result in opened.items() if isinstance(result, Session)}
@@ -278,14 +281,14 @@ def connect(fleet: Fleet, patience_s: float = HELLO_S) -> Iterator[tuple[Session
 
 
 def for_each(names: Mapping[str, T] | list[str], work: Callable[[str], R]) -> dict[str, R]:
-    """What `work(name)` returns for each, all at the same time; the first exception is raised after all have ended."""
+    """Return {name: work(name)}, computed in parallel; raise the first exception after all have ended."""
     if not names:
         return {}
     pool = ThreadPoolExecutor(max_workers=len(names))
     futures = {name: pool.submit(work, name) for name in names}
     try:
         wait(futures.values())
-    except BaseException:  # Ctrl-C: whoever opened the connections closes them, and that ends the work
+    except BaseException:  # Ctrl-C: the caller closes its connections, and that ends the work
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()

@@ -1,6 +1,6 @@
-"""How is a program started on another machine? One fixed command for each host, over the user's own ssh.
+"""Transports: start Python on this machine, or on another by one fixed command over the user's own ssh.
 
-Everything else travels on its stdin, so nothing is ever quoted for a shell. See `hosts/session.py` for what is said.
+Everything else is sent on its stdin, so nothing is ever quoted for a shell. `hosts/session.py` has the protocol.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from evener.core.errors import HostError
 from evener.core.fleet import Host
 
 CONNECT_S = 5
-ALIVE_EVERY_S = 5  # a connection that is silent for three of these is dead
-# The line that tells why; with a jump host or a ProxyCommand, what follows it only says that there is no connection.
+ALIVE_EVERY_S = 5  # a connection without a reply for three of these is dead
+# The line that has the cause; with a jump host or a ProxyCommand, later lines only say that there is no connection.
 NO_WAY = re.compile(r"connect to host|could not resolve hostname|open failed: connect failed", re.IGNORECASE)
-VERBOSE_S = 2.0  # by then it has told what a login needs
-SMALL_S = 1.0  # the same where all that it sends is small
+VERBOSE_S = 2.0  # enough for ssh -v to print the steps of a login
+SMALL_S = 1.0  # the same, with small packets only
 REFUSED = re.compile(r"permission denied \(|too many authentication failures|no supported auth", re.IGNORECASE)
-OTHER_KEY = "is another than ssh remembers"  # a machine's host key
-IS_IN = "Authenticated to"  # of ssh -v
+OTHER_KEY = "is another than ssh remembers"  # its host key; `has_foreign_host_key` matches this text
+IS_IN = "Authenticated to"  # printed by ssh -v
 # With one algorithm of each kind instead of all, no message before the login is longer than 1200 bytes.
 SMALL = ("-o", "KexAlgorithms=curve25519-sha256", "-o", "Ciphers=aes128-ctr", "-o", "MACs=hmac-sha2-256")
 NO_SHELL = re.compile(r"account is (?:currently )?not available", re.IGNORECASE)  # nologin(8)
-LOGGED_IN = "evener-logged-in"  # what a shell says that runs a command at all
+LOGGED_IN = "evener-logged-in"  # printed by a login shell that runs our command
 READS = "read what was meant for the program"
 TOO_OLD = "evener needs another python than "
-# Reads a program's length and text from stdin and becomes it. It sees neither PYTHON… variables, nor packages of the
-# user's, nor files of the folder in which it starts: another torch or queue is what `doctor` is to find.
+# Reads a program's length and text from stdin and runs it. It sees no PYTHON… variables, no user packages and no files
+# of the folder in which it starts: `doctor` is to detect another torch or queue there, not to fail by it.
 BOOT = (
     f"import sys;sys.version_info<(3,8)and sys.exit('{TOO_OLD}'+sys.version.split()[0]);"
     "sys.path=[p for p in sys.path if p];"
@@ -43,25 +43,25 @@ FLAGS = ("-E", "-s", "-u")
 
 
 class Shell(Protocol):
-    """One machine's way in."""
+    """Starts Python on one machine."""
 
     name: str
 
     def start(self) -> subprocess.Popen[bytes]:
-        """A python on that machine that runs what it is sent; stdin, stdout and stderr are pipes."""
+        """Start a python there that runs the program it is sent; stdin, stdout and stderr are pipes."""
 
     def failure(self, status: int | None, stderr: str, stdout: str) -> HostError:
-        """Why the python never answered; `status` is None while the program goes on."""
+        """Return why the python never answered; `status` is None while the process is still running."""
 
 
 class Local:
-    """This machine."""
+    """Starts Python on this machine."""
 
     def __init__(self, name: str, host: Host) -> None:
         self.name, self._python = name, host.python or sys.executable
 
     def argv(self) -> list[str]:
-        """The command."""
+        """Return the command line."""
         return [str(Path(self._python).expanduser()), *FLAGS, "-c", BOOT]
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -75,23 +75,23 @@ class Local:
 
 
 class SSH:
-    """A machine that ssh reaches: the user's configuration, agent, keys and jump hosts apply."""
+    """Starts Python over ssh; the user's configuration, agent, keys and jump hosts apply."""
 
     def __init__(self, name: str, host: Host) -> None:
         self.name, self._host = name, host
         self._python = host.python or "python3"
 
     def argv(self, *more: str) -> list[str]:
-        """The command. Options come before the user's own, which win: ssh takes the first value that it meets."""
+        """Return the command line. The host's ssh_options come first and win: ssh takes the first value it meets."""
         host = self._host
         options = [
             *host.ssh_options,
-            "BatchMode=yes",  # never asks: nobody may be there to answer
+            "BatchMode=yes",  # never prompt: nobody may be there to answer
             f"ConnectTimeout={CONNECT_S}",
             f"ServerAliveInterval={ALIVE_EVERY_S}",
             "ServerAliveCountMax=3",
             "ClearAllForwardings=yes",
-            "ControlMaster=no",  # a master of the user's is used, but ours never becomes one for others
+            "ControlMaster=no",  # use the user's master connection, but never become one
         ]
         argv = ["ssh", "-T", "-e", "none", *more]
         for option in options:
@@ -120,7 +120,7 @@ class SSH:
                 return login_failure(self.name, f"has started {self._python}, which has not answered yet", stderr)
             return _no_python(self.name, self._python, status, stderr)
         if "remote command" in stderr:  # "Cannot execute command-line and remote command."
-            options = [one for one in self._host.ssh_options if not one.lower().startswith("remotecommand")]
+            options = [option for option in self._host.ssh_options if not option.lower().startswith("remotecommand")]
             options.append("RemoteCommand=none")
             return HostError(
                 f"{self.name}: ssh's own configuration has a RemoteCommand for it, and runs no other",
@@ -128,53 +128,53 @@ class SSH:
                 output=stderr,
             )  # fmt: skip
         if status not in (255, None):
-            said = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it said nothing"
-            why = login_failure(self.name, f"ended (exit status {status}) before it ran a command: {said}", stderr)
+            output = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it printed nothing"
+            error = login_failure(self.name, f"ended (exit status {status}) before it ran a command: {output}", stderr)
             if NO_SHELL.search(f"{stdout}\n{stderr}"):
-                why.hint = f"on {self.name}: sudo usermod --shell /bin/bash {self._host.user or 'USER'}"
-            return why
+                error.hint = f"on {self.name}: sudo usermod --shell /bin/bash {self._host.user or 'USER'}"
+            return error
         if REFUSED.search(stderr):
             return ssh_refused(self.name, self._host, stderr, self._verbose(VERBOSE_S))
         if status is None:
-            with ThreadPoolExecutor() as both:
-                tried = [both.submit(self._verbose, VERBOSE_S), both.submit(self._verbose, SMALL_S, *SMALL)]
-            verbose, small = (one.result() for one in tried)
+            with ThreadPoolExecutor() as pool:
+                attempts = [pool.submit(self._verbose, VERBOSE_S), pool.submit(self._verbose, SMALL_S, *SMALL)]
+            verbose, small_packets = (attempt.result() for attempt in attempts)
             if IS_IN in verbose:
                 return login_failure(self.name, "has not run a command yet", verbose)
-            if IS_IN in small and "SSH2_MSG_KEXINIT sent" in verbose and "SSH2_MSG_NEWKEYS" not in verbose:
+            if IS_IN in small_packets and "SSH2_MSG_KEXINIT sent" in verbose and "SSH2_MSG_NEWKEYS" not in verbose:
                 return self._hole(verbose)
         return ssh_failure(self.name, self._host, stderr)
 
     def _verbose(self, within_s: float, *options: str) -> str:
-        """What ssh tells of another attempt, step by step; all of it in English."""
+        """Return what `ssh -v` prints, always in English, about each step of another attempt."""
         try:
-            done = subprocess.run(self.argv("-v", *options), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            result = subprocess.run(self.argv("-v", *options), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                                   timeout=within_s, errors="replace", check=False)  # fmt: skip
-        except subprocess.TimeoutExpired as late:
-            return (late.stderr or b"").decode(errors="replace")
-        return done.stderr
+        except subprocess.TimeoutExpired as error:
+            return (error.stderr or b"").decode(errors="replace")
+        return result.stderr
 
     def _hole(self, verbose: str) -> HostError:
         address = self._host.address
         return HostError(
-            f"{self.name}: ssh begins and stalls, and gets in when all that it sends is small: large packets vanish on "
-            f"the way to {address}, and nobody is told",
+            f"{self.name}: ssh stalls during the key exchange, and logs in when its packets are small: large packets "
+            f"to {address} are dropped without an ICMP error",
             check="net.mtu",
             host=self.name,
             hint=f"here, on the interface that `ip route get {address}` names: sudo ip link set dev … mtu 1280; or "
-            "mend what is on the way: a VPN, a tunnel, a switch with another MTU",
+            "fix what is on the path: a VPN, a tunnel, a switch with another MTU",
             output=verbose,
         )
 
 
 def shell_of(name: str, host: Host) -> Local | SSH:
-    """The way into a host."""
+    """Return the transport for a host."""
     return Local(name, host) if host.is_local else SSH(name, host)
 
 
 def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
-    """Why there is no connection, from what ssh itself said; exit status 255 alone says only that it was ssh."""
-    said = [line.strip() for line in stderr.splitlines() if line.strip()]
+    """Return why there is no connection, from the output of ssh; exit status 255 alone says only that ssh failed."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     login, port = _login(host)
     if re.search(r"host key verification failed|identification has changed", stderr, re.IGNORECASE):
         changed = "HAS CHANGED" in stderr
@@ -183,15 +183,17 @@ def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
             f"{name}: its host key {OTHER_KEY if changed else 'is not known to ssh'}",
             check="ssh.hostkey",
             host=name,
-            hint=f"is it that machine, installed anew, and not another with its address? Then: ssh-keygen -R {known}; "
+            hint=f"is it the same machine, reinstalled, and not another with its address? Then: ssh-keygen -R {known}; "
             f"ssh{port} {login}, and look at the fingerprint"
             if changed
             else f"ssh{port} {login} once by hand, and compare the fingerprint",
             output=stderr,
         )
-    why = next((line for line in said if NO_WAY.search(line)), said[-1] if said else f"no answer within {CONNECT_S} s")
+    cause = next(
+        (line for line in lines if NO_WAY.search(line)), lines[-1] if lines else f"no answer within {CONNECT_S} s"
+    )
     return HostError(
-        f"{name}: ssh cannot reach {login}{port}: {why.removeprefix('ssh: ')}",
+        f"{name}: ssh cannot reach {login}{port}: {cause.removeprefix('ssh: ')}",
         check="ssh.unreachable",
         host=name,
         hint=f"is it on, and does its sshd run? By hand: ssh{port} {login}",
@@ -200,53 +202,56 @@ def ssh_failure(name: str, host: Host, stderr: str) -> HostError:
 
 
 def ssh_refused(name: str, host: Host, stderr: str, verbose: str) -> HostError:
-    """Why a host that answers lets nobody in, from what ssh said of a second attempt with -v."""
+    """Return why a host that answers refused the login, from ssh's output and that of a second attempt with -v."""
     login, port = _login(host)
     refused = next(line.strip() for line in stderr.splitlines() if REFUSED.search(line))
     methods = re.search(r"\(([\w,-]+)\)\.?$", refused)
-    whom = re.match(r"(\S+@\S+): Permission denied", refused)
-    named = str(Path(host.identity_file).expanduser()) if host.identity_file else None
+    denied = re.match(r"(\S+@\S+): Permission denied", refused)
+    identity_file = str(Path(host.identity_file).expanduser()) if host.identity_file else None
     keys = re.findall(r"(?:Offering public key|Server accepts key): (\S+)", verbose)
-    key = named or (keys[-1] if keys else None)
-    own = f"-i {key} " if key and Path(key).exists() else ""
+    key = identity_file or (keys[-1] if keys else None)
+    identity = f"-i {key} " if key and Path(key).exists() else ""
     check = "ssh.key"
-    if whom and whom[1].partition("@")[2] not in (host.address, ""):
-        check, why = "ssh.auth", f"{whom[1]}, on the way to it, does not let this machine in"
-        hint = f"ssh {whom[1]}, by hand, says more"
+    if denied and denied[1].partition("@")[2] not in (host.address, ""):
+        check, reason = "ssh.auth", f"{denied[1]}, a jump host on the way to it, refuses this machine"
+        hint = f"ssh {denied[1]}, by hand, says more"
     elif re.search(r"too many authentication failures", stderr, re.IGNORECASE):
-        why = "this machine offered more keys than its server listens to"
+        reason = "this machine offered more keys than its server allows"
         hint = f"name the right one: [hosts.{name}] identity_file"
     elif re.search(r"partial success", verbose, re.IGNORECASE):
-        check, why = "ssh.auth", "it asks for more than a key, which nobody is there to give"
-        hint = "a key alone must do: see its sshd_config"
+        check, reason = "ssh.auth", "it asks for more than a key, and nobody is there to answer"
+        hint = "a key alone must suffice: see its sshd_config"
     elif re.search(r"agent refused|sign_and_send_pubkey: signing failed", verbose):
-        why, hint = f"the agent does not sign with {key}", "ssh-add -l; a card wants its PIN, an agent perhaps a yes"
-    elif found := re.search(r"Permissions (\d+) for '([^']+)' are too open", verbose):
-        why, hint = f"others may read its key {found[2]} (mode {found[1]}): ssh leaves it out", f"chmod 600 {found[2]}"
-    elif named and not Path(named).exists():
-        why = f"identity_file {named} is not there"
+        reason, hint = (
+            f"the agent does not sign with {key}",
+            "ssh-add -l; confirm at the agent, or enter the card's PIN",
+        )
+    elif match := re.search(r"Permissions (\d+) for '([^']+)' are too open", verbose):
+        reason, hint = f"others may read its key {match[2]} (mode {match[1]}): ssh ignores it", f"chmod 600 {match[2]}"
+    elif identity_file and not Path(identity_file).exists():
+        reason = f"identity_file {identity_file} is not there"
         hint = f"ls ~/.ssh, and name the key's file in [hosts.{name}] identity_file"
-    elif found := re.search(r'Load key "([^"]+)": Permission denied', verbose):
-        why, hint = f"its key {found[1]} cannot be read", f"sudo chown $(id -un) {found[1]}; chmod 600 {found[1]}"
-    elif found := re.search(r'Load key "([^"]+)": (?:error in libcrypto|invalid format)', verbose):
-        why, hint = f"{found[1]} is no private key", f"ssh-keygen -y -f {found[1]} says more"
-    elif own and re.search(r"Server accepts key|incorrect passphrase|bad passphrase|read_passphrase", verbose):
-        why, hint = f"its key {key} has a passphrase, and no agent that has it", f"ssh-add {key}"
+    elif match := re.search(r'Load key "([^"]+)": Permission denied', verbose):
+        reason, hint = f"its key {match[1]} cannot be read", f"sudo chown $(id -un) {match[1]}; chmod 600 {match[1]}"
+    elif match := re.search(r'Load key "([^"]+)": (?:error in libcrypto|invalid format)', verbose):
+        reason, hint = f"{match[1]} is no private key", f"ssh-keygen -y -f {match[1]} says more"
+    elif identity and re.search(r"Server accepts key|incorrect passphrase|bad passphrase|read_passphrase", verbose):
+        reason, hint = f"its key {key} has a passphrase, and no agent that has it", f"ssh-add {key}"
     elif methods and "publickey" not in methods[1].split(","):
-        why = f"its server takes no keys, only: {methods[1].replace(',', ', ')}"
+        reason = f"its server takes no keys, only: {methods[1].replace(',', ', ')}"
         hint = f"on {name}: PubkeyAuthentication yes in /etc/ssh/sshd_config, then sudo systemctl reload ssh"
     elif key is None:
-        why, hint = "this user has no key to show", f"ssh-keygen -t ed25519, then ssh-copy-id{port} {login}"
+        reason, hint = "this user has no ssh key", f"ssh-keygen -t ed25519, then ssh-copy-id{port} {login}"
     else:
-        check, why = "ssh.auth", f"it does not accept {key}"
-        hint = f"ssh-copy-id {own}{port.strip()}{' ' if port else ''}{login}"
-    return HostError(f"{name}: ssh was refused: {why}: {refused}", check=check, host=name, hint=hint, output=stderr)
+        check, reason = "ssh.auth", f"it does not accept {key}"
+        hint = f"ssh-copy-id {identity}{port.strip()}{' ' if port else ''}{login}"
+    return HostError(f"{name}: ssh was refused: {reason}: {refused}", check=check, host=name, hint=hint, output=stderr)
 
 
-def login_failure(name: str, what: str, output: str) -> HostError:
-    """Somebody was let in, and then no command ran: the account's shell, or what it reads first."""
+def login_failure(name: str, problem: str, output: str) -> HostError:
+    """Return the error for a login that worked and ran no command: due to the account's shell, or its startup files."""
     return HostError(
-        f"{name}: ssh logs in, and the login shell there {what}",
+        f"{name}: ssh logs in, and the login shell there {problem}",
         check="ssh.shell",
         host=name,
         hint=f"on {name}: getent passwd $(id -un) names the shell; ~/.bashrc and ~/.profile must do nothing but set "
@@ -256,15 +261,15 @@ def login_failure(name: str, what: str, output: str) -> HostError:
 
 
 def _login(host: Host) -> tuple[str, str]:
-    """As it is typed after `ssh`: whom, and -p."""
+    """Return (user@address, " -p PORT") as typed after `ssh`."""
     return (f"{host.user}@{host.address}" if host.user else host.address), (f" -p {host.port}" if host.port else "")
 
 
 def _no_python(name: str, python: str, status: int | None, stderr: str) -> HostError:
-    last = [line for line in stderr.splitlines() if line.strip()][-1:]
-    if last and last[0].startswith(TOO_OLD):
+    last_line = [line for line in stderr.splitlines() if line.strip()][-1:]
+    if last_line and last_line[0].startswith(TOO_OLD):
         return HostError(
-            f"{name}: {python} is python {last[0].removeprefix(TOO_OLD)}; evener needs 3.11 there, and 3.8 to look",
+            f"{name}: {python} is python {last_line[0].removeprefix(TOO_OLD)}; evener needs 3.11 there, 3.8 to inspect",
             check="version.python",
             host=name,
             hint=f'[hosts.{name}] python = "…", another one there; or install one: sudo apt install python3-venv, '
@@ -272,7 +277,7 @@ def _no_python(name: str, python: str, status: int | None, stderr: str) -> HostE
             output=stderr,
         )
     return HostError(
-        f"{name}: {python} does not start there (exit status {status}): {''.join(last) or 'it said nothing'}",
+        f"{name}: {python} does not start there (exit status {status}): {''.join(last_line) or 'it printed nothing'}",
         check="version.python",
         host=name,
         hint=f'install python 3.11 or newer on {name}, or name its interpreter: [hosts.{name}] python = "…"',
@@ -281,14 +286,14 @@ def _no_python(name: str, python: str, status: int | None, stderr: str) -> HostE
 
 
 def _word(path: str) -> str:
-    """The interpreter as one word of any shell; a leading ~ stays the shell's to expand."""
+    """Quote the interpreter as one word for any shell; a leading ~ is left for the shell to expand."""
     if path.startswith("~/"):
         return "~/" + shlex.quote(path[2:])
     return shlex.quote(path)
 
 
 def _pipe(argv: list[str]) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C in the terminal is the controller's to handle.
+    # In a session of its own: Ctrl-C in the terminal is for the controller to handle.
     return subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )

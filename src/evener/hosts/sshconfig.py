@@ -1,7 +1,7 @@
-"""Which machines does a configuration of ssh know? Read as ssh_config(5) says: the first value that applies counts.
+"""Import machines from an ssh configuration, read as ssh_config(5) says: the first value that applies counts.
 
-A machine is an alias: a word of a `Host` line without a pattern. `Include` is followed; of `Match`, which may run
-programs, `Match all` alone.
+A machine is an alias: a word of a `Host` line that is not a pattern. `Include` is followed; of `Match`, which may run
+programs, only `Match all` is read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from evener.core.errors import EvenerError, UsageError
 from evener.core.fleet import Host
 from evener.hosts.found import MOST_HOSTS, PORTS, SSH_PORT, USER, Found, LeftOut, Listing, is_address, text_of
 
-DEEPEST = 16  # files that include each other, as in ssh
+DEEPEST = 16  # nested Include, as in ssh
 MOST_LINES = 50_000  # of all files together
-# They take the rest of their line as it stands.
+# Keywords whose value is the rest of the line as written.
 RAW = ("proxycommand", "localcommand", "remotecommand", "knownhostscommand")
-# What a file that ssh does not read by itself says of the way to a host, beside its address, user, port and first key.
+# Options copied from a file that ssh does not read by itself, besides the address, user, port and first key of a host.
 OF_THE_WAY = (
     "ProxyJump", "ProxyCommand", "ProxyUseFdpass", "UserKnownHostsFile", "GlobalKnownHostsFile", "KnownHostsCommand",
     "StrictHostKeyChecking", "CheckHostIP", "HostKeyAlias", "IdentitiesOnly", "IdentityAgent", "CertificateFile",
@@ -41,7 +41,7 @@ BY_HAND = "name the machines: evener fleet init local laptop=192.168.1.28"
 
 
 class Patterns:
-    """The words of a Host line; `aliases` are those that name one machine.
+    """The patterns of a Host line; `aliases` are those that name one machine.
 
     >>> gpus = Patterns("gpu-*", "!gpu-9", "attic")
     >>> gpus.match("gpu-1"), gpus.match("gpu-9"), gpus.match("attic"), gpus.aliases
@@ -55,13 +55,13 @@ class Patterns:
         self._others = [_compiled(word) for word in words if word not in self._names and not word.startswith("!")]
 
     def match(self, alias: str) -> bool:
-        """Does the line apply to what is typed behind `ssh`?"""
-        if any(one.match(alias) for one in self._never):
+        """Return whether the line applies to the alias typed after `ssh`."""
+        if any(pattern.match(alias) for pattern in self._never):
             return False
-        return alias in self._names or any(one.match(alias) for one in self._others)
+        return alias in self._names or any(pattern.match(alias) for pattern in self._others)
 
 
-Settings = dict[str, list[str]]  # by keyword in small letters: the value that counts stands first
+Settings = dict[str, list[str]]  # by keyword in lower case: the first value counts
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -72,87 +72,87 @@ NEVER, ALWAYS = Patterns(), Patterns("*")
 
 
 class Block(NamedTuple):
-    """Settings, and what must match for them: the Host line above them, and those above each Include on the way."""
+    """Settings and their conditions: the Host line above them, and those above each Include that led to them."""
 
     conditions: tuple[Patterns, ...]
     settings: list[tuple[str, str]]
 
 
 class Config(NamedTuple):
-    """All files in the order in which ssh reads them."""
+    """The blocks of all files, in the order in which ssh reads them."""
 
     blocks: list[Block]
     files: set[Path]
 
     @property
     def aliases(self) -> list[str]:
-        """Each once, but those on which no block would apply that names them."""
-        named = {
+        """Return each alias once, without those to which no block that names them applies."""
+        aliases = {
             alias: None
             for block in self.blocks
             for alias in block.conditions[-1].aliases
-            if all(one.match(alias) for one in block.conditions)
+            if all(patterns.match(alias) for patterns in block.conditions)
         }
-        return list(named)
+        return list(aliases)
 
     def settings(self, alias: str) -> Settings:
-        """What applies to an alias."""
-        found: Settings = {}
+        """Return the settings that apply to an alias."""
+        values: Settings = {}
         for block in self.blocks:
-            if all(one.match(alias) for one in block.conditions):
+            if all(patterns.match(alias) for patterns in block.conditions):
                 for keyword, value in block.settings:
-                    found.setdefault(keyword, []).append(value)
-        return found
+                    values.setdefault(keyword, []).append(value)
+        return values
 
 
 def hostname(alias: str, settings: Settings) -> str:
-    """Where ssh would connect to, in small letters."""
-    told = settings.get("hostname", ["%h"])[0]
-    return re.sub("%[h%]", lambda sign: alias if sign[0] == "%h" else "%", told).lower()
+    """Return the host name that ssh would connect to, in lower case."""
+    template = settings.get("hostname", ["%h"])[0]
+    return re.sub("%[h%]", lambda match: alias if match[0] == "%h" else "%", template).lower()
 
 
 def of_ssh_config(file: Path | None = None) -> Listing:
-    """The machines of ~/.ssh/config, by their aliases, or of another file.
+    """Return the machines of ~/.ssh/config, or of another file, by their aliases.
 
-    What ssh does not read by itself is written out: `ssh -F FILE` is not what evener calls.
+    The settings of a file that ssh does not read by itself are written out, as evener does not call `ssh -F FILE`.
     """
-    usual = Path.home() / ".ssh" / "config"
-    path = file or usual
-    if file is None and not usual.exists():
-        raise UsageError(f"{usual}: no such file: ssh knows no hosts by name", hint=BY_HAND)
+    default_file = Path.home() / ".ssh" / "config"
+    path = file or default_file
+    if file is None and not default_file.exists():
+        raise UsageError(f"{default_file}: no such file: ssh knows no hosts by name", hint=BY_HAND)
     config = read_config(path)
     if not config.aliases:
         raise UsageError(f"{path}: no Host line of it names a machine", hint=BY_HAND)
-    is_known = path.resolve() in _known_files(usual)
+    is_known = path.resolve() in _known_files(default_file)
     listing = Listing()
     machines: dict[tuple[str, ...], str] = {}
     for alias in config.aliases:
         settings = config.settings(alias)
         address = hostname(alias, settings)
-        way = [settings.get(keyword, [""])[0] for keyword in ("port", "proxyjump", "proxycommand")]
-        same = machines.setdefault((address, *way), alias)
-        if why := _why_not(alias, address, settings, same):
-            listing.left_out.append(LeftOut(alias, why))
+        route = [settings.get(keyword, [""])[0] for keyword in ("port", "proxyjump", "proxycommand")]
+        same = machines.setdefault((address, *route), alias)
+        if reason := _why_not(alias, address, settings, same):
+            listing.left_out.append(LeftOut(alias, reason))
         else:
             host = Host(address=alias) if is_known else _written_out(f"{path}: Host {alias}", address, settings)
             listing.found.append(Found(alias, host))
     if not is_known and listing.found:
         listing.notes.append(
-            f"ssh does not read {path} by itself, so what it says of each host is written out, but for Match; "
-            f"with `Include {path.resolve()}` in ~/.ssh/config the aliases alone would do"
+            f"ssh does not read {path} by itself, so its settings for each host are written out, except Match; "
+            f"with `Include {path.resolve()}` in ~/.ssh/config the aliases alone would suffice"
         )
     return listing
 
 
 def read_config(file: Path) -> Config:
-    """A configuration with all that it includes. UsageError where ssh, too, would refuse it."""
+    """Parse a configuration with all that it includes. UsageError if ssh, too, would refuse it."""
     config = Config([], set())
     _Reader(config).read(file, (), [])
     return config
 
 
 class _Reader:
-    """Blocks of one file after the other."""
+    """Parses one file after the other into blocks."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._lines, self._words = config, 0, 0
@@ -188,67 +188,67 @@ class _Reader:
 
 
 def _parsed(line: str, where: str) -> tuple[str, list[str]]:
-    """(keyword in small letters, words): `HostName = attic.lan  # comment`."""
-    said = re.match(r'\s*"?([^\s="#]+)"?[ \t]*=?[ \t]*', line)
-    if said is None:
+    """Parse `HostName = attic.lan  # comment` into (keyword in lower case, words)."""
+    match = re.match(r'\s*"?([^\s="#]+)"?[ \t]*=?[ \t]*', line)
+    if match is None:
         return "", []
-    keyword, rest = said[1].lower(), line[said.end() :]
+    keyword, rest = match[1].lower(), line[match.end() :]
     if keyword in RAW:
         return keyword, [rest.strip()]
     try:
         return keyword, list(_words(rest))
     except ValueError:
-        raise UsageError(f"{where}: a quotation mark that nothing closes") from None
+        raise UsageError(f"{where}: a quotation mark that is not closed") from None
 
 
 def _words(text: str) -> Iterator[str]:
-    """As ssh splits them; ValueError for a quotation that has no end.
+    """Split words as ssh does; ValueError for a quotation that is not closed.
 
     >>> list(_words("gpu-1 'two words' # a comment"))
     ['gpu-1', 'two words']
     """
-    at = 0
-    while at < len(text):
-        if text[at].isspace():
-            at += 1
+    position = 0
+    while position < len(text):
+        if text[position].isspace():
+            position += 1
             continue
-        if text[at] == "#":
+        if text[position] == "#":
             return
         word, quote = [], ""
-        while at < len(text) and (quote or not text[at].isspace()):
-            sign, after = text[at], text[at + 1 : at + 2]
-            if sign == "\\" and after and (after in "'\"\\" or (after == " " and not quote)):
-                word.append(after)
-                at += 1
-            elif sign == quote:
+        while position < len(text) and (quote or not text[position].isspace()):
+            char, following = text[position], text[position + 1 : position + 2]
+            if char == "\\" and following and (following in "'\"\\" or (following == " " and not quote)):
+                word.append(following)
+                position += 1
+            elif char == quote:
                 quote = ""
-            elif not quote and sign in "'\"":
-                quote = sign
+            elif not quote and char in "'\"":
+                quote = char
             else:
-                word.append(sign)
-            at += 1
+                word.append(char)
+            position += 1
         if quote:
             raise ValueError(text)
         yield "".join(word)
 
 
 def _included(words: list[str]) -> Iterator[Path]:
-    """The files that there are: relative names are of ~/.ssh, whichever file names them."""
+    """Yield the files that exist; a relative name is relative to ~/.ssh, whichever file includes it."""
     for word in words:
         path = os.path.join(Path.home() / ".ssh", os.path.expanduser(word))
-        yield from (Path(one) for one in sorted(glob.glob(path)) if not os.path.isdir(one))
+        yield from (Path(match) for match in sorted(glob.glob(path)) if not os.path.isdir(match))
 
 
-def _known_files(usual: Path) -> set[Path]:
-    """Those that ssh reads by itself."""
+def _known_files(default_file: Path) -> set[Path]:
+    """Return the files that ssh reads by itself."""
     try:
-        return read_config(usual).files | {Path("/etc/ssh/ssh_config")}
-    except EvenerError:  # there is none, or it is broken: not what was asked
+        return read_config(default_file).files | {Path("/etc/ssh/ssh_config")}
+    except EvenerError:  # it is missing or broken, which is not the question here
         return {Path("/etc/ssh/ssh_config")}
 
 
 def _why_not(alias: str, address: str, settings: Settings, same: str) -> str:
-    """Why an alias is none of a machine to train on; "" of one that may be."""
+    """Return why an alias is not a machine to train on; "" if it may be one."""
     names = (alias.lower(), address)
     if (
         any(name == forge or name.endswith(f".{forge}") for name in names for forge in FORGES)
@@ -258,18 +258,18 @@ def _why_not(alias: str, address: str, settings: Settings, same: str) -> str:
     ):
         return "a git forge"
     if alias == "local":
-        return "in a fleet file that word is the machine that you sit at: ssh needs another alias for it"
+        return "that name means this machine in a fleet file: ssh needs another alias for it"
     if not is_address(alias):
-        return "not a name that every ssh takes"
+        return "not a name that every ssh accepts"
     return f"the same machine as {same}" if same != alias else ""
 
 
 def _written_out(where: str, address: str, settings: Settings) -> Host:
-    """The settings of an alias as fleet.toml has them."""
+    """Return the settings of an alias as a host of fleet.toml."""
     user, port = settings.get("user", [None])[0], settings.get("port", [str(SSH_PORT)])[0]
     keys = settings.get("identityfile", [])
     if not is_address(address):
-        raise UsageError(f"{where}: HostName {address!r} is no name and no IP address")
+        raise UsageError(f"{where}: HostName {address!r} is neither a name nor an IP address")
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) not in PORTS:
         raise UsageError(f"{where}: Port {port!r}: expected a whole number to {PORTS[-1]}")
     if user is not None and not USER.fullmatch(user):

@@ -1,8 +1,9 @@
-"""Which interface and which address does each host use? Pure: what it may use, and what its peers could really reach.
+"""Choose the interface and address of each host, from its candidates and what its peers reached. Pure.
 
-Gloo is told one exact interface name (GLOO_SOCKET_IFNAME) and binds that interface's first address, so a candidate is
-an interface with its first address. Better is: reached by more peers; then a network card before a tunnel before the
-inner bridge of Docker or of virtual machines; wired before wireless; faster; in a network that all hosts share.
+Gloo is given one exact interface name (GLOO_SOCKET_IFNAME) and binds that interface's first address, so a candidate is
+an interface with its first address. The order of preference: reached by more peers; a network card before a tunnel
+before the internal bridge of Docker or of virtual machines; wired before wireless; faster; in a network that all hosts
+share.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAMED = "named in the fleet file"
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """How a host takes part: what it binds, what the others connect to, and why this one."""
+    """The interface and address that a host binds and the others connect to, and why this one."""
 
     interface: str
     address: str
@@ -36,77 +37,85 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ways_of(facts: Facts, host: Host) -> list[Way]:
-    """What a host may use, in the order of its interfaces; an `interface` that the fleet file names comes first.
+    """Return what a host may use, in the order of its interfaces; an `interface` that the fleet file names comes first.
 
-    The others are tried all the same, to know whether they would be better. A name that the host does not have, or
-    that has no address, leaves nothing: that is an error, and is not quietly replaced.
+    The others are tried all the same, to know whether they would be better. If the host lacks the named interface, or
+    it has no address, return nothing: that is an error, and no other is silently used instead.
     """
-    found: list[Way] = []
-    for one in facts.interfaces:
-        if one.name == host.interface and one.first is not None and one.up:
-            found.insert(0, _way(one, one.first, NAMED))
-        elif one.up and one.kind != "loopback" and one.first is not None and not one.first.ip.is_link_local:
-            found.append(_way(one, one.first, ""))
-    return [] if host.interface is not None and not any(way.why == NAMED for way in found) else found
+    candidates: list[Way] = []
+    for interface in facts.interfaces:
+        if interface.name == host.interface and interface.first is not None and interface.up:
+            candidates.insert(0, _way(interface, interface.first, NAMED))
+        elif (
+            interface.up
+            and interface.kind != "loopback"
+            and interface.first is not None
+            and not interface.first.ip.is_link_local
+        ):
+            candidates.append(_way(interface, interface.first, ""))
+    is_named = any(candidate.why == NAMED for candidate in candidates)
+    return [] if host.interface is not None and not is_named else candidates
 
 
 def in_order(ways: Mapping[str, Sequence[Way]], facts: Mapping[str, Facts]) -> dict[str, list[Way]]:
-    """Each host's ways, what is likely best first, before anything was tried."""
-    known: dict[str, int] = {}
-    for each in ways.values():
-        for network in {way.network for way in each if way.network is not None}:
-            known[network] = known.get(network, 0) + 1
-    poorest: dict[str | None, tuple[int, bool]] = {}  # way of a network: two hosts meet on it only as well as that
-    for way in (way for each in ways.values() for way in each):
-        quality = (CLASS[way.kind], way.kind != "wired")
-        poorest[way.network] = max(poorest.get(way.network, quality), quality)
-    addresses = [way.address for each in ways.values() for way in each]
+    """Return each host's candidates, the likely best first, before any was tried."""
+    num_hosts: dict[str, int] = {}
+    for options in ways.values():
+        for network in {candidate.network for candidate in options if candidate.network is not None}:
+            num_hosts[network] = num_hosts.get(network, 0) + 1
+    worst: dict[str | None, tuple[int, bool]] = {}  # by network: two hosts connect on it only as well as the worse
+    for candidate in (candidate for options in ways.values() for candidate in options):
+        quality = (CLASS[candidate.kind], candidate.kind != "wired")
+        worst[candidate.network] = max(worst.get(candidate.network, quality), quality)
+    addresses = [candidate.address for options in ways.values() for candidate in options]
     ordered = {}
-    for name, each in ways.items():
+    for name, options in ways.items():
         ordered[name] = sorted(
-            each,
-            key=lambda way: (
-                way.why != NAMED,
-                addresses.count(way.address) > 1,  # the same on two hosts: each would talk to itself
-                CLASS[way.kind],
-                known.get(way.network or "", 0) < len(ways),
-                poorest[way.network],
-                way.kind != "wired",
-                -(_speed(facts[name], way) or 0),
+            options,
+            key=lambda candidate: (
+                candidate.why != NAMED,
+                addresses.count(candidate.address) > 1,  # the same on two hosts: each would connect to itself
+                CLASS[candidate.kind],
+                num_hosts.get(candidate.network or "", 0) < len(ways),
+                worst[candidate.network],
+                candidate.kind != "wired",
+                -(_speed(facts[name], candidate) or 0),
             ),
         )
     return ordered
 
 
 def choose(ways: Sequence[Way], reached: Mapping[str, int | None], num_peers: int, facts: Facts) -> Way:
-    """The way to use. `ways` in order; `reached`: by address, how many peers got through to it, None = untried.
+    """Return the interface to use. `candidates` in order; `reached`: by address, how many peers did, None = untried.
 
-    An untried one stands behind one that all peers reached: whoever tried had found a better one by then.
+    An untried one ranks behind one that all peers reached: peers stop trying once they have reached a better one.
     """
-    named = next((way for way in ways if way.why == NAMED), None)
+    named = next((candidate for candidate in ways if candidate.why == NAMED), None)
     if named is not None:
         return named
-    order = {way.address: i for i, way in enumerate(ways)}
+    order = {candidate.address: i for i, candidate in enumerate(ways)}
     best = min(
         ways,
-        key=lambda way: (
-            -(reached.get(way.address) or 0),
-            CLASS[way.kind],
-            way.kind != "wired",
-            -(_speed(facts, way) or 0),
-            order[way.address],
+        key=lambda candidate: (
+            -(reached.get(candidate.address) or 0),
+            CLASS[candidate.kind],
+            candidate.kind != "wired",
+            -(_speed(facts, candidate) or 0),
+            order[candidate.address],
         ),
     )
     return msgspec.structs.replace(best, why=_why(best, ways, reached, num_peers))
 
 
 def only_host(facts: Facts, host: Host) -> Way:
-    """A fleet of one host needs no network."""
+    """Return the interface for a fleet of one host: the one the fleet file names, else the loopback."""
     if host.interface is not None:
         named = ways_of(facts, host)
         if named:
             return named[0]
-    loopback = next((one for one in facts.interfaces if one.kind == "loopback" and one.first), None)
+    loopback = next(
+        (interface for interface in facts.interfaces if interface.kind == "loopback" and interface.first), None
+    )
     if loopback is None:
         return Way(interface="lo", address="127.0.0.1", kind="loopback", why="the only host: nothing leaves it")
     assert loopback.first is not None
@@ -115,15 +124,15 @@ def only_host(facts: Facts, host: Host) -> Way:
 
 def _why(best: Way, ways: Sequence[Way], reached: Mapping[str, int | None], num_peers: int) -> str:
     count = reached.get(best.address) or 0
-    others = [way for way in ways if way.address != best.address]
+    others = [candidate for candidate in ways if candidate.address != best.address]
     if count == num_peers:
-        every = "every other host reaches it" if num_peers > 1 else "the other host reaches it"
+        reach = "every other host reaches it" if num_peers > 1 else "the other host reaches it"
     elif count:
-        every = f"{count} of {num_peers} other hosts reach it"
+        reach = f"{count} of {num_peers} other hosts reach it"
     else:
-        every = "no other host reached it" if others else "it has no other"
-    worse = _listed(f"{way.interface}" for way in others)
-    return f"{WORDS[best.kind]}; {every}" + (f"; rather than {worse}" if worse and count else "")
+        reach = "no other host reached it" if others else "it has no other"
+    rejected = _listed(f"{candidate.interface}" for candidate in others)
+    return f"{WORDS[best.kind]}; {reach}" + (f"; rather than {rejected}" if rejected and count else "")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -137,5 +146,5 @@ def _way(interface: Interface, address: Address, why: str) -> Way:
 
 
 def _speed(facts: Facts, way: Way) -> int | None:
-    one = facts.interface(way.interface)
-    return one.speed_Mbit if one is not None and one.is_physical else None
+    nic = facts.interface(way.interface)
+    return nic.speed_Mbit if nic is not None and nic.is_physical else None

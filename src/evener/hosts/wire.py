@@ -1,15 +1,15 @@
-"""How fast is the wire between the hosts of a fleet? Every ordered pair, by our own sender, beside iperf3 where it is.
+"""Probe the links between the hosts of a fleet: every ordered pair, by our own sender and, if installed, by iperf3.
 
-    one way       goodput of one TCP stream: what arrives by the receiver's clock, after slow start
-    streams       of several at once: more than one stream brings means that one stream, not the wire, is the limit
-    both ways     while as much goes the other way: what a ring all-reduce uses, since each rank sends and receives
-    round trip    of a small message on an idle wire
+    simplex       goodput of one TCP stream, by the receiver's clock, after slow start
+    parallel      goodput of several streams at once: if it is higher, one stream, not the link, is the limit
+    duplex        goodput while the other direction sends too, as in a ring all-reduce: each rank sends and receives
+    round trip    of a small message on an idle link
 
-A goodput is the median over tenths of a second: what the wire gives. How often it gives less shows in p5 and in the
-mean: a wire that pauses is a finding (BBR by itself goes quiet for a fifth of a second in ten).
+A goodput is the median over tenths of a second. The 5th percentile and the mean show how often the link gives less: one
+that pauses is a finding (BBR by itself goes quiet for a fifth of a second in ten).
 
-Up to four hosts are measured one pair after another; more of them in rounds of pairs that have no host in common, which
-assumes that the switch between them is not what limits.
+Up to four hosts are measured one pair after another; more of them in rounds of pairs that have no host in common.
+*Assumption*: the switch between them is not the limit.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from evener.core.fleet import Gain, Link
 from evener.core.units import link_rate, median, percentile
 from evener.hosts.session import RemoteError, Session
 
-WARM_S = 1.0  # TCP finds its pace: left out
+WARM_S = 1.0  # of slow start, not counted
 SECONDS = 2.0  # of one measurement
 STREAMS = 4
 PING_S, PINGS = 0.5, 2000
-ONE_BY_ONE = 4  # hosts, up to which pairs take turns
-ASYMMETRIC = 0.8  # one direction slower than this share of the other is worth a word
-PAUSES = 0.85  # and so is a mean below this share of the median
-# One of two directions at once that has less of what it has alone is not the wire's doing: on one that both share each
-# has a half. BBR at 10 Mbit/s left one of them a quarter in 2 of 6 measurements of 2 s, and in none of 3 of 5 s.
+ONE_BY_ONE = 4  # hosts: up to so many, pairs take turns
+ASYMMETRIC = 0.8  # a finding if one direction is below this share of the other
+PAUSES = 0.85  # a finding if the mean is below this share of the median
+# In duplex, less than this share of a direction's simplex goodput is TCP's doing, not the link's: on a link that both
+# share each has a half. BBR at 10 Mbit/s left one of them a quarter in 2 of 6 measurements of 2 s, in none of 3 of 5 s.
 UNFAIR = 0.4
-LONGER = (1, 3, 3)  # times as long, as long as one is unfair
-OVERHEAD_S = 0.3  # of one measurement: connecting, answering
-BLOCKED = {"OSError", "TimeoutError", "timeout", "ConnectionRefusedError", "ConnectionResetError"}  # no way through
+LONGER = (1, 3, 3)  # duration of each attempt, until none is unfair
+OVERHEAD_S = 0.3  # of one measurement, to connect and to reply
+BLOCKED = {"OSError", "TimeoutError", "timeout", "ConnectionRefusedError", "ConnectionResetError"}  # cannot connect
 
 
-Way = tuple[str, str]  # from a host to another
+Way = tuple[str, str]  # (source, target)
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured from one host to another: the fleet file's Link and what only a reader wants to know."""
+    """What was measured from one host to another: the fleet file's Link, and figures for the reader only."""
 
     source: str
     target: str
@@ -55,28 +55,28 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     goodput_p05_Bps: float  # of tenths of a second
     mean_Bps: float
     num_pings: int
-    congestion: str | None  # TCP's congestion control on the sender: cubic, bbr
+    congestion: str | None  # the sender's congestion control: cubic, bbr
     window_limited: float | None = None  # share of the time in which the receiver's window was the limit
     iperf3_Bps: float | None = None  # None: not installed on both ends, or not asked for
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Every pair that could be measured, and what is wrong."""
+    """The links that could be measured, and the findings about them."""
 
     wires: list[Wire]
     findings: list[Finding]
 
     def links(self, gains: Mapping[tuple[str, str], list[Gain]]) -> dict[str, dict[str, Link]]:
-        """As the fleet file wants them, with what was found to be better."""
+        """Return the links as the fleet file stores them, with the `gains` of better settings."""
         links: dict[str, dict[str, Link]] = {}
         for wire in self.wires:
-            better = gains.get((wire.source, wire.target), [])
-            links.setdefault(wire.source, {})[wire.target] = msgspec.structs.replace(wire.link, gains=better)
+            link_gains = gains.get((wire.source, wire.target), [])
+            links.setdefault(wire.source, {})[wire.target] = msgspec.structs.replace(wire.link, gains=link_gains)
         return links
 
 
 def rounds(names: list[str]) -> list[list[tuple[str, str]]]:
-    """Every unordered pair once; the pairs of one round are measured at the same time.
+    """Return rounds that contain every unordered pair once; the pairs of a round are measured at the same time.
 
     One pair a round for up to four hosts, else rounds of pairs with no host in common (the circle method).
 
@@ -89,23 +89,23 @@ def rounds(names: list[str]) -> list[list[tuple[str, str]]]:
         return [[(a, b)] for i, a in enumerate(names) for b in names[i + 1 :]]
     circle = [*names, ""] if len(names) % 2 else list(names)
     half = len(circle) // 2
-    found = []
+    schedule = []
     for _ in range(len(circle) - 1):
         opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
-        found.append([pair for pair in opposite if "" not in pair])
+        schedule.append([pair for pair in opposite if "" not in pair])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
+    return schedule
 
 
 def estimate_s(num_hosts: int, *, seconds: float = SECONDS, iperf3: bool = True) -> float:
-    """About how long `measure` takes.
+    """Return the approximate duration of `measure_links`.
 
     >>> round(estimate_s(2, iperf3=False))
     18
     """
-    one = WARM_S + seconds + OVERHEAD_S
-    pair = 2 * (PING_S + OVERHEAD_S) + 2 * 2 * one + one + (2 * one if iperf3 else 0)
-    return len(rounds([str(i) for i in range(num_hosts)])) * pair
+    stream_s = WARM_S + seconds + OVERHEAD_S
+    pair_s = 2 * (PING_S + OVERHEAD_S) + 2 * 2 * stream_s + stream_s + (2 * stream_s if iperf3 else 0)
+    return len(rounds([str(i) for i in range(num_hosts)])) * pair_s
 
 
 def measure(
@@ -116,19 +116,19 @@ def measure(
     iperf3: bool = True,
     told: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Measure every ordered pair of `addresses`: the address, by host, at which the others reach it.
+    """Measure every ordered pair of `addresses`: by host, the address at which the others reach it.
 
-    `told` is called with a line for each pair that is done. A pair that cannot connect becomes a finding.
+    `on_progress` is called with a line for each pair that is done. A pair that cannot connect becomes a finding.
     """
     with_iperf3 = {name for name in addresses if iperf3 and sessions[name].call("wire", "has_iperf3")}
-    wires: dict[tuple[str, str], Wire] = {}
+    results: dict[tuple[str, str], Wire] = {}
     findings: list[Finding] = []
 
     def work(pair: tuple[str, str]) -> None:
         try:
             for wire in _pair(sessions, addresses, pair, seconds, set(pair) <= with_iperf3):
-                wires[wire.source, wire.target] = wire
-            told(_line(wires[pair], wires[pair[1], pair[0]]))
+                results[wire.source, wire.target] = wire
+            told(_line(results[pair], results[pair[1], pair[0]]))
         except UnreachableError as error:
             findings.append(error.finding)
             told(f"{pair[0]} and {pair[1]}: {error.finding.evidence}")
@@ -139,26 +139,26 @@ def measure(
             continue
         with ThreadPoolExecutor(max_workers=len(pairs)) as pool:
             list(pool.map(work, pairs))
-    order = [(a, b) for a in addresses for b in addresses if (a, b) in wires]
+    order = [(a, b) for a in addresses for b in addresses if (a, b) in results]
     return Measured(
-        wires=[wires[pair] for pair in order],
-        findings=findings + [finding for a, b in order for finding in _judged(wires, a, b)],
+        wires=[results[pair] for pair in order],
+        findings=findings + [finding for a, b in order for finding in _judged(results, a, b)],
     )
 
 
 def ring_Bps(
     sessions: Mapping[str, Session], addresses: Mapping[str, str], order: list[str], *, seconds: float = SECONDS
 ) -> float:
-    """Goodput of the slowest link while every host sends to the next and receives from the one before: what a ring
-    all-reduce can use. HostError with net.firewall where two of them cannot connect."""
+    """Return the goodput of the slowest link while every host sends to the next and receives from the previous one, as
+    in a ring all-reduce. HostError with net.firewall if two of them cannot connect."""
     flows = [Flow(sessions, addresses, a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
     try:
         with ThreadPoolExecutor(max_workers=len(flows)) as pool:
-            poured: list[Poured] = list(pool.map(lambda flow: flow.pour(1, seconds), flows))
+            measurements: list[Poured] = list(pool.map(lambda flow: flow.pour(1, seconds), flows))
     except UnreachableError as error:
         finding = error.finding
         raise HostError(finding.evidence, check=finding.check, host=finding.host or "", hint=finding.fix) from None
-    return min(found.goodput_Bps for found in poured)
+    return min(measurement.goodput_Bps for measurement in measurements)
 
 
 class UnreachableError(Exception):
@@ -176,60 +176,60 @@ def _pair(
     seconds: float,
     iperf3: bool,
 ) -> list[Wire]:
-    """Both directions, each for itself, then at once."""
-    ways = [pair, (pair[1], pair[0])]
-    flows = {way: Flow(sessions, addresses, *way) for way in ways}
-    trips = {way: flows[way].ping() for way in ways}
-    single = {way: flows[way].pour(1, seconds) for way in ways}
-    several = {way: flows[way].pour(STREAMS, seconds) for way in ways}
-    duplex = both_ways(flows, single, seconds)
+    """Measure both directions, first each alone, then both at once."""
+    directions = [pair, (pair[1], pair[0])]
+    flows = {direction: Flow(sessions, addresses, *direction) for direction in directions}
+    round_trips_s = {direction: flows[direction].ping() for direction in directions}
+    simplex = {direction: flows[direction].pour(1, seconds) for direction in directions}
+    parallel = {direction: flows[direction].pour(STREAMS, seconds) for direction in directions}
+    duplex = both_ways(flows, simplex, seconds)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return [
         Wire(
-            source=way[0],
-            target=way[1],
+            source=direction[0],
+            target=direction[1],
             link=Link(
-                goodput_Bps=single[way].goodput_Bps,
-                duplex_Bps=duplex[way].goodput_Bps,
-                parallel_Bps=several[way].goodput_Bps,
-                rtt_s=percentile(trips[way], 0.5),
-                rtt_p95_s=percentile(trips[way], 0.95),
-                retransmits=single[way].retransmits,
+                goodput_Bps=simplex[direction].goodput_Bps,
+                duplex_Bps=duplex[direction].goodput_Bps,
+                parallel_Bps=parallel[direction].goodput_Bps,
+                rtt_s=percentile(round_trips_s[direction], 0.5),
+                rtt_p95_s=percentile(round_trips_s[direction], 0.95),
+                retransmits=simplex[direction].retransmits,
                 measured=now,
             ),
-            goodput_p05_Bps=single[way].p05_Bps,
-            mean_Bps=single[way].mean_Bps,
-            num_pings=len(trips[way]),
-            congestion=single[way].congestion,
-            window_limited=single[way].window_limited,
-            iperf3_Bps=flows[way].iperf3(seconds) if iperf3 else None,
+            goodput_p05_Bps=simplex[direction].p05_Bps,
+            mean_Bps=simplex[direction].mean_Bps,
+            num_pings=len(round_trips_s[direction]),
+            congestion=simplex[direction].congestion,
+            window_limited=simplex[direction].window_limited,
+            iperf3_Bps=flows[direction].iperf3(seconds) if iperf3 else None,
         )
-        for way in ways
+        for direction in directions
     ]
 
 
 def both_ways(flows: Mapping[Way, Flow], alone: Mapping[Way, Poured], seconds: float) -> dict[Way, Poured]:
-    """Both at once. Where one had so little of what it has `alone` that TCP must have kept it low, they are measured
-    again, for longer, and the fairest counts.
+    """Measure both directions at once. If one has so little of its `simplex` goodput that TCP must have held it back,
+    measure again for longer, and return the fairest measurement.
     """
 
     def at_once(each_s: float) -> dict[Way, Poured]:
         with ThreadPoolExecutor(max_workers=2) as pool:
             return dict(zip(flows, pool.map(lambda flow: flow.pour(1, each_s), flows.values()), strict=True))
 
-    best, most = dict[Way, Poured](), -1.0
-    for times in LONGER:
-        found = at_once(times * seconds)
-        share = min(found[way].goodput_Bps / max(alone[way].goodput_Bps, 1.0) for way in flows)
-        if share > most:
-            best, most = found, share
-        if most > UNFAIR:
+    best, best_share = dict[Way, Poured](), -1.0
+    for factor in LONGER:
+        duplex = at_once(factor * seconds)
+        share = min(duplex[direction].goodput_Bps / max(alone[direction].goodput_Bps, 1.0) for direction in flows)
+        if share > best_share:
+            best, best_share = duplex, share
+        if best_share > UNFAIR:
             break
     return best
 
 
 class Poured(msgspec.Struct, frozen=True, kw_only=True):
-    """What one measurement saw."""
+    """The result of one measurement of goodput."""
 
     goodput_Bps: float
     p05_Bps: float
@@ -240,21 +240,21 @@ class Poured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
-    """One burst, until its receiver said that it was all there."""
+    """One burst, until its receiver reported that all of it had arrived."""
 
     took_s: float
-    window: int | None  # segments in which it began; None: the system does not tell
+    window: int | None  # congestion window at its start, in segments; None: the system does not report it
 
 
 class Flow:
-    """From one host to another."""
+    """A TCP flow from one host to another."""
 
     def __init__(self, sessions: Mapping[str, Session], addresses: Mapping[str, str], source: str, target: str) -> None:
         self._source, self._target = sessions[source], sessions[target]
         self._from, self._to = addresses[source], addresses[target]
 
     def ping(self) -> list[float]:
-        """Seconds of every round trip."""
+        """Return the seconds of every round trip."""
         trips: list[float] = self._talk(
             "echo", {"seconds": PING_S}, "ping", {"seconds": PING_S, "at_most": PINGS}, PING_S
         )[1]
@@ -264,17 +264,17 @@ class Flow:
         self, streams: int, seconds: float, *, warm_s: float = WARM_S, congestion: str | None = None,
         send_bytes: int | None = None, receive_bytes: int | None = None,
     ) -> Poured:  # fmt: skip
-        """As fast as TCP lets, with the system's settings unless others are given."""
+        """Send as fast as TCP allows, with the system's settings unless others are given, and return the goodput."""
         sent_with = {"congestion": congestion, "buffer_bytes": send_bytes}
         arrived, sent = self._talk(
             "receive",
             {"streams": streams, "warm_s": warm_s, "seconds": seconds, "buffer_bytes": receive_bytes},
             "send",
-            {"streams": streams, "seconds": 2 * (warm_s + seconds) + 5, **sent_with},  # the receiver hangs up first
+            {"streams": streams, "seconds": 2 * (warm_s + seconds) + 5, **sent_with},  # the receiver closes first
             warm_s + seconds,
         )
         return Poured(
-            # A receiver that waits for its processor has nothing in most tenths, and much in others.
+            # A receiver that waits for its processor receives nothing in most tenths, and much in others.
             goodput_Bps=percentile(arrived["tenths_Bps"], 0.5) or arrived["mean_Bps"],
             p05_Bps=percentile(arrived["tenths_Bps"], 0.05),
             mean_Bps=arrived["mean_Bps"],
@@ -284,14 +284,14 @@ class Flow:
         )
 
     def bursts(self, size: int, pauses_s: Sequence[float], rounds: int) -> list[list[Burst]]:
-        """Bursts after each of these pauses in turn: those of every pause."""
+        """Send `rounds` bursts after each of these pauses, the pauses in turn; return the bursts of every pause."""
         took_s = 5.0 * rounds * len(pauses_s)
-        asked = {"size": size, "pauses_s": list(pauses_s), "rounds": rounds, "seconds": took_s}
-        told = self._talk("take", {"seconds": took_s}, "bursts", asked, took_s)[1]
-        return from_tree(told, list[list[Burst]])
+        args = {"size": size, "pauses_s": list(pauses_s), "rounds": rounds, "seconds": took_s}
+        timings = self._talk("take", {"seconds": took_s}, "bursts", args, took_s)[1]
+        return from_tree(timings, list[list[Burst]])
 
     def iperf3(self, seconds: float) -> float | None:
-        """The same by iperf3; None where it failed."""
+        """Return the goodput by iperf3 in bytes a second; None if it failed."""
         try:
             received_Bps: float = self._talk(
                 "iperf3_receive", {"seconds": WARM_S + seconds},
@@ -304,16 +304,19 @@ class Flow:
     def _talk(
         self, listen: str, listen_args: dict[str, Any], connect: str, connect_args: dict[str, Any], took_s: float
     ) -> tuple[Any, Any]:
-        """What the listener saw, and what the other end did."""
+        """Run `listen` on the target and `connect` on the source, and return both results.
+
+        Raise UnreachableError if the source cannot connect.
+        """
         timeout_s = took_s + 30
         listener = self._target.stream("wire", listen, address=self._to, timeout_s=timeout_s, **listen_args)
         assert isinstance(listener, Generator)
         try:
             port = next(listener)["port"]
-            found = self._source.call(
+            sent = self._source.call(
                 "wire", connect, address=self._to, port=port, source=self._from, timeout_s=timeout_s, **connect_args
             )
-            return next(listener, None), found
+            return next(listener, None), sent
         except RemoteError as error:
             if error.kind not in BLOCKED:
                 raise
@@ -327,32 +330,32 @@ class Flow:
             severity="error",
             host=self._target.name,
             peer=self._source.name,
-            evidence=f"no wire from {self._source.name} to {self._target.name} at {self._to}: {error.message}",
-            fix="evener doctor finds out why",
+            evidence=f"{self._source.name} cannot connect to {self._target.name} at {self._to}: {error.message}",
+            fix="evener doctor shows why",
         )
 
 
-def _judged(wires: Mapping[tuple[str, str], Wire], source: str, target: str) -> Iterator[Finding]:
-    wire = wires[source, target]
-    there, back = wire.link.goodput_Bps, wires[target, source].link.goodput_Bps
-    if there < ASYMMETRIC * back:
+def _judged(measurements: Mapping[tuple[str, str], Wire], source: str, target: str) -> Iterator[Finding]:
+    wire = measurements[source, target]
+    forward_Bps, reverse_Bps = wire.link.goodput_Bps, measurements[target, source].link.goodput_Bps
+    if forward_Bps < ASYMMETRIC * reverse_Bps:
         yield Finding(
             check="net.asymmetric",
             severity="warning",
             host=source,
             peer=target,
-            evidence=f"{source} sends {link_rate(there)} to {target}, which sends {link_rate(back)} back",
+            evidence=f"{source} sends {link_rate(forward_Bps)} to {target}, which sends {link_rate(reverse_Bps)} back",
             fix="another cable or port of the switch; on both: ethtool INTERFACE, and look at Speed and Duplex",
         )
-    if wire.mean_Bps < PAUSES * there:
-        again = "" if wire.link.retransmits is None else f", {wire.link.retransmits} segments sent again"
+    if wire.mean_Bps < PAUSES * forward_Bps:
+        retransmits = "" if wire.link.retransmits is None else f", {wire.link.retransmits} segments retransmitted"
         yield Finding(
             check="net.stack-loss",
             severity="warning",
             host=source,
             peer=target,
-            evidence=f"the wire pauses: {link_rate(there)} half of the time, {link_rate(wire.mean_Bps)} in the mean"
-            f"{again}, congestion control {wire.congestion or 'not known'}",
+            evidence=f"the link pauses: median {link_rate(forward_Bps)}, mean {link_rate(wire.mean_Bps)}"
+            f"{retransmits}, congestion control {wire.congestion or 'not known'}",
             fix=f"on {source}: sudo sysctl -w net.ipv4.tcp_congestion_control=cubic, then evener probe wire again",
         )
 

@@ -1,7 +1,7 @@
-"""What does a YAML text say, as dicts, lists and text? Read so that no text, however strange, costs more than its size.
+"""Parse untrusted YAML into dicts, lists and text: no text, however crafted, costs more than its size.
 
-Scalars stay text (`on`, `010`, `2222`): whoever needs a number says so. Tags are not obeyed (Ansible's `!vault`). An
-alias counts each time as much as what it stands for, so a text that is small and says much is refused.
+Scalars stay text (`on`, `010`, `2222`): the caller converts numbers. Tags are ignored (Ansible's `!vault`). An alias
+counts each time as much as what it stands for, so a small text that expands to a large tree is refused.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 DEEPEST = 64
 MOST_NODES = 200_000
 
-Tree = Any  # dict[str, Tree], list[Tree], str; None of what is empty
+Tree = Any  # dict[str, Tree], list[Tree], str; None if empty
 
 
 class YamlError(Exception):
-    """It says what is wrong, and in which line."""
+    """The text is not valid; `line` is where, if that is known."""
 
     def __init__(self, what: str, line: int | None = None) -> None:
         super().__init__(what)
@@ -24,7 +24,7 @@ class YamlError(Exception):
 
 
 def read_yaml(text: str) -> Tree:
-    """The tree of a text's one document; YamlError where it has none.
+    """Return the tree of a text's only document; YamlError if it is not valid.
 
     >>> read_yaml("all: {hosts: {gpu-1: {ansible_port: 2222}, gpu-2: }}")
     {'all': {'hosts': {'gpu-1': {'ansible_port': '2222'}, 'gpu-2': None}}}
@@ -36,19 +36,19 @@ def read_yaml(text: str) -> Tree:
         return _Builder(yaml).build(yaml.parse(text, Loader=loader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise YamlError(str(what), mark.line + 1 if mark else None) from None
-    except (RecursionError, ValueError) as error:  # what PyYAML's own scanner raises of a number that is none
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise YamlError(str(problem), mark.line + 1 if mark else None) from None
+    except (RecursionError, ValueError) as error:  # PyYAML's own scanner raises it for an invalid number
         raise YamlError(str(error)) from None
 
 
 class _Builder:
-    """From the parser's events, without recursion."""
+    """Builds the tree from the parser's events, without recursion."""
 
     def __init__(self, yaml: Any) -> None:
         self._yaml = yaml
-        self._open: list[tuple[Tree, str | None, int]] = []  # what is not complete: it, its anchor, nodes before it
-        self._keys: list[str | None] = []  # of each that is open, the key that waits for its value
+        self._open: list[tuple[Tree, str | None, int]] = []  # incomplete: (node, its anchor, nodes before it)
+        self._keys: list[str | None] = []  # for each incomplete node, the key that waits for its value
         self._anchors: dict[str, tuple[Tree, int]] = {}
         self._nodes = 0
         self._root: Tree = None
@@ -75,17 +75,17 @@ class _Builder:
                 self._add(None if is_empty else event.value, event.anchor, 0, line)
             elif isinstance(event, yaml.AliasEvent):
                 if event.anchor not in self._anchors:
-                    raise YamlError(f"*{event.anchor} stands for nothing that is complete above it", line)
+                    raise YamlError(f"*{event.anchor} is not defined above", line)
                 tree, nodes = self._anchors[event.anchor]
                 self._nodes += nodes
                 self._add(tree, None, 0, line)
         return self._root
 
     def _add(self, tree: Tree, anchor: str | None, nodes: int, line: int) -> None:
-        """A value that is complete, of so many nodes besides itself."""
+        """Add a complete value that has so many nodes besides itself."""
         self._nodes += 1
         if self._nodes > MOST_NODES:
-            raise YamlError(f"more than {MOST_NODES} values, with those that its aliases repeat", line)
+            raise YamlError(f"more than {MOST_NODES} values, counting those that its aliases repeat", line)
         if anchor is not None:
             self._anchors[anchor] = (tree, nodes)
         if not self._open:
@@ -96,7 +96,7 @@ class _Builder:
             parent.append(tree)
         elif self._wants_key:
             if not isinstance(tree, str):
-                raise YamlError("a key that is no text", line)
+                raise YamlError("a key that is not text", line)
             self._keys[-1] = tree
         else:
             key, self._keys[-1] = self._keys[-1], None
@@ -108,7 +108,7 @@ class _Builder:
 
     @staticmethod
     def _put(parent: Tree, key: str | None, tree: Tree) -> None:
-        """`<<: *others` adds what is not there; another key that comes again counts anew."""
+        """Set a key. `<<: *others` only adds missing keys; another key that is repeated replaces the earlier value."""
         if key != "<<":
             parent[key] = tree
             return
