@@ -42,7 +42,7 @@ class Heard:
         self.about = run
         return run.id or "mine"
 
-    def log(self, step, moment, values):
+    def log(self, step, unix_s, values):
         self.rows.append((step, values))
 
     def flush(self):

@@ -50,7 +50,7 @@ def report(*args):
 
 def test_only_what_differs_is_told(place):
     assert dict(both().differences) == {
-        "--lr": ["0.0003", "0.01"], "way to agree": ["none", "ddp"], "processes": ["1", "2"],
+        "--lr": ["0.0003", "0.01"], "sync strategy": ["none", "ddp"], "processes": ["1", "2"],
     }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_a_run_beside_itself_differs_in_nothing(place):
     same = beside.beside(["runs/one", "runs/one"])
     assert list(same.runs) == ["one", "one (2)"]
     assert same.differences == []
-    assert "Nothing: the same was asked of all" in beside.page(same, "twice")
+    assert "Nothing: all have the same settings" in beside.page(same, "twice")
 
 
 def test_curves_count_tokens_and_the_time_of_steps(place):

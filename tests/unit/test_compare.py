@@ -80,7 +80,7 @@ def test_the_table_says_how_many_times_as_fast_and_what_it_costs(runs):
     assert [cells[speed] for cells in table.values()] == ["1.00", "2.00", "2.50"]
     assert [cells[penalty] for cells in table.values()] == ["–", "same", "+5.0%"]
     told = " ".join(compare.explain("strategies", runs, "b alone"))
-    assert "The fastest way: int4, 2.50 times b alone, validation loss +5.0%." in told
+    assert "The fastest strategy: int4, 2.50 times b alone, validation loss +5.0%." in told
     assert "The fastest whose loss is at most 1% above: packed, 2.00 times b alone, the same validation loss." in told
 
 

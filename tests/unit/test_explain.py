@@ -15,7 +15,7 @@ MARKS = {  # words by which a paragraph names a cause
     "other programs": "because other programs took the cores",
     "memory": "because the ranks share one memory",
     "neighbours": "because the ranks slow each other down",
-    "small pieces": "are worked less efficiently",
+    "small pieces": "are computed less efficiently",
     "threads gain": "than one that divides every operation among",
     "communication": "to communication that backward did not hide",
     "straggler": "the slowest:",
@@ -65,7 +65,7 @@ def test_memory_bandwidth(one, two, contention):
     text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, contention=found)])
     assert named(text) == ["memory"]
     assert "40 ms are lost because the ranks share one memory" in text
-    assert "1.80 times as long beside the others as alone although it keeps its 0.99 cores" in text
+    assert "1.80 times as long next to the others as alone although it keeps its 0.99 cores" in text
     assert "12.0 GB/s alone, and 2 at once at 12.4 GB/s in all" in text
     assert "another machine brings a memory of its own" in text
 
@@ -188,7 +188,7 @@ def test_without_contention_measured_the_cpu_time_of_the_steps_shows_the_gain(on
 def test_small_pieces(one, two, contention):
     text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, contention=contention(2, alone_s=0.08))])
     assert named(text) == ["small pieces"]
-    assert "pieces of 8 sequences" in text
+    assert "micro-batches of 8 sequences" in text
 
 
 def test_unexplained_is_said(one, two):
@@ -210,7 +210,7 @@ def test_what_was_not_measured_is_said_and_never_zero(one, two):
     text = explain_scaling([one(cpus=None, contention=None), two([{"data_s": None}] * 2, cpus=None, contention=None)])
     assert named(text) == ["unmeasured"]
     assert "on how many cores the processes ran" in text
-    assert "beside the others (--contention measures it)" in text
+    assert "next to the others (--contention measures it)" in text
     assert "waiting for input" in text
 
 
@@ -305,7 +305,7 @@ def test_a_run_of_which_little_was_measured(two):
     assert "How long the ranks wait for each other was not measured." in story
     assert "How long the all-reduces take was not measured." in story
     assert "on how many cores they really ran was not measured" in story
-    assert "not all parts of a step were measured" in limit(two([{"wait_s": None}] * 2))
+    assert "not all phases of a step were measured" in limit(two([{"wait_s": None}] * 2))
 
 
 def test_no_steps(tmp_path, write_run):
@@ -338,5 +338,5 @@ def test_replicas_that_drift_are_not_told_to_add_gradients(tmp_path, write_run):
     told = " ".join(explain_run(summarize(rundir)))
     assert "trains it by itself for 10 steps on its own part of each batch" in told
     assert "the mean over 10 steps, of which one exchanges" in told
-    assert "backward" not in told.split("agree on what came of it")[1].split("All-reduces")[1].split(".")[0]
+    assert "backward" not in told.split("average what they learned")[1].split("All-reduces")[1].split(".")[0]
     assert "add their gradients up" not in told

@@ -43,7 +43,7 @@ def test_costs_are_by_one_rank_s_own_clock_and_the_least_that_any_knows() -> Non
 def test_it_is_told_with_what_cost_most() -> None:
     text = told(changes(EVENTS, {0: A, 2: C}), took_s=135.0)
     assert text == (
-        "Who takes part changed 3 times: once a host was lost or left, once one was let in, once all began again. "
+        "The membership changed 3 times: once a host was lost or left, once one joined, once all ranks restarted. "
         "That cost 13.50 s in all, 10.0% of its time: 9.00 s before step 7 (b failed); 4.00 s "
         "before step 4 (c is out of reach); 500 ms before step 6 (c is let in)."
     )

@@ -126,7 +126,7 @@ def test_each_part_of_the_step_is_the_same_wherever_it_is_said(told):
     assert only(r"waits least, (\S+ m?s)", page.said, terminal) == {waits[0]}
     assert only(r"b waits (\S+ m?s) for it", page.said, terminal) == {waits[1]}
     stood = seconds(found["ranks"][0]["cost"]["exposed_sync_s"])
-    assert only(r"stood still for (\S+ m?s)", page.said, terminal) == {stood}
+    assert only(r"was blocked for (\S+ m?s)", page.said, terminal) == {stood}
     assert {row[2] for row in page.rows if row[:1] == ["exposed communication"]} == {stood}
 
 

@@ -163,7 +163,7 @@ def test_one_rank(run):
 def test_no_steps(run):
     page = page_of(run(steps=0, verdict="failed", evaluations={}))
     assert page.lines == []
-    assert "after 0 steps, and no rank could say why" in page.text
+    assert "after 0 steps, and no rank reported why" in page.text
     assert "No step was recorded" in page.text
     assert page.text.count("not measured") >= 5
 
@@ -208,9 +208,9 @@ def test_replicas_that_differed_and_went_back_are_no_failure(run):
     rundir.add_event("run.nonfinite", step=7, ranks=[1], goes_back=True)
     assert first_failure(rundir.events()) is None
     told = [tell(event, rundir.manifest()) for event in rundir.events()[-2:]]
-    assert told[0].what.endswith(" in head.weight and 2 more tensors; b is the odd one; all go back to the newest "
+    assert told[0].what.endswith(" in head.weight and 2 more tensors; b is the odd one; all roll back to the newest "
                                  "checkpoint, and b leaves the run")  # fmt: skip
-    assert told[1].what.endswith("; all go back to the newest checkpoint")
+    assert told[1].what.endswith("; all roll back to the newest checkpoint")
     assert not any(one.is_bad for one in told)
     assert page_of(rundir).text.count("differ") == before + 1  # the event, and no verdict
 
@@ -232,10 +232,10 @@ def test_how_the_hosts_were(run):
     path.parent.mkdir()
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
     text = page_of(rundir).text
-    assert "The hosts meanwhile" in text
+    assert "Vitals of the hosts" in text
     assert all(word in text for word in ("30%", "2.0 GB of 10.0 GB", "83 °C"))
     path.write_bytes(bytes(100) + b"\n")
-    assert "The hosts meanwhile" not in page_of(rundir).text
+    assert "Vitals of the hosts" not in page_of(rundir).text
 
 
 def test_a_long_run_is_thinned(run):

@@ -32,7 +32,7 @@ MARKS = {  # words by which a sentence names a cause
     "slowed": "It slowed down during the run",
     "throttled": "throttled (cpu: 2.1 GHz)",
     "swap": "it was swapping",
-    "neighbours": "beside the other ranks of its host",
+    "neighbours": "while the other ranks of its host compute",
     "micro-batch": "in micro-batches of",
     "dtype": "; predicted was",
     "not known": "is not known",
@@ -376,7 +376,7 @@ def test_no_step(tmp_path, write_run):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=0, verdict="failed")
     write_plan(rundir, Plan(kind="train", spec=None, prediction=predict()))
     assert told(summarize(rundir)) == ["A step was predicted to take 36.10 s; none was recorded."]
-    assert "Predicted beside measured" in run_page(rundir, now=0.0)
+    assert "Predicted and measured" in run_page(rundir, now=0.0)
 
 
 def test_parts_that_are_not_known(run):
@@ -436,9 +436,9 @@ def test_as_json_and_in_a_bench(run):
 def test_the_page_has_it_all(run):
     summary = run(laptop={"compute_s": 60.0})
     text = run_page(RunDir(summary.run_dir), now=0.0).partition("<script")[0]
-    order = ["predicted 36.10 s, +83%", "What happened, and why", "Predicted beside measured",
-             "computes 2 times slower than probed", "The step", "Its parts on laptop, for which the others",
-             "the other ranks", "attic</h3>", "What nobody had measured", "&lt;b&gt;stays", "What if",
+    order = ["predicted 36.10 s, +83%", "What happened, and why", "Predicted and measured",
+             "computes 2 times slower than probed", "The step", "Its phases on laptop, for which the others",
+             "the other ranks", "attic</h3>", "Assumptions instead of measurements", "&lt;b&gt;stays", "What if",
              "this run: ddp", "batch and accumulation × 4", "another training run", "Manifest"]  # fmt: skip
     places = [text.index(words) for words in order[:3]]
     for words in order[3:]:

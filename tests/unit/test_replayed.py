@@ -70,7 +70,7 @@ def test_one_ranks_records_alone():
     recorded = {0: points(), 1: points(off(LOSSES, [0, 0, 1e-3, 0, 0, 0]))}
     found = judge_ranks(recorded, REPLAYED, FP32)
     assert (found.kind, found.step, found.rank) == ("record", 12, 1)
-    assert "those of rank 1 alone" in found.sentence
+    assert "only those of rank 1 differ" in found.sentence
     assert judge_ranks({0: points(), 1: points()}, REPLAYED, FP32).agrees
 
 

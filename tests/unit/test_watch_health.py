@@ -144,7 +144,7 @@ def test_who_lost_a_peer_is_not_the_one_that_failed(run):
     run.add_event("run.peer-exit", rank=0, error=torchs, kind="RuntimeError", hint="")
     found = health(read(run), time.time())
     assert found.word == "no word"
-    assert found.told == ("rank 0 lost one that it was exchanging with: Connection closed by peer "
+    assert found.told == ("rank 0 lost the connection to its peer: Connection closed by peer "
                           "[127.0.0.1]:19; whose host tells why.")  # fmt: skip
     assert health(read(run), time.time() + 60).word == "failed"
     run.add_event("failure", rank=1, error="killed by SIGKILL", kind="exit", hint="")

@@ -157,7 +157,7 @@ def test_changed_bytes_of_the_corpus_are_found(run):
     finally:
         data.write_bytes(content)
     assert (verdict["kind"], verdict["step"]) == ("data", 20)
-    assert "the corpus has not the bytes" in verdict["sentence"]
+    assert "the corpus does not have the bytes" in verdict["sentence"]
 
 
 WRONG = """
@@ -239,4 +239,4 @@ def test_what_cannot_be_replayed_says_why(run, tmp_path, corpus, run_script, ser
     assert "no such folder" in moved
     assert "another shape" in manifest(shape=tree["shape"] | {"width": 32})
     assert "had a learning rate of" in manifest(spec=spec | {"train": spec["train"] | {"lr": 0.1}})
-    assert "tokens, and --batch is now for" in manifest(spec=spec | {"train": spec["train"] | {"batch": 8}})
+    assert "tokens, but --batch now gives" in manifest(spec=spec | {"train": spec["train"] | {"batch": 8}})

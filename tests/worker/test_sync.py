@@ -180,7 +180,7 @@ def test_what_ranks_left_that_are_no_more_goes_on_with_the_others(tmp_path, trai
     assert run.manifest().result.replicas_agree is True
     assert [record.step for record in run.records(0)] == list(range(40))
     told = [tell(event, run.manifest()).what for event in run.events() if event["event"] == "own.missing"]
-    assert told == ["step 1: what 1 rank had not sent yet was kept where this run is no more"] * is_lost
+    assert told == ["step 1: unsent gradients of 1 rank are missing: a host that saved them left the run"] * is_lost
 
 
 BEYOND = """

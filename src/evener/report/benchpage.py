@@ -1,4 +1,4 @@
-"""What does a person want to see of a bench: how do 1, 2, … processes compare, and why?"""
+"""Write the HTML report of a bench: how 1, 2, … processes compare, and why."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ FORMAT = 1
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """`bench.json`: which run directories belong together."""
+    """`bench.json`: the run directories of a bench, by corpus."""
 
     format: int
     series: dict[str, list[str]]
 
 
 def is_bench(folder: Path) -> bool:
-    """Does this folder hold a bench?"""
+    """Return whether this folder holds a bench."""
     return (folder / NAME).is_file()
 
 
 def read(folder: Path) -> dict[str, list[str]]:
-    """Run directories, relative to the folder, by corpus."""
+    """Read the run directories, relative to the folder, by corpus."""
     return from_stored(read_file(folder / NAME), Series, FORMAT, folder / NAME).series
 
 
 def summaries(folder: Path) -> dict[str, list[Summary]]:
-    """The runs of a bench by corpus."""
+    """Summarize the runs of a bench, by corpus."""
     return {corpus: [summarize(RunDir(folder / name)) for name in names] for corpus, names in read(folder).items()}
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """A corpus: what its runs say, and their figures."""
+    """The page's section about one corpus: the explanation and figures of its runs."""
 
     corpus: str
     story: Story
-    links: list[tuple[str, str]]  # to each run's own page, and its text
+    links: list[tuple[str, str]]  # (URL, text) of each run's own page
     rows: list[tuple[str, ...]]
     is_predicted: bool
     figure: str
 
 
 def page(folder: Path) -> str:
-    """The page of a bench."""
-    found, name = summaries(folder), folder.resolve().name
-    drawn: dict[str, Figure] = {"scaling": figures.scaling(found)}
+    """Return the HTML report of a bench."""
+    by_corpus, name = summaries(folder), folder.resolve().name
+    drawn: dict[str, Figure] = {"scaling": figures.scaling(by_corpus)}
     chapters = []
-    for index, (corpus, runs) in enumerate(found.items()):
+    for index, (corpus, runs) in enumerate(by_corpus.items()):
         figure = f"parts-{index}"
         drawn[figure] = figures.bars(
             {plural(run.manifest.world_size, "process"): first_done(run).typical for run in runs if run.step_p50_s}
@@ -73,7 +73,7 @@ def page(folder: Path) -> str:
         links = [
             (quote(Path(run.run_dir).name) + "/report.html", plural(run.manifest.world_size, "process")) for run in runs
         ]
-        _, *shown = rows(runs)  # the processes are the links
+        _, *shown = rows(runs)  # the processes row becomes the links
         is_predicted = any(run.predicted for run in runs)
         chapters.append(Chapter(corpus, scaling_story(runs), links, shown, is_predicted, figure))
     return document(
@@ -81,23 +81,26 @@ def page(folder: Path) -> str:
         title=f"{name}: evener bench",
         figures=drawn,
         name=name,
-        what=_what(found),
-        lead=[f"{one.corpus}: {' '.join([*one.story.result[:1], *one.story.advice[:1]])}" for one in chapters],
-        shown=[_best(corpus, runs) for corpus, runs in found.items()],
+        what=_what(by_corpus),
+        lead=[
+            f"{chapter.corpus}: {' '.join([*chapter.story.result[:1], *chapter.story.advice[:1]])}"
+            for chapter in chapters
+        ],
+        shown=[_best(corpus, runs) for corpus, runs in by_corpus.items()],
         chapters=chapters,
         no_prediction=NO_PREDICTION,
     )
 
 
 def _what(found: dict[str, list[Summary]]) -> list[str]:
-    """Which models were trained on which machines."""
+    """Describe the models that were trained and the machines."""
     machines = {host.cpu: host.cores for runs in found.values() for run in runs for host in run.manifest.hosts}
     models = sorted({run.manifest.spec.model.model for runs in found.values() for run in runs})
     return [*models, *(f"{cpu}, {plural(cores, 'core')}" for cpu, cores in machines.items())]
 
 
 def _best(corpus: str, runs: Sequence[Summary]) -> Fact:
-    """How many processes train a corpus best, and how the others compare."""
+    """Return the recommended number of processes for a corpus, and how the others compare."""
     measured = [run for run in runs if run.tokens_per_s]
     if not measured:
         return Fact(corpus, None, "no step was recorded")

@@ -1,4 +1,4 @@
-"""How do the runs of a bench compare, in one table? Figures down, runs across: it fits a terminal, and a page."""
+"""Tabulate the runs of a bench: figures down, runs across, which fits a terminal and a page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from evener.report.summary import Summary
 
 
 def rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """A row a figure: its name, then its value in each run. The first run is what the others are compared with.
+    """Return one row per figure: its name, then its value in each run; the first run is the baseline.
 
-    The parts of a step are those of the rank that waits most: there they sum to it, and waiting shows.
+    The phases of a step are those of the rank that waits most: there they sum to the step, and waiting shows.
     """
     base = summaries[0].tokens_per_s
 

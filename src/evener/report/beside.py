@@ -1,6 +1,7 @@
-"""How do any runs compare: what was asked of one and not of another, what came of it, and where did their steps go?
+"""Compare runs: settings that differ, outcomes, learning curves and step breakdowns.
 
-beside(["runs/a", "runs/b"])  ─▶  page(…), markdown(…), as_result(…), and the picture (picture.runs_png)
+compare_runs(["runs/a", "runs/b"])  ─▶  comparison_page(…), comparison_markdown(…), comparison_json(…),
+                                        and the chart (png_charts.comparison_png)
 """
 
 from __future__ import annotations
@@ -30,46 +31,46 @@ from evener.report.smooth import smoothed
 from evener.report.summary import Summary, as_result, records_of, summarize
 from evener.report.worth import FASTER
 
-ACROSS = 6  # runs that are columns; more are rows
-OF_SEVERAL = ("exposed_sync_s", "wait_s")  # parts of a step that one rank alone has not
-Facts = list[tuple[str, list[str]]]  # a name, and its value in each run
-AXES = {"tokens": "tokens", "step": "step", "time": "training time"}  # what a curve can be drawn over
+ACROSS = 6  # show up to this many runs as columns; more as rows
+OF_SEVERAL = ("exposed_sync_s", "wait_s")  # phases that exist only with several ranks
+Facts = list[tuple[str, list[str]]]  # (name, value in each run)
+AXES = {"tokens": "tokens", "step": "step", "time": "training time"}  # x axes of a learning curve
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run learned: by step, and what it had read and how long it had trained at its end."""
+    """A run's losses by step, with the tokens read and the training time at the end of each step."""
 
     steps: list[int]
     tokens: list[float]
-    spent_s: list[float]  # of its steps alone: pauses between its starts, evaluations and checkpoints do not count
-    losses: list[tuple[int, float]]  # (index of the step, loss), where it was measured
+    spent_s: list[float]  # sum of step times, without pauses between starts, evaluations and checkpoints
+    losses: list[tuple[int, float]]  # (index into `steps`, loss), if measured
     evaluations: list[tuple[int, float]]  # (steps taken, validation loss)
 
     def at(self, axis: str, index: int) -> float:
-        """Where on an axis a step ends."""
+        """Return the position on `axis` at which the step with this index ends."""
         along: dict[str, Sequence[float]] = {"tokens": self.tokens, "step": self.steps, "time": self.spent_s}
         return along[axis][index]
 
     def smoothed(self) -> list[tuple[int, float]]:
-        """The losses as a line; of many steps one point."""
+        """Return the smoothed losses, thinned to at most MAX_POINTS points."""
         indices, losses = figures.thinned(self.losses)
         return list(zip(map(int, indices), smoothed(losses), strict=True))
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs by the shortest names that tell them apart."""
+    """Runs and their learning curves, by the shortest labels that distinguish them."""
 
     runs: dict[str, Summary]
     curves: dict[str, Curve]
 
     @property
     def differences(self) -> Facts:
-        """See below."""
+        """The settings that differ; see `setting_differences`."""
         return differences([run.manifest for run in self.runs.values()])
 
 
 def beside(paths: Sequence[str | Path]) -> Beside:
-    """Read some runs."""
+    """Read and summarize the runs in these directories."""
     labels = names([str(path) for path in paths])
     rundirs = {label: RunDir(path) for label, path in zip(labels, paths, strict=True)}
     runs = {label: summarize(rundir) for label, rundir in rundirs.items()}
@@ -79,7 +80,7 @@ def beside(paths: Sequence[str | Path]) -> Beside:
 
 
 def names(paths: Sequence[str]) -> list[str]:
-    """The shortest ends of paths by which they differ.
+    """Return the shortest path suffixes that distinguish the paths.
 
     >>> names(["runs/a", "runs/b"]), names(["one/a", "two/a", "two/b"]), names(["a", "a"])
     (['a', 'b'], ['one/a', 'two/a', 'two/b'], ['a', 'a (2)'])
@@ -87,13 +88,13 @@ def names(paths: Sequence[str]) -> list[str]:
     parts = [Path(path).resolve().parts for path in paths]
     different = len(set(parts))
     deepest = max(map(len, parts), default=1)
-    length = next((n for n in range(1, deepest) if len({one[-n:] for one in parts}) == different), deepest)
-    shown = ["/".join(one[-length:]) for one in parts]
+    length = next((n for n in range(1, deepest) if len({each[-n:] for each in parts}) == different), deepest)
+    shown = ["/".join(each[-length:]) for each in parts]
     return [name if name not in shown[:i] else f"{name} ({shown[: i + 1].count(name)})" for i, name in enumerate(shown)]
 
 
 def curve_of(steps: Sequence[Mapping[int, StepRecord]], events: Sequence[dict[str, Any]], summary: Summary) -> Curve:
-    """Of aligned records."""
+    """Build the learning curve of a run from its aligned records."""
     firsts = [first_of(of_step) for of_step in steps]
     evaluated = dict(evaluations(events))
     result = summary.manifest.result
@@ -112,31 +113,35 @@ def curve_of(steps: Sequence[Mapping[int, StepRecord]], events: Sequence[dict[st
 
 
 def differences(manifests: Sequence[Manifest]) -> Facts:
-    """What was asked of one run and not of another, and what they ran on and with; nothing that all have alike."""
-    asked = {flag.name: [flag.value(one.spec) for one in manifests] for flag in FLAGS.values() if flag.field != "out"}
-    has: dict[str, list[Any]] = {
-        "way to agree": [str(one.roster.sync) for one in manifests],
-        "processes": [one.world_size for one in manifests],
-        "hosts": [", ".join(one.roster.hosts) for one in manifests],
-        "devices": [", ".join(dict.fromkeys(rank.device for rank in one.ranks)) for one in manifests],
-        "threads": [", ".join(dict.fromkeys(str(rank.threads) for rank in one.ranks)) for one in manifests],
-        "computes in": [one.roster.dtypes for one in manifests],
-        "compiled": [one.compiled for one in manifests],
-        "parameters": [f"{one.num_params:,}" for one in manifests],
-        "text": [one.corpus.content_hash if one.corpus else None for one in manifests],
-        "evener's code": [one.code_hash for one in manifests],
-        **{name: [one.versions.get(name) for one in manifests] for name in ("evener", "torch", "python")},
+    """Return the settings, hosts and versions that differ between runs."""
+    requested = {
+        flag.name: [flag.value(manifest.spec) for manifest in manifests]
+        for flag in FLAGS.values()
+        if flag.field != "out"
     }
-    told_already = {"way to agree": "--sync", "processes": "--ranks", "threads": "--threads"}
-    for name, flag in told_already.items():
-        if list(map(str, has[name])) == list(map(str, asked[flag])):
-            del has[name]
-    both = asked | has
-    return [(name, _told(values)) for name, values in both.items() if any(value != values[0] for value in values)]
+    actual: dict[str, list[Any]] = {
+        "sync strategy": [str(manifest.roster.sync) for manifest in manifests],
+        "processes": [manifest.world_size for manifest in manifests],
+        "hosts": [", ".join(manifest.roster.hosts) for manifest in manifests],
+        "devices": [", ".join(dict.fromkeys(rank.device for rank in manifest.ranks)) for manifest in manifests],
+        "threads": [", ".join(dict.fromkeys(str(rank.threads) for rank in manifest.ranks)) for manifest in manifests],
+        "computes in": [manifest.roster.dtypes for manifest in manifests],
+        "compiled": [manifest.compiled for manifest in manifests],
+        "parameters": [f"{manifest.num_params:,}" for manifest in manifests],
+        "corpus hash": [manifest.corpus.content_hash if manifest.corpus else None for manifest in manifests],
+        "evener's code": [manifest.code_hash for manifest in manifests],
+        **{name: [manifest.versions.get(name) for manifest in manifests] for name in ("evener", "torch", "python")},
+    }
+    flag_of = {"sync strategy": "--sync", "processes": "--ranks", "threads": "--threads"}
+    for name, flag in flag_of.items():
+        if list(map(str, actual[name])) == list(map(str, requested[flag])):
+            del actual[name]
+    rows = requested | actual
+    return [(name, _told(values)) for name, values in rows.items() if any(value != values[0] for value in values)]
 
 
 def _told(values: Sequence[Any]) -> list[str]:
-    """As one types them; of what stands for itself alone, such as a digest, the first letters that differ."""
+    """Format values as they are typed on the command line; shorten digests."""
     texts = [
         "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values
     ]
@@ -146,7 +151,7 @@ def _told(values: Sequence[Any]) -> list[str]:
 
 
 def outcomes(both: Beside) -> Facts:
-    """What came of each run."""
+    """Return the result rows: losses, throughput, step breakdown, memory, cost."""
     runs, curves = list(both.runs.values()), list(both.curves.values())
     base = runs[0].tokens_per_s
 
@@ -158,7 +163,7 @@ def outcomes(both: Beside) -> Facts:
 
     several = len(runs) > 1
     ratios = [run.tokens_per_s / base if run.tokens_per_s and base else None for run in runs]
-    found: Facts = [
+    rows: Facts = [
         ("ended", [run.manifest.verdict for run in runs]),
         ("steps", [f"{run.num_steps:,}" for run in runs]),
         ("tokens read", [count(curve.tokens[-1]) if curve.tokens else "0" for curve in curves]),
@@ -166,7 +171,7 @@ def outcomes(both: Beside) -> Facts:
         ("validation loss", [loss(curve.evaluations[-1][1] if curve.evaluations else None) for curve in curves]),
         ("  the best", [loss(min((value for _, value in curve.evaluations), default=None)) for curve in curves]),
         ("tokens/s", [count(run.tokens_per_s) for run in runs]),
-        *([("  × the first", ["not measured" if one is None else f"{one:.2f}" for one in ratios])] if several else []),
+        *([("  × the first", ["not measured" if x is None else f"{x:.2f}" for x in ratios])] if several else []),
         ("step", [seconds(run.step_p50_s) for run in runs]),
         *([("  predicted", [against(run)[0] for run in runs])] if any(run.predicted for run in runs) else []),
         *((f"  {name}", [_part(run, part) for run in runs]) for part, name in PART_NAMES.items()),
@@ -178,14 +183,14 @@ def outcomes(both: Beside) -> Facts:
     costs = [cost(run.prediction if curve.spent_s else None, run.manifest, curve.spent_s[-1] if curve.spent_s else 0.0)
              for run, curve in zip(runs, curves, strict=True)]  # fmt: skip
     if any(kwh is not None for kwh, _ in costs):
-        found.append(("electricity", ["not known" if kwh is None else f"{kwh:.3g} kWh" for kwh, _ in costs]))
+        rows.append(("electricity", ["not known" if kwh is None else f"{kwh:.3g} kWh" for kwh, _ in costs]))
     if any(money is not None for _, money in costs):
-        found.append(("price", ["not known" if money is None else f"{money:.2f}" for _, money in costs]))
-    return found
+        rows.append(("price", ["not known" if money is None else f"{money:.2f}" for _, money in costs]))
+    return rows
 
 
 def _part(run: Summary, part: str) -> str:
-    """Of the median step, on the rank that waits most."""
+    """Format one phase of the median step on the rank that waits most."""
     if part in OF_SEVERAL and run.manifest.world_size == 1:
         return "–"
     return seconds(getattr(first_done(run).typical, part)) if run.step_p50_s else "not measured"
@@ -202,8 +207,8 @@ def _memory(run: Summary) -> str:
 
 
 def cost(prediction: Prediction | None, manifest: Manifest, spent_s: float) -> tuple[float | None, float | None]:
-    """(kWh, money) of so many seconds of a run's steps, by what its fleet file says of its hosts; None where that does
-    not say it of all.
+    """Return (kWh, price) of `spent_s` seconds of training, from the fleet file's watts and prices; None for a figure
+    that the file does not give for all hosts.
     """
     if prediction is None:
         return None, None
@@ -216,39 +221,42 @@ def cost(prediction: Prediction | None, manifest: Manifest, spent_s: float) -> t
 
 
 def explain(both: Beside) -> list[str]:
-    """Sentences: which run is the fastest, which has learned most, and is that the same work?"""
-    told = []
+    """Return sentences: which run is the fastest, which has the lowest loss, and whether they are comparable."""
+    sentences = []
     rates = {label: run.tokens_per_s for label, run in both.runs.items() if run.tokens_per_s}
     if len(rates) > 1:
         fastest, slowest = max(rates, key=lambda label: rates[label]), min(rates, key=lambda label: rates[label])
         ratio = rates[fastest] / rates[slowest]
         if ratio < FASTER:
-            told.append(f"All train about as fast: {count(rates[slowest])} to {count(rates[fastest])} tokens/s.")
+            sentences.append(f"All train about as fast: {count(rates[slowest])} to {count(rates[fastest])} tokens/s.")
         else:
-            told.append(f"{fastest} trains fastest: {count(rates[fastest])} tokens/s, {ratio:.2f} times {slowest}.")
+            sentences.append(
+                f"{fastest} trains fastest: {count(rates[fastest])} tokens/s, {ratio:.2f} times {slowest}."
+            )
     ends = {label: curve.evaluations[-1] for label, curve in both.curves.items() if curve.evaluations}
     if len(ends) > 1:
         losses = {label: loss for label, (_, loss) in ends.items()}
         best, worst = min(losses, key=lambda label: losses[label]), max(losses, key=lambda label: losses[label])
         read = {label: both.curves[label].tokens[-1] for label in ends if both.curves[label].tokens}
         unequal = len(read) > 1 and max(read.values()) > 1.01 * min(read.values())
-        after = "; they have not read equally much" if unequal else ""
+        after = "; they did not read equally many tokens" if unequal else ""
         if losses[worst] / losses[best] - 1 < SAME:
-            told.append(f"All have learned the same: validation loss {losses[best]:.4f}{after}.")
+            sentences.append(f"All have learned the same: validation loss {losses[best]:.4f}{after}.")
         else:
-            told.append(f"{best} has the lowest validation loss, {losses[best]:.4f}; {worst} has {losses[worst]:.4f}, "
+            sentences.append(f"{best} has the lowest validation loss, {losses[best]:.4f}; {worst} has "
+                             f"{losses[worst]:.4f}, "
                         f"{losses[worst] / losses[best] - 1:.1%} more{after}.")  # fmt: skip
     texts = {run.manifest.corpus.content_hash for run in both.runs.values() if run.manifest.corpus}
     if len(texts) > 1:
-        told.append("They read different texts: their losses say nothing about each other.")
-    return told
+        sentences.append("They trained on different corpora: their losses cannot be compared.")
+    return sentences
 
 
-# --- in a table, on a page, as text -----------------------------------------------------------------------------------
+# --- tables, pages, Markdown ------------------------------------------------------------------------------------------
 
 
 def table(labels: Sequence[str], facts: Facts) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Head and rows: figures down and runs across, which fits a page; of many runs the other way round."""
+    """Return (head, rows): figures down and runs across; the transpose for more than MAX_RUN_COLUMNS runs."""
     if len(labels) <= ACROSS:
         return ["", *labels], [(name, *values) for name, values in facts]
     across = [(label, *(values[i] for _, values in facts)) for i, label in enumerate(labels)]
@@ -256,12 +264,12 @@ def table(labels: Sequence[str], facts: Facts) -> tuple[list[str], list[tuple[st
 
 
 def losses(both: Beside) -> Layers:
-    """Smoothed training losses over one another, by tokens, steps or time."""
+    """Return the chart of smoothed training losses by tokens, steps or time."""
     return _curves(both, lambda curve: curve.smoothed(), "loss, smoothed", dots=False)
 
 
 def validation(both: Beside) -> Layers | None:
-    """Validation losses over one another; None where nobody evaluated more than once."""
+    """Return the chart of validation losses; None if no run evaluated more than once."""
 
     def points(curve: Curve) -> list[tuple[int, float]]:
         places = {steps: index for index, steps in enumerate(curve.steps)}
@@ -282,20 +290,20 @@ def _curves(both: Beside, points: Callable[[Curve], list[tuple[int, float]]], ti
         for number, (label, curve) in enumerate(both.curves.items()):
             over = [(scale * curve.at(axis, index), loss) for index, loss in points(curve)]
             x, y = figures.thinned(over)
-            colour, again = SERIES_COLOURS[number % len(SERIES_COLOURS)], number >= len(SERIES_COLOURS)
-            lines.append(Line(label, colour, x, y, dashed=again, dots=dots))
+            colour, dashed = SERIES_COLOURS[number % len(SERIES_COLOURS)], number >= len(SERIES_COLOURS)
+            lines.append(Line(label, colour, x, y, dashed=dashed, dots=dots))
         charts[f"by {name}"] = Chart(lines, f"{name}, {unit}" if axis == "time" else name, title)
     return Layers(charts)
 
 
 def page(both: Beside, title: str) -> str:
-    """All of it in one file that opens offline."""
+    """Return the comparison as one HTML file that opens offline."""
     labels = list(both.runs)
     drawn: dict[str, Figure] = {}
     if any(curve.losses for curve in both.curves.values()):
         drawn["losses"] = losses(both)
-    if found := validation(both):
-        drawn["validation"] = found
+    if chart := validation(both):
+        drawn["validation"] = chart
     measured = {label: first_done(run).typical for label, run in both.runs.items() if run.step_p50_s}
     if measured:
         drawn["parts"] = figures.bars(measured)
@@ -316,7 +324,7 @@ def page(both: Beside, title: str) -> str:
 
 
 def markdown(both: Beside) -> str:
-    """The same as text that an issue, a README or a pull request shows."""
+    """Return the comparison as Markdown for an issue, a README or a pull request."""
     labels = list(both.runs)
     parts = [" ".join(explain(both))] if len(labels) > 1 else explain_measured(both.runs[labels[0]])
     facts = (both.differences if len(labels) > 1 else []) + outcomes(both)
@@ -324,7 +332,7 @@ def markdown(both: Beside) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Names left, figures right; nothing in a cell ends it.
+    """Return a Markdown table with names left and figures right; escape the cells.
 
     >>> print(markdown_table(["", "a|b"], [("  step", "1 s")]))
     |  | a\\|b |
@@ -342,7 +350,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def result(both: Beside) -> dict[str, Any]:
-    """As JSON tells it."""
+    """Return the comparison as a JSON object."""
     return {
         "runs": {label: as_result(run) for label, run in both.runs.items()},
         "differences": [{"name": name, "values": dict(zip(both.runs, values, strict=True))}

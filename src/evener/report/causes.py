@@ -1,11 +1,11 @@
-"""Why are N processes not N times as fast as one? The difference, cause by cause, in seconds of a step.
+"""Break down lost scaling efficiency: the step time lost against ideal scaling, in seconds, cause by cause.
 
-    step of many  =  share · step of few  +  Σ causes  +  unexplained
+    scaled step  =  work_ratio · base step  +  Σ causes  +  unexplained
 
-`share` is what a rank has of the work that a rank of the smaller run had: 1/2 where 2 processes divide the batch of
-one, 1 where every process brings a batch of its own. The parts of StepCost divide the difference by subtraction. That
-of compute is divided further, by what was measured beside it: the cores on which the ranks really ran, and the same
-work timed by each rank alone and by all at once (Contention).
+`work_ratio` is a rank's work relative to that of a rank of the base run (the one with fewer ranks): 1/2 if 2 processes
+divide the batch of one, 1 if every process brings a batch of its own. The phases of StepCost divide the difference by
+subtraction. The difference in compute is divided further by two measurements: the cores on which the ranks really ran,
+and the same work timed by each rank alone and by all ranks at once (Contention).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from evener.report.ranks import (
 )
 from evener.report.summary import Summary
 
-BUS_IS_FULL = 0.75  # of the bandwidth that the ranks would have together if each kept what it has alone
+BUS_IS_FULL = 0.75  # of num_ranks times the bandwidth of one rank alone: below this, memory bandwidth is the limit
 BATCH_FACTORS = (2, 4, 8, 16)
-WORTH_IT = 1.1  # the speed-up for which a larger batch is recommended
+WORTH_IT = 1.1  # recommend a larger batch from this speedup on
 
 
 class Comparison:
-    """Two runs with measured steps, on few ranks and on many, and the figures that tell causes apart."""
+    """Two runs with measured steps, on few and on many ranks, and the figures that separate causes."""
 
     def __init__(self, few: Summary, many: Summary) -> None:
         assert few.step_p50_s, "a run without steps cannot be compared"
@@ -53,13 +53,13 @@ class Comparison:
         self.few_rank, self.many_rank = first_done(few), first_done(many)
 
     def growth_s(self, part: str) -> float | None:
-        """By how much a part of the step is longer than this rank's share of what it was."""
+        """Return by how many seconds a phase exceeds its ideal, `work_ratio` times its duration in the base run."""
         before, now = getattr(self.few_rank.typical, part), getattr(self.many_rank.typical, part)
         return None if before is None or now is None else now - self.share * before
 
     @functools.cached_property
     def few_cpus(self) -> float | None:
-        """Cores on which a rank of the smaller run computed."""
+        """The cores on which a rank of the base run computed."""
         if self.num_few == 1 and self.few_rank.cpus is not None:
             return self.few_rank.cpus
         contention = contention_of(self.few)
@@ -67,16 +67,16 @@ class Comparison:
 
     @functools.cached_property
     def many_cpus(self) -> float:
-        """Cores on which a rank of the larger run computes when the others let it; unmeasured: its threads."""
+        """The cores on which a rank of the scaled run computes alone; its threads if that was not measured."""
         contention = contention_of(self.many)
         return mean(contention.alone_cpus) if contention else float(self.many.threads)
 
     @functools.cached_property
     def token_s(self) -> tuple[float, float] | None:
-        """CPU time for a token with few ranks and with many, as each rank's own work and no neighbour makes it.
+        """CPU seconds per token in the base and the scaled run, without contention from other ranks.
 
-        Of single micro-batches; where those were not timed, of whole steps, but only if it shrank: neighbours can make
-        it grow.
+        Measured on single micro-batches. If those were not timed, on whole steps, but only if it shrank: contention
+        can make it grow.
         """
         before, now = token_alone_s(self.few), token_alone_s(self.many)
         if before and now:
@@ -86,9 +86,9 @@ class Comparison:
 
     @functools.cached_property
     def neighbours(self) -> float | None:
-        """CPU time for the same work: while all ranks compute over alone. Above 1: they slow each other down."""
+        """CPU time of the same work while all ranks compute, relative to alone; above 1, they slow each other down."""
         contention = contention_of(self.many)
-        if contention is None or is_overbooked(self.many):  # threads without a core keep the others spinning
+        if contention is None or is_overbooked(self.many):  # threads without a core make the others spin
             return None
         ratio = mean(contention.together_s) / mean(contention.alone_s)
         running = mean(contention.together_cpus) / mean(contention.alone_cpus) if on_cpus(self.many) else 1.0
@@ -96,7 +96,7 @@ class Comparison:
 
     @functools.cached_property
     def takes_turns(self) -> bool:
-        """Have the ranks of the larger run fewer cores than they have work for?"""
+        """Whether the ranks of the scaled run share cores in time slices."""
         if not on_cpus(self.many):
             return False
         contention = contention_of(self.many)
@@ -108,16 +108,16 @@ class Comparison:
 
     @functools.cached_property
     def compute_s(self) -> dict[str, float]:
-        """The difference in compute, by cause; a cause that is not in it was not measured.
+        """The difference in compute seconds by cause; a cause that is missing was not measured.
 
         share · before · cores · efficiency · neighbours · turns = now: each factor costs what it adds to the product
-        before it. What the measured factors do not explain is the price of taking turns, where the ranks do.
+        of those before it. If ranks share cores in time slices, the remainder is attributed to that ("turns").
         """
         growth_s, now_s = self.growth_s("compute_s"), self.many_rank.typical.compute_s
         if growth_s is None or not now_s or growth_s >= now_s:
             return {}
         cores: dict[str, float] = {}
-        if not on_cpus(self.many) or is_overbooked(self.many):  # overbooked: that they take turns says it all
+        if not on_cpus(self.many) or is_overbooked(self.many):  # oversubscribed: time sharing explains it all
             cores["cores"] = 0.0
         elif self.few_cpus:
             cores["cores"] = math.log(self.few_cpus / self.many_cpus)
@@ -129,17 +129,17 @@ class Comparison:
         }
         measured, rest = settle(measured, math.log(now_s / (now_s - growth_s)) - sum(cores.values()))
         turns = {"turns": max(rest, 0.0) if self.takes_turns else 0.0}
-        found, reached_s = {}, now_s - growth_s
+        costs_s, reached_s = {}, now_s - growth_s
         for name, log in (cores | measured | turns).items():
-            found[name] = reached_s * math.expm1(log)
-            reached_s += found[name]
-        return found
+            costs_s[name] = reached_s * math.expm1(log)
+            reached_s += costs_s[name]
+        return costs_s
 
 
 def settle(predicted: dict[str, float], total: float) -> tuple[dict[str, float], float]:
-    """Cut predictions (logarithms of factors) to what the total leaves room for; and what remains of the total.
+    """Clip predicted factors (as logarithms) so that their sum fits `total`; return them and the remainder.
 
-    What was timed beside the steps took milliseconds, and they took minutes: where both disagree, the steps are right.
+    The predictions were timed over milliseconds, the steps over minutes: if both disagree, the steps are right.
 
     >>> settle({"efficiency": -1.0, "neighbours": 3.0}, 1.0)
     ({'efficiency': -1.0, 'neighbours': 2.0}, 0.0)
@@ -157,18 +157,18 @@ def settle(predicted: dict[str, float], total: float) -> tuple[dict[str, float],
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table: one possible cause, what it costs, and what is said of it."""
+    """A row of the table: one possible cause, its cost in seconds, and the texts about it."""
 
     name: str
-    part: str  # of the step in which it is found
-    cost_s: Callable[[Comparison], float | None]  # negative: time was gained; None: not measured
+    part: str  # the phase of the step that it affects
+    cost_s: Callable[[Comparison], float | None]  # negative: time gained; None: not measured
     because: Callable[[Comparison, float], str]  # continues "3.2 ms are lost" or "are gained"
     unmeasured: str  # continues "Not measured: "
-    advice: Callable[[Comparison], str]  # what helps, a sentence; "" where nothing does
+    advice: Callable[[Comparison], str]  # a sentence on what helps; "" if nothing does
 
 
 def _shorter(c: Comparison, part: str, name: str) -> str:
-    """What is said of a part that shrank by more than the work did."""
+    """Explain a phase that shrank by more than the work did."""
     before, now = (getattr(rank.typical, part) for rank in (c.few_rank, c.many_rank))
     return f"in {name}: {seconds(now)} a step, and {seconds(before)} with {plural(c.num_few, 'process')}"
 
@@ -177,7 +177,7 @@ def _few(c: Comparison) -> str:
     return "the one process" if c.num_few == 1 else f"each of the {c.num_few} processes"
 
 
-# --- cores: those that are there had work already ---------------------------------------------------------------------
+# --- cores: no idle ones to add ---------------------------------------------------------------------------------------
 
 
 def _cores_because(c: Comparison, cost_s: float) -> str:
@@ -194,7 +194,7 @@ def _cores_because(c: Comparison, cost_s: float) -> str:
     )
 
 
-# --- turns: more threads than cores, or other programs ----------------------------------------------------------------
+# --- time sharing: more threads than cores, or other programs ---------------------------------------------------------
 
 
 def _turns_s(c: Comparison) -> float | None:
@@ -229,7 +229,7 @@ def _turns_advice(c: Comparison) -> str:
     return f"If {plural(c.num, 'process')}, then with {plural(threads, 'thread')} each: --threads {threads}."
 
 
-# --- efficiency: a core gets through a sequence faster or slower, with nobody beside it -------------------------------
+# --- efficiency: the CPU time per token without contention ------------------------------------------------------------
 
 
 def _efficiency_because(c: Comparison, cost_s: float) -> str:
@@ -243,15 +243,15 @@ def _efficiency_because(c: Comparison, cost_s: float) -> str:
             f"every operation among {c.few.threads} threads, which wait for each other: {figures}"
         )
     if cost_s > 0 and sequences(c.many)[0] < sequences(c.few)[0]:
-        return f"because pieces of {sequences(c.many)[0]} sequences are worked less efficiently: {figures}"
+        return f"because micro-batches of {sequences(c.many)[0]} sequences are computed less efficiently: {figures}"
     return f"because the same work takes {'less' if cost_s < 0 else 'more'} time: {figures}"
 
 
-# --- neighbours: the memory bus, caches, clock ------------------------------------------------------------------------
+# --- contention: memory bandwidth, caches, clock ----------------------------------------------------------------------
 
 
 def _bus_Bps(c: Comparison) -> tuple[float, float]:
-    """Bandwidth of a copy through memory: of one rank alone, and of all ranks together."""
+    """Return the memory copy bandwidth of one rank alone, and of all ranks in total."""
     contention = contention_of(c.many)
     assert contention is not None
     return mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
@@ -267,8 +267,8 @@ def _neighbours_because(c: Comparison, cost_s: float) -> str:
     assert contention is not None
     ratio = mean(contention.together_s) / mean(contention.alone_s)
     alone, together = _bus_Bps(c)
-    kept = f" although it keeps its {mean(contention.together_cpus):.2f} cores" if on_cpus(c.many) else ""
-    slower = f"the same work takes a rank {ratio:.2f} times as long beside the others as alone{kept}"
+    with_cores = f" although it keeps its {mean(contention.together_cpus):.2f} cores" if on_cpus(c.many) else ""
+    slower = f"the same work takes a rank {ratio:.2f} times as long next to the others as alone{with_cores}"
     copies = f"a copy runs at {size(alone)}/s alone, and {c.num} at once at {size(together)}/s in all"
     if _bus_is_full(c):
         return f"because the ranks share one memory, and its bandwidth is used up: {slower}, and {copies}"
@@ -316,7 +316,7 @@ def _input_because(c: Comparison, cost_s: float) -> str:
 
 
 def _larger_batch(c: Comparison) -> str:
-    """What is paid once a step weighs less in a larger one. Assumption: the rest grows with the batch."""
+    """Recommend a larger batch if that amortizes costs per step. *Assumption*: the rest grows with the batch."""
     before_s = c.few_rank.typical.optimizer_s or 0.0
     once_s = (c.many_rank.typical.exposed_sync_s or 0.0) + (c.many_rank.typical.optimizer_s or 0.0)
     work, batch = c.num * c.share / c.num_few, c.many.manifest.spec.train.batch
@@ -348,7 +348,7 @@ def _late_because(c: Comparison, cost_s: float) -> str:
     return f"because now one rank is late, now another, and the rest wait, {least} to {most} a step"
 
 
-_CONTENTION = "what a rank's work takes alone and beside the others (--contention measures it)"
+_CONTENTION = "the time of a rank's work alone and next to the others (--contention measures it)"
 _WAIT = "how long the ranks wait for each other"
 
 CAUSES: tuple[Cause, ...] = (
@@ -374,7 +374,7 @@ CAUSES: tuple[Cause, ...] = (
         cost_s=lambda c: c.compute_s.get("efficiency"),
         because=_efficiency_because,
         unmeasured=_CONTENTION,
-        advice=lambda c: "A larger --batch gives every rank larger pieces.",
+        advice=lambda c: "A larger --batch gives every rank larger micro-batches.",
     ),
     Cause(
         name="neighbours",

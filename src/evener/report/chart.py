@@ -1,7 +1,7 @@
-"""How is a picture drawn that fits every width, in light and in dark, and needs no library?
+"""Draw charts as SVG and HTML that fit any width, light and dark pages, and need no library.
 
-Lines are SVG, stretched to whatever room there is; all that is written beside them is text of the page, placed in per
-cent, and so neither stretched nor cut off. `page.js` shows the values under the pointer: it reads them off the lines.
+Lines are SVG, stretched to the available width. Labels are HTML text, placed in per cent, and so neither stretched nor
+cut off. `page.js` shows the values under the pointer: it reads them off the lines.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from markupsafe import Markup
 
 from evener.core.units import count, percentile, seconds
 
-UNITS = 10_000  # of a line's coordinates, along either axis
+UNITS = 10_000  # SVG coordinates along either axis
 MOST_TICKS = 5
-MOST_ROWS = 10  # of a chart's figures
-IN_SIGHT = 0.98  # of a band: what is rarer may lie beyond the edge
-FURTHEST = 1e300  # of a scale, either way: differences and sums of such numbers are still finite
+MOST_ROWS = 10  # of a chart's data table
+IN_SIGHT = 0.98  # quantile of a band that the y axis covers: rarer values may lie beyond the edge
+FURTHEST = 1e300  # magnitude that a scale is clipped to: sums and differences of such numbers are still finite
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one name, joined unless they are dots alone."""
+    """A named series of points: a line, or dots alone if not `joined`."""
 
     name: str
     colour: str
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """From the least to the greatest of what each point of a line stands for."""
+    """The range from the smallest to the largest value that each point of a line stands for."""
 
     colour: str
     x: Sequence[float]
@@ -48,21 +48,21 @@ class Band:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one x axis; stacked, each is the top of what is filled below it."""
+    """Lines over one x axis; stacked, each is the upper edge of a filled area."""
 
     lines: list[Line]
     x_title: str
     y_title: str
-    y_range: tuple[float, float] | None = None  # None: of the values
+    y_range: tuple[float, float] | None = None  # None: the range of the values
     x_ticks: list[float] | None = None
-    marks: dict[str, float] = field(default_factory=dict)  # levels with a name
+    marks: dict[str, float] = field(default_factory=dict)  # named horizontal levels
     stacked: bool = False
     bands: list[Band] = field(default_factory=list)  # behind the lines
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar a label, of parts end to end."""
+    """One bar per label, made of segments end to end."""
 
     labels: list[str]
     parts: dict[str, list[float | None]]
@@ -73,7 +73,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Dots:
-    """Named dots; their names stand in a column beside them, by height."""
+    """Named dots, with the names in a column on the right, ordered by height."""
 
     points: list[tuple[str, float, float]]
     colour: str
@@ -83,27 +83,27 @@ class Dots:
 
 @dataclass(frozen=True)
 class Layers:
-    """Charts of which one is shown at a time."""
+    """Charts of which a selector shows one at a time."""
 
     charts: dict[str, Chart]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """From when to when, in the unit of the Lanes' axis."""
+    """One bar of a GanttChart, in the unit of its time axis."""
 
     name: str
     colour: str
     begin: float
     end: float
-    title: str  # what is told under the pointer
+    title: str  # tooltip
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Rows of pieces over one axis of time; thin ones belong to the row above."""
+    """Rows of bars over one time axis; a thin row belongs to the row above."""
 
-    rows: list[tuple[str, bool, list[Piece]]]  # label, is it thin?, pieces
+    rows: list[tuple[str, bool, list[Piece]]]  # (label, is_thin, bars)
     x_title: str
     legend: dict[str, str]  # colour by name, in this order
 
@@ -112,7 +112,7 @@ Figure = Chart | Bars | Dots | Layers | Lanes
 
 
 def draw(figure: Figure, *, in_figures: bool = False) -> Markup:
-    """The picture with its legend; `in_figures`: with a table of some points of each line, for whoever can't see it."""
+    """Return the chart with its legend; `with_table` adds a table of some points of each line, for screen readers."""
     if isinstance(figure, Layers):
         return _draw_layers(figure, in_figures=in_figures)
     if isinstance(figure, Chart) and in_figures:
@@ -125,7 +125,7 @@ def draw(figure: Figure, *, in_figures: bool = False) -> Markup:
 
 
 def ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Round numbers from low to high, as many as there is room for.
+    """Return about `max_ticks` round numbers from `low` to `high`.
 
     >>> ticks(0.0, 59.0), ticks(3.51, 4.18)
     ([0.0, 20.0, 40.0], [3.6, 3.8, 4.0])
@@ -140,7 +140,7 @@ def ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """A number beside an axis.
+    """Format the number of an axis tick.
 
     >>> tick_text(15000.0), tick_text(0.0006), tick_text(3.6), tick_text(2.5e6)
     ('15k', '0.0006', '3.6', '2.5M')
@@ -156,17 +156,17 @@ def tick_text(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to coordinates."""
+    """Maps values to SVG coordinates."""
 
     x: tuple[float, float]
     y: tuple[float, float]
 
     def at(self, x: float, y: float) -> tuple[int, int]:
-        """Counted from the top left corner; what is higher than the chart ends at its edge."""
+        """Return coordinates from the top left corner; clip y to the chart."""
         return round(UNITS * _part(x, self.x)), round(UNITS * (1 - min(1.0, max(0.0, _part(y, self.y)))))
 
     def path(self, line: Line) -> str:
-        """Its points, joined or each for itself: a line of no length with round ends is a dot."""
+        """Return the SVG path of a line; a dot is a line of zero length with round ends."""
         points = [self.at(x, y) for x, y in zip(line.x, line.y, strict=True)]
         if not line.joined:
             return "".join(f"M{x} {y}h0" for x, y in points)
@@ -205,14 +205,14 @@ def _draw_chart(chart: Chart) -> Markup:
 
 
 def _stacked(lines: Sequence[Line]) -> list[Line]:
-    """Each raised by those before it; where one has no value, it adds nothing."""
+    """Return the lines with cumulative sums; a missing value counts as 0."""
     xs = sorted({x for line in lines for x in line.x})
-    below, found = dict.fromkeys(xs, 0.0), []
+    below, stacked = dict.fromkeys(xs, 0.0), []
     for line in lines:
         for x, y in zip(line.x, line.y, strict=True):
             below[x] += y
-        found.append(Line(line.name, line.colour, xs, [below[x] for x in xs]))
-    return found
+        stacked.append(Line(line.name, line.colour, xs, [below[x] for x in xs]))
+    return stacked
 
 
 def _draw_line(line: Line, scale: _Scale) -> Markup:
@@ -222,7 +222,7 @@ def _draw_line(line: Line, scale: _Scale) -> Markup:
 
 
 def _draw_area(top: Line, scale: _Scale) -> Markup:
-    """All that is below a line."""
+    """Draw the area below a line."""
     if not top.x:
         return Markup()
     path = f"{scale.path(top)}V{UNITS}H{scale.at(top.x[0], 0.0)[0]}z"
@@ -230,9 +230,9 @@ def _draw_area(top: Line, scale: _Scale) -> Markup:
 
 
 def _draw_band(band: Band, scale: _Scale) -> Markup:
-    there = [scale.at(x, y) for x, y in zip(band.x, band.high, strict=True)]
-    back = [scale.at(x, y) for x, y in zip(band.x, band.low, strict=True)]
-    path = "M" + "L".join(f"{x} {y}" for x, y in there + back[::-1]) + "z" if there else ""
+    upper = [scale.at(x, y) for x, y in zip(band.x, band.high, strict=True)]
+    lower = [scale.at(x, y) for x, y in zip(band.x, band.low, strict=True)]
+    path = "M" + "L".join(f"{x} {y}" for x, y in upper + lower[::-1]) + "z" if upper else ""
     return Markup('<path class="area band" fill="{}" d="{}"/>').format(band.colour, path)
 
 
@@ -260,11 +260,11 @@ def _field(scale: _Scale, x_title: str, drawn: Sequence[Markup], levels: Sequenc
 
 def _framed(field_: Markup, scale: _Scale, x_title: str, y_title: str, x_ticks: Sequence[float] | None,
             beside: Markup) -> Markup:  # fmt: skip
-    """The field with what is written around it."""
+    """Return the plot area with its axes and titles."""
     ys = [Markup('<span style="bottom:{}%">{}</span>').format(f"{100 * _part(y, scale.y):.1f}", tick_text(y))
           for y in ticks(*scale.y)]  # fmt: skip
     at = [x for x in (x_ticks or ticks(*scale.x)) if scale.x[0] <= x <= scale.x[1]]
-    if x_title == "step":  # there is none between two
+    if x_title == "step":  # no ticks between steps
         at = [x for x in at if x == round(x)]
     xs = [Markup('<span style="left:{}%">{}</span>').format(f"{100 * _part(x, scale.x):.1f}", tick_text(x)) for x in at]
     widest = max((len(tick_text(y)) for y in ticks(*scale.y)), default=1)
@@ -275,7 +275,7 @@ def _framed(field_: Markup, scale: _Scale, x_title: str, y_title: str, x_ticks: 
 
 
 def _legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
-    """What the colours mean, where there are several: (name, colour, "dashed", "faint" or "")."""
+    """Return the legend if there are several entries of (name, colour, "dashed", "faint" or "")."""
     if len(entries) < 2:
         return Markup()
     rows = [Markup('<li><span class="swatch{}" style="color:{}"></span>{}</li>').format(
@@ -284,7 +284,7 @@ def _legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
 
 
 def _in_figures(chart: Chart) -> Markup:
-    """A few points of each line; where two lines have none at the same place, the nearest before it."""
+    """Return a table of a few points of each line; at an x that a long line lacks, show its previous point."""
     name = "after step" if chart.x_title == "step" else chart.x_title
     everywhere = sorted({x for line in chart.lines for x in line.x})
     shown = {everywhere[i] for i in spread(len(everywhere))}
@@ -297,8 +297,8 @@ def _in_figures(chart: Chart) -> Markup:
             before = bisect.bisect_right(line.x, x) - 1
             is_near = before >= 0 and (line.x[before] == x or (len(line.x) > MOST_ROWS and x <= line.x[-1]))
             cells.append(cell.format(line.name, f"{line.y[before]:.4g}" if is_near else "–"))
-        told = f"{x:,.0f}" if x == round(x) else f"{x:.4g}"
-        rows.append(Markup("<tr><th>{}</th>{}</tr>").format(told, Markup().join(cells)))
+        x_text = f"{x:,.0f}" if x == round(x) else f"{x:.4g}"
+        rows.append(Markup("<tr><th>{}</th>{}</tr>").format(x_text, Markup().join(cells)))
     return Markup(
         '<details><summary>in figures</summary><table class="figures"><caption class="soft">{}</caption>'
         "<thead><tr><th>{}</th>{}</tr></thead><tbody>{}</tbody></table></details>"
@@ -307,7 +307,7 @@ def _in_figures(chart: Chart) -> Markup:
 
 
 def spread(num: int) -> list[int]:
-    """Places of a few that are spread over all, the first and the last among them.
+    """Return at most MAX_TABLE_ROWS indices spread evenly over `num`, including the first and the last.
 
     >>> spread(3), spread(1000)[:3]
     ([0, 1, 2], [0, 111, 222])
@@ -337,7 +337,7 @@ def _draw_bars(bars: Bars) -> Markup:
     longest = max([*sums, *(mark for mark in marks if mark is not None)], default=0.0) or 1.0
     rows = []
     for i, label in enumerate(bars.labels):
-        pieces = [
+        segments = [
             Markup('<span style="width:{}%;background:{}" title="{}"></span>').format(
                 f"{100 * value / longest:.2f}", bars.colours[name], f"{name}: {bars.told(value)}"
             )
@@ -345,11 +345,11 @@ def _draw_bars(bars: Bars) -> Markup:
             if (value := values[i])
         ]
         if (mark := marks[i]) is not None:
-            pieces.append(Markup('<i style="left:{}%" title="{}"></i>').format(
+            segments.append(Markup('<i style="left:{}%" title="{}"></i>').format(
                 f"{100 * mark / longest:.2f}", f"predicted: {bars.told(mark)}"))  # fmt: skip
         rows.append(Markup('<div class="row"><span class="label">{}</span><div class="track">{}</div>'
                            '<span class="value">{}</span></div>').format(
-                    label, Markup().join(pieces), bars.told(sums[i])))  # fmt: skip
+                    label, Markup().join(segments), bars.told(sums[i])))  # fmt: skip
     entries = [(name, bars.colours[name], "") for name in bars.parts]
     if bars.predicted is not None:
         entries.append(("predicted", "var(--ink)", ""))
@@ -375,12 +375,12 @@ def _draw_dots(dots: Dots) -> Markup:
     return _framed(field_, scale, dots.x_title, dots.y_title, None, column)
 
 
-# --- lanes ------------------------------------------------------------------------------------------------------------
+# --- Gantt chart ------------------------------------------------------------------------------------------------------
 
 
 def _draw_lanes(lanes: Lanes) -> Markup:
-    pieces = [piece for _, _, of_row in lanes.rows for piece in of_row]
-    bounds = (min((piece.begin for piece in pieces), default=0.0), max((piece.end for piece in pieces), default=1.0))
+    bars = [bar for _, _, of_row in lanes.rows for bar in of_row]
+    bounds = (min((bar.begin for bar in bars), default=0.0), max((bar.end for bar in bars), default=1.0))
 
     def at(value: float) -> float:
         return 100 * _part(value, bounds)
@@ -390,8 +390,8 @@ def _draw_lanes(lanes: Lanes) -> Markup:
     drawn = []
     for label, is_thin, of_row in lanes.rows:
         spans = [Markup('<span style="left:{}%;width:{}%;background:{}" title="{}"></span>').format(
-                     f"{at(piece.begin):.3f}", f"{at(piece.end) - at(piece.begin):.3f}", piece.colour, piece.title)
-                 for piece in of_row]  # fmt: skip
+                     f"{at(bar.begin):.3f}", f"{at(bar.end) - at(bar.begin):.3f}", bar.colour, bar.title)
+                 for bar in of_row]  # fmt: skip
         row = Markup('<div class="row{}"><span class="label">{}</span><div class="lane">{}{}</div></div>')
         drawn.append(row.format(" thin" if is_thin else "", label, rules, Markup().join(spans)))
     xs = Markup().join(Markup('<span style="left:{}%">{}</span>').format(f"{at(x):.1f}", tick_text(x)) for x in shown)

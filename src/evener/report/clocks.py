@@ -1,13 +1,13 @@
-"""By how much do the clocks of hosts differ, and how well is that known? Their collectives say it, and nobody else.
+"""Estimate the clock offsets between hosts, with error bounds, from the collectives that both took part in.
 
-No rank leaves a collective before the last has entered it. So of an exchange that a rank of host a was in from a₀ to
-a₁ by its clock, and one of host b from b₀ to b₁ by its own, what has to be added to b's clock is known to lie within
+No rank leaves a collective before the last has entered it. If a rank of host a was in a collective from a₀ to a₁ by its
+clock, and a rank of host b from b₀ to b₁ by its own, the offset d to add to b's clock lies within
 
     a₀ - b₁  ≤  d  ≤  a₁ - b₀
 
-A rank that comes last bounds it on one side as tightly as the transfer was short; another exchange, to which the other
-came last, does so on the other side. Over many exchanges that is an interval which holds the truth, and half of its
-width is the error. Between exchanges clocks drift: those of another time bound it less by DRIFT.
+The rank that enters last bounds d on one side, the tighter the shorter the transfer; a collective that the other rank
+entered last bounds it on the other side. The intersection over many collectives contains the true offset, and half its
+width is the error. Clocks drift between collectives: a bound from another time is widened by MAX_DRIFT.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 
 from evener.core.spans import StepSpans
 
-DRIFT = 1e-4  # seconds a second that two clocks may run apart. *Assumption*: quartz stays within half of it
-SAME_S = 0.5  # processes of one host whose clocks stood at 0 within so much of each other have the same clock
+DRIFT = 1e-4  # seconds per second by which two clocks may drift. *Assumption*: quartz stays within half of it
+SAME_S = 0.5  # processes of one host share a clock if their clocks were at 0 within this of each other
 
 
 @dataclass(frozen=True)
 class Offset:
-    """What makes of a time by one clock a time by another."""
+    """The offset that converts a time by one clock to a time by another."""
 
     add_s: float
-    error_s: float | None  # None: no exchange joins them, so it is what the hosts' own time of day says
+    error_s: float | None  # None: no shared collective, so the offset is that of the hosts' wall clocks
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What the exchanges of one step say."""
+    """The bounds on an offset from the collectives of one step."""
 
     at_s: float  # by the first clock
     least_s: float
@@ -39,32 +39,32 @@ class Bound:
 
 
 class Clocks:
-    """Those of all ranks of a run, which are numbered by the hosts that they belong to."""
+    """The clocks of all ranks of a run; ranks of one host with the same clock share a number."""
 
     def __init__(self, spans: Mapping[int, Sequence[StepSpans]], host_of: Mapping[int, str]) -> None:
         self._known: list[tuple[str, float]] = []
         self._of: dict[tuple[int, float], int] = {}
         for rank, of_rank in sorted(spans.items()):
-            for origin in dict.fromkeys(one.clock for one in of_rank):
+            for origin in dict.fromkeys(step_spans.clock for step_spans in of_rank):
                 self._of[rank, origin] = self._number(host_of.get(rank, f"rank {rank}"), origin)
         self._bounds: dict[tuple[int, int], list[Bound]] = {}
         by_step: dict[tuple[int, int], dict[int, StepSpans]] = {}
         for rank, of_rank in spans.items():
-            for one in of_rank:
-                by_step.setdefault((one.step, one.epoch), {})[rank] = one
+            for step_spans in of_rank:
+                by_step.setdefault((step_spans.step, step_spans.epoch), {})[rank] = step_spans
         for of_step in by_step.values():
             self._learn(of_step)
 
     def of(self, rank: int, spans: StepSpans) -> int:
-        """The number of the clock by which this rank's spans are told."""
+        """Return the number of the clock that timed this rank's spans."""
         return self._of[rank, spans.clock]
 
     def origin(self, clock: int) -> float:
-        """The Unix time at which it stood at 0."""
+        """Return the Unix time at which the clock was at 0."""
         return self._known[clock][1]
 
     def offset(self, first: int, other: int, begin_s: float, end_s: float) -> Offset:
-        """What to add to the other clock between two moments by the first one."""
+        """Return the offset to add to clock `other` between two times by clock `first`."""
         if first == other:
             return Offset(0.0, 0.0)
         bounds = self._bounds.get((first, other))
@@ -83,26 +83,26 @@ class Clocks:
         return len(self._known) - 1
 
     def _learn(self, of_step: Mapping[int, StepSpans]) -> None:
-        """What the exchanges of one step say of the clocks of those who took it."""
+        """Add the offset bounds that the collectives of one step give."""
         exchanges = {rank: dict(_exchanges(spans)) for rank, spans in of_step.items()}
-        for one, mine in exchanges.items():
-            for other, theirs in exchanges.items():
-                first, second = self.of(one, of_step[one]), self.of(other, of_step[other])
+        for first_rank, mine in exchanges.items():
+            for other_rank, theirs in exchanges.items():
+                first, second = self.of(first_rank, of_step[first_rank]), self.of(other_rank, of_step[other_rank])
                 if first == second:
                     continue
-                at, found = of_step[one].begun_s, []
+                at, bounds_s = of_step[first_rank].begun_s, []
                 for name in mine.keys() & theirs.keys():
                     (begin, end), (their_begin, their_end) = mine[name], theirs[name]
                     drift = DRIFT * abs(begin - at)
-                    found.append((begin - their_end - drift, end - their_begin + drift))
-                if found:
-                    bound = Bound(at, max(least for least, _ in found), min(most for _, most in found))
+                    bounds_s.append((begin - their_end - drift, end - their_begin + drift))
+                if bounds_s:
+                    bound = Bound(at, max(least for least, _ in bounds_s), min(most for _, most in bounds_s))
                     self._bounds.setdefault((first, second), []).append(bound)
 
 
 def _exchanges(spans: StepSpans) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
-    """((bucket, or -1 of news; how many times before), (begin, end) by the rank's clock) of a step's collectives."""
-    for one, turn in spans.in_turns():
-        yield (one.bucket, turn), (spans.begun_s + one.begin_s, spans.begun_s + one.end_s)
+    """Yield ((bucket or -1 for control messages, occurrence), (begin, end) by the rank's clock) of each collective."""
+    for exchange, turn in spans.in_turns():
+        yield (exchange.bucket, turn), (spans.begun_s + exchange.begin_s, spans.begun_s + exchange.end_s)
     for turn, (begin_s, end_s) in enumerate(spans.news):
         yield (-1, turn), (spans.begun_s + begin_s, spans.begun_s + end_s)

@@ -1,6 +1,6 @@
-"""How do runs compare that trained the same: hosts alone and together, or by each way to agree?
+"""Compare runs of the same training: hosts alone and together, or different sync strategies.
 
-BENCH/compare.json   which run directories belong together, and which of them the others are compared with
+BENCH/compare.json   the run directories that belong together, and the one that the others are compared with
 """
 
 from __future__ import annotations
@@ -31,59 +31,59 @@ COLUMNS: dict[Kind, tuple[str, ...]] = {
     "fleet": ("tokens/s", "×", "step", "predicted", "all-reduce", "exposed", "wait"),
     "strategies": ("tokens/s", "×", "step", "predicted", "sends", "loss", "penalty"),
 }
-TITLES: dict[Kind, str] = {"fleet": "who trains", "strategies": "way to agree"}
-SAME = 5e-4  # of a loss: what rounding alone does to it
-SAME_LOSS = 0.01  # what a way to agree may cost and still count as learning the same
+TITLES: dict[Kind, str] = {"fleet": "hosts", "strategies": "sync strategy"}
+SAME = 5e-4  # relative difference of losses that rounding alone explains
+SAME_LOSS = 0.01  # relative loss penalty up to which a strategy counts as learning the same
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """`compare.json`: run directories, relative to the folder, by what a person calls them."""
+    """`compare.json`: run directories, relative to the folder, by label."""
 
     format: int = FORMAT
     kind: Kind
-    base: str | None  # the label of the run with which the others are compared; None: it failed
+    base: str | None  # label of the baseline run; None: it failed
     runs: dict[str, str]
-    failed: dict[str, str] = {}  # why there is no run, by label
+    failed: dict[str, str] = {}  # reasons for missing runs, by label
 
 
 def is_comparison(folder: Path) -> bool:
-    """Does this folder hold runs that are to be compared?"""
+    """Return whether this folder holds a comparison of runs."""
     return (folder / NAME).is_file()
 
 
 def read(folder: Path) -> Compared:
-    """CheckpointError where it is damaged."""
+    """Read `compare.json`; raise CheckpointError if it is damaged."""
     return from_stored(read_file(folder / NAME), Compared, FORMAT, folder / NAME)
 
 
 def write(folder: Path, compared: Compared) -> None:
-    """Leave it where `evener report` finds it."""
+    """Write `compare.json`, which `evener report` reads."""
     write_atomic(folder / NAME, msgspec.json.format(msgspec.json.encode(compared), indent=2))
 
 
 def summaries(folder: Path, compared: Compared) -> dict[str, Summary]:
-    """The runs by label."""
+    """Summarize the runs, by label."""
     return {label: summarize(RunDir(folder / name)) for label, name in compared.runs.items()}
 
 
 def rows(kind: Kind, runs: Mapping[str, Summary], base: Summary | None) -> list[tuple[str, ...]]:
-    """A label and its cells, as COLUMNS says."""
+    """Return rows of a label and its cells in the order of COLUMNS."""
     return [(label, *_cells(kind, run, base)) for label, run in runs.items()]
 
 
 def times(run: Summary, base: Summary | None) -> float | None:
-    """How many times as fast it trains."""
+    """Return the throughput relative to `base`; None if either was not measured."""
     return run.tokens_per_s / base.tokens_per_s if base and base.tokens_per_s and run.tokens_per_s else None
 
 
 def beside(run: Summary, base: Summary | None) -> float | None:
-    """Its validation loss relative to another's, less 1."""
+    """Return the validation loss relative to that of `base`, minus 1; None if either was not measured."""
     mine, theirs = val_loss(run), val_loss(base) if base else None
     return mine / theirs - 1 if mine is not None and theirs else None
 
 
 def val_loss(run: Summary) -> float | None:
-    """At the end."""
+    """Return the validation loss at the end of the run."""
     return run.manifest.result.val_loss if run.manifest.result else None
 
 
@@ -110,7 +110,7 @@ def _cells(kind: Kind, run: Summary, base: Summary | None) -> list[str]:
 
 
 def _penalty(more: float | None) -> str:
-    """What a way costs in loss.
+    """Format a relative loss penalty.
 
     >>> _penalty(0.012), _penalty(-0.05), _penalty(1e-5), _penalty(None)
     ('+1.2%', '−5.0%', 'same', 'not measured')
@@ -120,49 +120,49 @@ def _penalty(more: float | None) -> str:
     return "same" if abs(more) < SAME else f"{more:+.1%}".replace("-", "−")
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+# --- sentences --------------------------------------------------------------------------------------------------------
 
 
 def explain(kind: Kind, runs: Mapping[str, Summary], base: str | None) -> list[str]:
-    """Sentences: is more than the fastest one worth it, was it foreseen, and which way to agree is best?"""
+    """Return sentences: whether more hosts are worth it, and whether that was predicted, or which strategy is best."""
     measured = {label: run for label, run in runs.items() if run.tokens_per_s and label != base}
-    alone = runs.get(base) if base is not None else None
-    if base is None or alone is None or not alone.tokens_per_s or not measured:
+    base_run = runs.get(base) if base is not None else None
+    if base is None or base_run is None or not base_run.tokens_per_s or not measured:
         return []
-    return _of_fleet(measured, base, alone) if kind == "fleet" else _of_strategies(measured, base, alone)
+    return _of_fleet(measured, base, base_run) if kind == "fleet" else _of_strategies(measured, base, base_run)
 
 
-def _of_fleet(runs: Mapping[str, Summary], base: str, alone: Summary) -> list[str]:
-    together = {label: run for label, run in runs.items() if len(run.manifest.hosts) > 1}
-    told = [_worth(label, run, base, alone) for label, run in together.items()]
-    if together and all((times(run, alone) or 0.0) < FASTER for run in together.values()):
-        told.append("evener bench --preset strategies tries other ways to agree.")
-    return told or [f"The fastest host alone: {base}, {count(alone.tokens_per_s)} tokens/s."]
+def _of_fleet(runs: Mapping[str, Summary], base: str, base_run: Summary) -> list[str]:
+    multi_host = {label: run for label, run in runs.items() if len(run.manifest.hosts) > 1}
+    sentences = [_worth(label, run, base, base_run) for label, run in multi_host.items()]
+    if multi_host and all((times(run, base_run) or 0.0) < FASTER for run in multi_host.values()):
+        sentences.append("evener bench --preset strategies tries other sync strategies.")
+    return sentences or [f"The fastest host alone: {base}, {count(base_run.tokens_per_s)} tokens/s."]
 
 
-def _worth(label: str, run: Summary, base: str, alone: Summary) -> str:
-    ratio = times(run, alone) or 0.0
-    told = f"{label} {'was' if ratio >= FASTER else 'was not'} worth it: {count(run.tokens_per_s)} tokens/s, "
-    told += f"{ratio:.2f} times the fastest host alone ({base}, {count(alone.tokens_per_s)})"
-    said = run.predicted
-    if said is not None and said.speedup_vs_best_host is not None:
-        told += f"; predicted {said.speedup_vs_best_host:.2f}"
-    return f"{told}."
+def _worth(label: str, run: Summary, base: str, base_run: Summary) -> str:
+    ratio = times(run, base_run) or 0.0
+    sentence = f"{label} {'was' if ratio >= FASTER else 'was not'} worth it: {count(run.tokens_per_s)} tokens/s, "
+    sentence += f"{ratio:.2f} times the fastest host alone ({base}, {count(base_run.tokens_per_s)})"
+    option = run.predicted
+    if option is not None and option.speedup_vs_best_host is not None:
+        sentence += f"; predicted {option.speedup_vs_best_host:.2f}"
+    return f"{sentence}."
 
 
-def _of_strategies(runs: Mapping[str, Summary], base: str, alone: Summary) -> list[str]:
-    def told(label: str) -> str:
-        penalty = _penalty(beside(runs[label], alone))
+def _of_strategies(runs: Mapping[str, Summary], base: str, base_run: Summary) -> list[str]:
+    def describe(label: str) -> str:
+        penalty = _penalty(beside(runs[label], base_run))
         loss = "the same validation loss" if penalty == "same" else f"validation loss {penalty}"
-        return f"{label}, {times(runs[label], alone):.2f} times {base}, {loss}"
+        return f"{label}, {times(runs[label], base_run):.2f} times {base}, {loss}"
 
     fastest = max(runs, key=lambda label: runs[label].tokens_per_s or 0.0)
-    same = [label for label, run in runs.items() if (more := beside(run, alone)) is not None and more <= SAME_LOSS]
-    sentences = [f"The fastest way: {told(fastest)}."]
+    same = [label for label, run in runs.items() if (more := beside(run, base_run)) is not None and more <= SAME_LOSS]
+    sentences = [f"The fastest strategy: {describe(fastest)}."]
     if same and (best := max(same, key=lambda label: runs[label].tokens_per_s or 0.0)) != fastest:
-        sentences.append(f"The fastest whose loss is at most {SAME_LOSS:.0%} above: {told(best)}.")
-    if (times(runs[fastest], alone) or 0.0) < FASTER:
-        sentences.append(f"No way makes these hosts faster than {base}.")
+        sentences.append(f"The fastest whose loss is at most {SAME_LOSS:.0%} above: {describe(best)}.")
+    if (times(runs[fastest], base_run) or 0.0) < FASTER:
+        sentences.append(f"No strategy makes these hosts faster than {base}.")
     return sentences
 
 
@@ -170,7 +170,7 @@ def _of_strategies(runs: Mapping[str, Summary], base: str, alone: Summary) -> li
 
 
 def page(folder: Path) -> str:
-    """The page of a comparison."""
+    """Return the HTML report of a comparison."""
     compared = read(folder)
     runs, name = summaries(folder, compared), folder.resolve().name
     base = runs.get(compared.base) if compared.base is not None else None

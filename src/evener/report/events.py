@@ -1,4 +1,4 @@
-"""What happened during a run, in words, and what of it ended the run?"""
+"""Describe the events of a run as text, and find the failure that ended it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from evener.core.rundir import Manifest
 from evener.core.units import plural, seconds
 
 FAILURES = ("failure", "run.nonfinite", "run.diverged")
-CONSEQUENCES = ("run.peer-exit",)  # a rank that lost its peer is loud, and not the one that failed
+CONSEQUENCES = ("run.peer-exit",)  # secondary: a rank that lost its peer reports loudly, but is not the one that failed
 
 
 @dataclass(frozen=True)
 class Told:
-    """A line of events.jsonl as a person reads it."""
+    """A line of events.jsonl as text."""
 
-    since_start: str | None  # None: it does not say when
+    since_start: str | None  # None: the event has no time
     name: str
     what: str
     hint: str
@@ -27,10 +27,10 @@ class Told:
 
 
 def tell(event: dict[str, Any], manifest: Manifest) -> Told:
-    """An event of a run in words; one that is not known in its own."""
-    moment, name = event.get("time"), str(event.get("event"))
+    """Describe an event as text; list the fields of an unknown kind."""
+    unix_s, name = event.get("time"), str(event.get("event"))
     return Told(
-        since_start=since(moment - manifest.started) if isinstance(moment, int | float) else None,
+        since_start=since(unix_s - manifest.started) if isinstance(unix_s, int | float) else None,
         name=name,
         what=_what(event, manifest.roster),
         hint=str(event.get("hint") or ""),
@@ -42,7 +42,7 @@ CHANGES = ("rechosen", "remark", "sync.fidelity", "rebalanced")
 
 
 def change(event: dict[str, Any]) -> str:
-    """One of CHANGES in words. Its step is the first of which it holds, counted from 1."""
+    """Describe a NOTICE_EVENTS event; its step, counted from 1, is the first that it affects."""
     step, why = event.get("step"), event.get("why")
     first = step + 1 if isinstance(step, int) else step
     match event.get("event"):
@@ -57,7 +57,7 @@ def change(event: dict[str, Any]) -> str:
 
 
 def since(value_s: float) -> str:
-    """When, counted from the start.
+    """Format a time relative to the start of the run.
 
     >>> since(2.5), since(-10.19)
     ('2.50 s', '10.19 s before')
@@ -66,31 +66,31 @@ def since(value_s: float) -> str:
 
 
 def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What ended the run since it was last started: a failure before what merely followed from one, and of several
-    that tell of one the first that knows what to do.
+    """Return the event that ended the run since its last start: a failure before a secondary failure, and of several
+    reports of one failure the first with a hint.
     """
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     latest = events[starts[-1] :] if starts else events
     for kinds in (FAILURES, CONSEQUENCES):
-        found = [event for event in latest if event.get("event") in kinds and not event.get("goes_back")]
-        if found:
-            told = found[:1] if found[0].get("event") == "failure" else found
-            return next((event for event in told if event.get("hint")), found[0])
+        failures = [event for event in latest if event.get("event") in kinds and not event.get("goes_back")]
+        if failures:
+            reports = failures[:1] if failures[0].get("event") == "failure" else failures
+            return next((event for event in reports if event.get("hint")), failures[0])
     return None
 
 
 def evaluations(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Validation loss by step; of a step that a resumed run took again, the later one."""
-    found = {}
+    """Return (step, validation loss) pairs; if a resumed run repeated a step, the later value."""
+    by_step = {}
     for event in events:
         step, val_loss = event.get("step"), event.get("val_loss")
         if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(val_loss, float):
-            found[step] = val_loss
-    return sorted(found.items())
+            by_step[step] = val_loss
+    return sorted(by_step.items())
 
 
 def _what(event: dict[str, Any], roster: Roster) -> str:
-    """In words; as it stands where its facts are not of the types that its kind has."""
+    """Describe an event; list its fields if their types do not match its kind."""
     try:
         return _describe(event, roster)
     except (TypeError, ValueError, OverflowError):
@@ -133,23 +133,24 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
         ):
             return str(event.get("error"))
         case "run.goes-on":
-            return f"it goes on, {seconds(event.get('after_s'))} after that was told"
+            return f"recovered {seconds(event.get('after_s'))} after the hang was reported"
         case "own.dropped":
-            return f"step {step}: other ranks or another way than before: they go on from what was agreed on last"
+            return f"step {step}: the ranks or the sync strategy changed: all resume from the last synchronized model"
         case "own.missing":
-            whose = plural(event.get("num", 0), "rank")
-            return f"step {step}: what {whose} had not sent yet was kept where this run is no more"
+            owners = plural(event.get("num", 0), "rank")
+            return f"step {step}: unsent gradients of {owners} are missing: a host that saved them left the run"
         case "finished" | "stopped":
             return f"step {step}"
         case "run.nonfinite":
-            back = "; all go back to the newest checkpoint" if event.get("goes_back") else ""
-            again = ", as before" if event.get("goes_back") is False else ""
-            return f"step {step}: loss or gradient is not finite on {_names(event.get('ranks'), roster)}{again}{back}"
+            rollback = "; all roll back to the newest checkpoint" if event.get("goes_back") else ""
+            as_before = ", as before" if event.get("goes_back") is False else ""
+            where = _names(event.get("ranks"), roster)
+            return f"step {step}: loss or gradient is not finite on {where}{as_before}{rollback}"
         case "run.diverged":
             return f"step {step}: the replicas differ: {_apart(event, roster)}"
         case "run.peer-exit":
             who = "a rank" if event.get("rank") is None else _names(event["rank"], roster)
-            return f"{who} lost one that it was exchanging with: {_in_short(str(event.get('error')))}"
+            return f"{who} lost the connection to its peer: {_in_short(str(event.get('error')))}"
         case "failure" | "run.oom":
             who, error = "" if event.get("rank") is None else _names(event["rank"], roster), str(event.get("error"))
             return f"{who}: {error}" if who and not error.startswith(f"rank {event['rank']} ") else error
@@ -158,7 +159,7 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
 
 
 def _in_short(error: str) -> str:
-    """Torch's words without the line of its code, and its advice to read another log.
+    """Shorten torch's error: drop the source line, and the advice to read another log.
 
     >>> _in_short("[/src/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused by a crash. GLHF!")
     'Connection closed by peer [::1]:9'
@@ -172,24 +173,24 @@ def _as_it_stands(event: dict[str, Any]) -> str:
 
 
 def _apart(event: dict[str, Any], roster: Roster) -> str:
-    """Where replicas differ, who is the odd one, and what follows."""
-    found = [one for one in event.get("differences") or [] if isinstance(one, dict)]
-    text = "where was not told"
-    if found:
-        more = len(found) - 1
-        text = f"{_names(found[0].get('rank'), roster)} in {found[0].get('tensor')}"
+    """Say where replicas differ, which one is the odd one out, and what follows."""
+    differences = [entry for entry in event.get("differences") or [] if isinstance(entry, dict)]
+    text = "where was not reported"
+    if differences:
+        more = len(differences) - 1
+        text = f"{_names(differences[0].get('rank'), roster)} in {differences[0].get('tensor')}"
         text += f" and {more} more {'tensor' if more == 1 else 'tensors'}" if more else ""
     if "odd" in event:
         odd = " and ".join(map(str, event["odd"]))
-        text += f"; {odd} is the odd one" if odd else "; which of them is right nobody can say"
+        text += f"; {odd} is the odd one" if odd else "; which of them is right is not known"
     if event.get("goes_back"):
-        text += "; all go back to the newest checkpoint"
+        text += "; all roll back to the newest checkpoint"
     leaves = " and ".join(map(str, event.get("leaves", [])))
     return text + (f", and {leaves} leaves the run" if leaves else "")
 
 
 def _names(ranks: object, roster: Roster) -> str:
-    """Of ranks as an event tells them; whatever else stands there, as it is."""
+    """Return the labels of an event's ranks; an entry that is no rank number stays as it is."""
     known = ranks if isinstance(ranks, list) else [ranks]
     return ", ".join(roster.name_of(rank) if isinstance(rank, int) else f"rank {rank}" for rank in known)
 

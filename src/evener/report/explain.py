@@ -1,4 +1,4 @@
-"""What happened in a run, and what did more processes bring? In plain English, each sentence from measured figures."""
+"""Explain a run, or the scaling of a series of runs, in sentences built from measured figures."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from evener.report.summary import Summary
 from evener.report.whatif import asked_again
 from evener.report.worth import FASTER, worth
 
-NAMED = 0.05  # of a step: smaller costs are not worth a sentence
+NAMED = 0.05  # of a step: smaller costs get no sentence
 MOST_NAMED = 4  # causes in a paragraph
-LIMITS = 0.15  # of a step: from here on what is not computing is what limits it
-EARLY_STEPS = 50  # in which rounding has not grown yet
-SAME_MODEL = 1e-4  # relative difference of losses: beyond this it is not the rounding of sums in another order
-DISTURBED = 0.8  # of the cores that a rank's threads should have
+LIMITS = 0.15  # of a step: a phase other than compute is the bottleneck from here on
+EARLY_STEPS = 50  # rounding differences have not grown yet in these
+SAME_MODEL = 1e-4  # relative difference of losses: more than this is not explained by summing in another order
+DISTURBED = 0.8  # of one core per thread: below this, something else used the cores
 PARTS = {
     "compute_s": "forward and backward",
     "exposed_sync_s": "communication that backward did not hide",
@@ -47,13 +47,13 @@ PARTS = {
 
 
 def explain_run(summary: Summary) -> list[str]:
-    """Paragraphs about one run: was it worth it, what was measured, and where something was predicted, what differs."""
+    """Return paragraphs about one run: the speedup verdict, the measurements, and the prediction error if predicted."""
     predicted = [" ".join(explain_prediction(summary, summary.prediction))] if summary.prediction else []
     return [worth(summary, asked_again(summary)).text, *explain_measured(summary), *predicted]
 
 
 def explain_measured(summary: Summary) -> list[str]:
-    """Paragraphs about one run: its pace, where a step goes, who waits for whom, communication, cores."""
+    """Return paragraphs about one run: throughput, step breakdown, stragglers, communication, cores."""
     if not summary.step_p50_s:
         return []
     paragraphs = [_pace(summary), _division(summary)]
@@ -69,37 +69,37 @@ def explain_measured(summary: Summary) -> list[str]:
 
 
 def _gradients(summary: Summary) -> str:
-    """What a larger batch would bring, and what a lossy strategy made of the gradients."""
-    told = []
+    """Explain the gradient noise scale, and the error that a lossy sync strategy adds."""
+    sentences = []
     if scale := summary.noise_tokens:
         tokens = summary.tokens_per_step
         more = more_tokens(scale, tokens, 2)
-        told.append(
+        sentences.append(
             f"The gradients' noise scale is about {count(scale)} tokens, in the second half of the run: at this point "
             f"a batch of {count(2 * tokens)} tokens instead of {count(tokens)} would need {more / 2:.2f} times as many "
             f"steps for the same loss, and {more:.2f} times as many tokens"
         )
-    if found := summary.fidelity:
+    if fidelity := summary.fidelity:
         roster = summary.manifest.roster
-        sync, most = roster.sync, most_error(roster.sync, roster.world_size)
+        sync, max_error = roster.sync, most_error(roster.sync, roster.world_size)
         of_what = "changes" if sync.kind == "diloco" else "gradients"
-        measured = f"; its cost in loss, as it was measured, holds up to {most:.1%}" if math.isfinite(most) else ""
-        told.append(
-            f"What {sync} made of the {of_what}' sums differs from the exact ones by {found.error:.1%} of their "
-            f"length, cosine {found.cosine:.4f} (medians){measured}; what is lost in one exchange is added to the next"
+        measured = f"; the measured loss penalty holds up to {max_error:.1%}" if math.isfinite(max_error) else ""
+        sentences.append(
+            f"The sums of the {of_what} after {sync} differ from the exact ones by {fidelity.error:.1%} of their "
+            f"length, cosine {fidelity.cosine:.4f} (medians){measured}; the error of one exchange is added to the next"
         )
-    return ". ".join(told) + "."
+    return ". ".join(sentences) + "."
 
 
 def limit(summary: Summary) -> str:
-    """One sentence: what keeps a step from being shorter?"""
+    """Return one sentence that names the step's bottleneck."""
     if not summary.step_p50_s:
         return f"No step was recorded{summary.manifest.window}."
     rank = first_done(summary) if straggles(summary) else last_done(summary)
     cost = rank.typical
     shares = {part: (getattr(cost, part) or 0.0) / summary.step_p50_s for part in PARTS}
     if any(getattr(cost, part) is None for part in PARTS):
-        return "What limits it is not known: not all parts of a step were measured."
+        return "The bottleneck is not known: not all phases of a step were measured."
     computing = f"forward and backward are {shares.pop('compute_s'):.0%} of each step"
     computing += f" on {summary.name_of(rank)}" if straggles(summary) else ""
     largest = max(shares, key=lambda part: shares[part])
@@ -125,8 +125,8 @@ def _pace(summary: Summary) -> str:
     if sync.kind == "diloco":
         return (
             f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and trains it "
-            f"by itself for {plural(sync.every, 'step')} on its own part of each batch. Then they agree on what came "
-            "of it (DiLoCo), and the replicas are one model again."
+            f"by itself for {plural(sync.every, 'step')} on its own part of each batch. Then the ranks average what "
+            "they learned (DiLoCo), and the replicas are one model again."
         )
     return (
         f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and computes "
@@ -151,11 +151,11 @@ def _parts(summary: Summary, rank: RankSummary) -> str:
     step_s = summary.step_p50_s or 1.0
     costs = {name: getattr(rank.typical, part) for part, name in PARTS.items()}
     measured = {name: cost for name, cost in costs.items() if cost is not None and cost >= 0.005 * step_s}
-    told = [
+    texts = [
         f"{seconds(measured[name])} {name} ({measured[name] / step_s:.0%})"
         for name in sorted(measured, key=lambda name: -measured[name])
     ]
-    return ", ".join(told + [f"{name} was not measured" for name, cost in costs.items() if cost is None])
+    return ", ".join(texts + [f"{name} was not measured" for name, cost in costs.items() if cost is None])
 
 
 def _waiting(summary: Summary) -> str:
@@ -191,27 +191,27 @@ def _all_reduce(summary: Summary) -> str:
         return text + ". How much of that backward hid was not measured."
     if (sync := summary.manifest.roster.sync).kind == "diloco":
         of = f"the mean over {plural(sync.every, 'step')}, of which one exchanges"
-        return f"{text}: {of}. Of it the rank stood still for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of a step."
+        return f"{text}: {of}. Of it the rank was blocked for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of a step."
     hidden = max(0.0, 1 - exposed_s / in_flight_s)
-    stood = f"the rank stood still for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of the step"
+    blocked = f"the rank was blocked for {seconds(exposed_s)}, {exposed_s / step_s:.0%} of the step"
     if hidden < NAMED:
-        return f"{text}. Backward hid none of it: {stood}."
+        return f"{text}. Backward hid none of it: {blocked}."
     return (
         f"{text}. They begin while backward still computes the gradients of earlier layers, which hides {hidden:.0%} "
-        f"of their time; in the rest {stood}."
+        f"of their time; in the rest {blocked}."
     )
 
 
 def _unlike_cores(summary: Summary) -> str:
-    """Hosts that are not alike: each rank beside its own threads."""
-    told = []
+    """Explain the cores of each rank when ranks have different numbers of threads."""
+    texts = []
     for rank in summary.ranks:
-        cpus, own = cpus_at_work(summary, rank), summary.manifest.ranks[rank.rank]
+        cpus, setup = cpus_at_work(summary, rank), summary.manifest.ranks[rank.rank]
         had = "was not measured" if cpus is None else f"ran on {cpus:.2f}"
-        disturbed = cpus is not None and cpus < DISTURBED * own.threads
+        disturbed = cpus is not None and cpus < DISTURBED * setup.threads
         because = ", so other programs or a limit took the rest" if disturbed else ""
-        told.append(f"{summary.name_of(rank)} with {plural(own.threads, 'thread')} {had}{because}")
-    return f"Cores at work, while a rank had work: {'; '.join(told)}."
+        texts.append(f"{summary.name_of(rank)} with {plural(setup.threads, 'thread')} {had}{because}")
+    return f"Cores at work, while a rank had work: {'; '.join(texts)}."
 
 
 def _cores(summary: Summary) -> str:
@@ -248,10 +248,10 @@ def _disturbance(threads: int) -> str:
     others = "other programs used the cores"
     if threads == 1:
         return others
-    # Measured, tiny on 2 threads of 2 cores: 3.2 times as fast beside other programs, 0.57 times alone (see LOG.md).
+    # Measured, tiny on 2 threads of 2 cores: 3.2 times as fast next to other programs, 0.57 times alone (see LOG.md).
     return (
-        f"{others}, or there was too little work for {threads} threads; beside other programs, OMP_WAIT_POLICY=PASSIVE "
-        "before the command lets a thread that waits give up its core"
+        f"{others}, or there was too little work for {threads} threads; next to other programs, "
+        "OMP_WAIT_POLICY=PASSIVE before the command lets a thread that waits give up its core"
     )
 
 
@@ -260,22 +260,22 @@ def _disturbance(threads: int) -> str:
 
 @dataclass(frozen=True)
 class Story:
-    """What is told of a series of runs, in sentences."""
+    """The explanation of a series of runs, in sentences."""
 
-    result: list[str]  # how fast they were, and how fast they would be with nothing lost
-    causes: list[str]  # where the difference comes from, the largest first
-    conclusion: list[str]  # what is not known, whether it is the same model
+    result: list[str]  # throughputs, and the ideal step time
+    causes: list[str]  # of the difference, the largest first
+    conclusion: list[str]  # what was not measured, and whether the runs learned the same model
     advice: list[str]  # what to do
 
 
 def explain_scaling(summaries: Sequence[Summary]) -> str:
-    """One paragraph about runs of the same work on 1, 2, … processes: what more of them bring, why, and what to do."""
+    """Return one paragraph about runs of the same work on 1, 2, … processes: the speedup, its causes, and advice."""
     story = scaling_story(summaries)
     return " ".join(story.result + story.causes + story.conclusion + story.advice)
 
 
 def scaling_story(summaries: Sequence[Summary]) -> Story:
-    """The same in sentences. The run with the most processes is explained against the one with the fewest."""
+    """Return the same as sentences: compare the run with the most processes with the one with the fewest."""
     runs = sorted((run for run in summaries if run.tokens_per_s), key=lambda run: run.manifest.world_size)
     result = [
         f"The run with {_processes(run)} recorded no step ({run.manifest.verdict}): it is left out."
@@ -287,7 +287,7 @@ def scaling_story(summaries: Sequence[Summary]) -> Story:
     c = Comparison(runs[0], runs[-1])
     costs = {cause: cause.cost_s(c) for cause in CAUSES}
     named = [(cause, cost) for cause, cost in costs.items() if cost and abs(cost) >= NAMED * c.many_s]
-    named = sorted(named, key=lambda found: -abs(found[1]))[:MOST_NAMED]
+    named = sorted(named, key=lambda pair: -abs(pair[1]))[:MOST_NAMED]
     helpful = [cause for cause, cost in named if cost > 0]
     return Story(
         result=[*result, _speeds(runs), _difference(c), *_disturbed(c)],
@@ -298,7 +298,7 @@ def scaling_story(summaries: Sequence[Summary]) -> Story:
 
 
 def largest_loss_gap(summaries: Sequence[Summary], num_steps: int | None = None) -> float | None:
-    """The largest relative difference of losses between the first run and any other, over all or the first steps."""
+    """Return the largest relative loss difference between the first run and any other, in all or the first steps."""
     base, *others = (summary.losses for summary in summaries)
     gaps = [
         abs(ours - theirs) / abs(theirs)
@@ -310,14 +310,14 @@ def largest_loss_gap(summaries: Sequence[Summary], num_steps: int | None = None)
 
 
 def speedup(run: Summary, base: Summary) -> float:
-    """How many times the tokens/s of `base` a run trained. Both have recorded steps."""
+    """Return the throughput of `run` relative to `base`; both must have recorded steps."""
     assert run.tokens_per_s
     assert base.tokens_per_s
     return run.tokens_per_s / base.tokens_per_s
 
 
 def worth_it(runs: Sequence[Summary]) -> Summary:
-    """The fastest of some runs with recorded steps; the one with the fewest processes where that is about as fast."""
+    """Return the fastest run, or the one with the fewest processes if that is about as fast; all recorded steps."""
     base = min(runs, key=lambda run: run.manifest.world_size)
     best = max(runs, key=lambda run: run.tokens_per_s or 0.0)
     return best if speedup(best, base) >= FASTER else base
@@ -329,9 +329,11 @@ def _processes(run: Summary) -> str:
 
 def _speeds(runs: list[Summary]) -> str:
     base = runs[0]
-    told = [f"{_processes(base)} trained {count(base.tokens_per_s)} tokens/s"]
-    told += [f"{_processes(run)} {count(run.tokens_per_s)}, {speedup(run, base):.2f} times as many" for run in runs[1:]]
-    return "; ".join(told) + "."
+    texts = [f"{_processes(base)} trained {count(base.tokens_per_s)} tokens/s"]
+    texts += [
+        f"{_processes(run)} {count(run.tokens_per_s)}, {speedup(run, base):.2f} times as many" for run in runs[1:]
+    ]
+    return "; ".join(texts) + "."
 
 
 def _difference(c: Comparison) -> str:
@@ -348,19 +350,23 @@ def _difference(c: Comparison) -> str:
 
 
 def _disturbed(c: Comparison) -> list[str]:
-    """Did the runs have the cores that they asked for? If not, the reader must know before any cause is named."""
-    found, threads = [], 1
+    """Warn, before any cause is named, if the runs had fewer cores than their threads could use."""
+    shortfalls, threads = [], 1
     for run, rank in ((c.few, c.few_rank), (c.many, c.many_rank)):
         contention, num = contention_of(run), run.manifest.world_size
         if not on_cpus(run) or (num > 1 and is_overbooked(run)):
             continue
         had = mean(contention.alone_cpus) if contention and num > 1 else cpus_at_work(run, rank)
         if had is not None and had < DISTURBED * min(run.threads, run.cores):
-            found.append(f"{had:.2f} cores for {plural(run.threads, 'thread')} of a process when there {_were(num)}")
+            shortfalls.append(
+                f"{had:.2f} cores for {plural(run.threads, 'thread')} of a process when there {_were(num)}"
+            )
             threads = max(threads, run.threads)
-    if not found:
+    if not shortfalls:
         return []
-    return [f"The threads were not always running ({', '.join(found)}): {_disturbance(threads)}. Take causes as hints."]
+    return [
+        f"The threads were not always running ({', '.join(shortfalls)}): {_disturbance(threads)}. Take causes as hints."
+    ]
 
 
 def _were(num: int) -> str:
@@ -368,7 +374,7 @@ def _were(num: int) -> str:
 
 
 def _because(c: Comparison, named: list[tuple[Cause, float]]) -> list[str]:
-    """A sentence a cause, the largest first. Where many are faster, what made them so comes before what it cost."""
+    """Return one sentence per cause, the largest first; if the scaled run is faster, gains come before losses."""
     gains = [f"{seconds(-cost)} are gained {cause.because(c, cost)}." for cause, cost in named if cost < 0]
     losses = [f"{seconds(cost)} are lost {cause.because(c, cost)}." for cause, cost in named if cost > 0]
     if speedup(c.many, c.few) < FASTER:

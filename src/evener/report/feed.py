@@ -1,15 +1,15 @@
-"""How does a logger hear of a run, live or afterwards, without costing the training anything?
+"""Feed a run to an experiment logger, live or afterwards, at no cost to the training.
 
-    python -m evener.report.feed RUN NAME     # until its standard input ends; `evener train --log` starts one a logger
-    feed(RunDir("runs/mine"), "wandb")        # what it was not told yet: `evener report RUN --log wandb`
+    python -m evener.report.feed RUN NAME      # until its standard input ends; `evener train --log` starts one a logger
+    feed_logger(RunDir("runs/mine"), "wandb")  # log what is not logged yet: `evener report RUN --log wandb`
 
-It is fed from the run's files, not by the ranks. A rank that waited for a logger would hold up all others; rank 0 may
-be another process in the next step; hosts would need its package, its credentials and a way to its server. The files
-have all that happened, in order, and come home from every host while anyone follows the run. So a process here reads
-what they gained, and whatever befalls it, the run goes on, and what it has not told it tells the next time.
+The logger is fed from the run's files, not by the ranks. A rank that waited for a logger would hold up all others;
+rank 0 may be another process in the next step; hosts would need the logger's package, its credentials and a route to
+its server. The files hold all that happened, in order, and are copied here from every host while anyone follows the
+run. So a local process reads what was appended. If it fails, the run is not affected, and the next one catches up.
 
-RUN/loggers/NAME.json says how far a logger was told. Every step is told once, in order, when all ranks that took it
-have recorded it; of one that is taken again after a failure or a resume, as it was taken first.
+RUN/loggers/NAME.json is the logger's cursor. Every step is logged once, in order, when all ranks that took it have
+recorded it; a step that is repeated after a failure or a resume is logged as it was taken first.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from evener.report.loggers import LOGGERS, About, Logger, settings_of
 
 FORMAT = 1
 POLL_S = 0.5
-LATE_STEPS = 50  # so much later than others a step of which a record lacks is given up: the rank that took it is gone
-NOISE_STEPS = 100  # measurements of which the noise scale is the mean; it uses the second half
+LATE_STEPS = 50  # give up an incomplete step once a step so much later is complete: the missing rank is gone
+NOISE_STEPS = 100  # measurements averaged for the noise scale, which uses the second half
 
 
 class Told(msgspec.Struct, kw_only=True):
-    """How far a logger was told of a run."""
+    """How much of a run has been logged."""
 
     format: int = FORMAT
-    id: str | None = None  # the logger's own name for the run; None: it has not heard of it
+    id: str | None = None  # the logger's own id of the run; None: not begun
     steps: int = 0
     tokens: float = 0.0  # in these steps
-    evaluated: int = 0  # after which step it was evaluated last
+    evaluated: int = 0  # the step of the last evaluation that was logged
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told at once."""
+    """The values of one `log` call."""
 
-    steps: int  # taken, with this one
+    steps: int  # taken so far, including this one
     time: float
     values: dict[str, float]
 
 
 class Reader:
-    """Steps and evaluations that a run's files gained, as loggers hear of them."""
+    """Reads the steps and evaluations appended to a run's files, in the order in which they are logged."""
 
     def __init__(self, rundir: RunDir, told: Told) -> None:
         self.told = told
@@ -71,35 +71,35 @@ class Reader:
         self._evaluations: dict[int, tuple[float, float]] = {}  # by steps taken: (time, loss)
 
     def new(self, *, is_last: bool) -> Iterator[Step]:
-        """What is there now; `is_last`: nothing more will come, so that nothing is waited for."""
+        """Yield the new complete steps and evaluations; `is_last`: no more records will come, so wait for none."""
         for rank in self._rundir.recorded_ranks():
             follower = self._ranks.setdefault(rank, follow_lines(self._rundir.steps_path(rank)))
             for line in next(follower):
-                with contextlib.suppress(msgspec.MsgspecError):  # damaged, as a full disk leaves it
+                with contextlib.suppress(msgspec.MsgspecError):  # a damaged line, as left by a full disk
                     self._take(rank, self._decoder.decode(line))
         self._look_for_evaluations()
-        lacking: list[int] = []  # steps of which a record may still come
+        incomplete: list[int] = []  # incomplete steps whose records may still come
         for step in sorted(self._waiting):
             if not _is_whole(self._waiting[step]):
-                lacking.append(step)
+                incomplete.append(step)
                 continue
-            if lacking and lacking[-1] > step - LATE_STEPS and not is_last:
+            if incomplete and incomplete[-1] > step - LATE_STEPS and not is_last:
                 break
-            for given_up in lacking:
+            for given_up in incomplete:
                 del self._waiting[given_up]
-            lacking = []
+            incomplete = []
             yield self._step(step, self._waiting.pop(step))
         for steps in sorted(self._evaluations):
             if is_last or steps <= self.told.steps:
-                moment, loss = self._evaluations.pop(steps)
+                unix_s, loss = self._evaluations.pop(steps)
                 self.told.evaluated = steps
-                yield Step(steps=steps, time=moment, values={"val/loss": loss})
+                yield Step(steps=steps, time=unix_s, values={"val/loss": loss})
 
     def _take(self, rank: int, record: StepRecord) -> None:
         if record.step >= self.told.steps:
             by_rank = self._waiting.setdefault(record.step, {})
-            for other in [other for other, one in by_rank.items() if one.epoch < record.epoch]:
-                del by_rank[other]  # they took it with ranks that are gone
+            for other in [other for other, earlier in by_rank.items() if earlier.epoch < record.epoch]:
+                del by_rank[other]  # taken in an earlier epoch, with ranks that are gone
             by_rank[rank] = record
 
     def _look_for_evaluations(self) -> None:
@@ -136,48 +136,49 @@ class Reader:
 
 
 def _is_whole(by_rank: dict[int, StepRecord]) -> bool:
-    """Have all ranks recorded it that took it?"""
+    """Return whether all ranks that took the step have recorded it."""
     return bool(by_rank) and all(record.members == len(by_rank) for record in by_rank.values())
 
 
 def feed(rundir: RunDir, name: str, logger: Logger | None = None,
          goes_on: Callable[[], bool] = lambda: False) -> int | None:  # fmt: skip
-    """Tell a logger what it was not told yet, as long as the run `goes_on`; how many steps. None where another process
-    is at it.
+    """Log what is not logged yet, while `is_running()`; return the number of steps logged, or None if another process
+    already feeds this logger.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(_alone(rundir, name))
+            stack.enter_context(_alone(rundir, name))
         except BlockingIOError:
             return None
         while not rundir.is_run() and goes_on():
             pass
-        if not rundir.is_run():  # it never began
+        if not rundir.is_run():  # it never started
             return 0
         manifest = rundir.manifest()
-        told = told_of(rundir, name)
-        began, logger = told.steps, logger or LOGGERS[name]()
-        about = About(name=rundir.path.resolve().name, folder=rundir.path, settings=settings_of(manifest),
-                      started=manifest.started, first_step=told.steps + 1 if told.id else 0, id=told.id)  # fmt: skip
-        told.id = logger.begin(about)
-        _note(rundir, name, told)
-        reader = Reader(rundir, told)
+        cursor = told_of(rundir, name)
+        first_steps, logger = cursor.steps, logger or LOGGERS[name]()
+        logged_run = About(name=rundir.path.resolve().name, folder=rundir.path, settings=settings_of(manifest),
+                           started=manifest.started, first_step=cursor.steps + 1 if cursor.id else 0,
+                           id=cursor.id)  # fmt: skip
+        cursor.id = logger.begin(logged_run)
+        _note(rundir, name, cursor)
+        reader = Reader(rundir, cursor)
         while True:
             is_last = not goes_on()
-            before = told.steps, told.evaluated
+            before = cursor.steps, cursor.evaluated
             for step in reader.new(is_last=is_last):
                 logger.log(step.steps, step.time, step.values)
-            if (told.steps, told.evaluated) != before:
+            if (cursor.steps, cursor.evaluated) != before:
                 logger.flush()
-                _note(rundir, name, told)
+                _note(rundir, name, cursor)
             if is_last:
                 break
         logger.close(rundir.manifest().verdict)
-        return told.steps - began
+        return cursor.steps - first_steps
 
 
 def told_of(rundir: RunDir, name: str) -> Told:
-    """How far a logger was told; CheckpointError where the file that says so is damaged."""
+    """Read a logger's cursor; raise CheckpointError if the file is damaged."""
     path = _path(rundir, name)
     try:
         return from_stored(read_file(path), Told, FORMAT, path)
@@ -186,14 +187,14 @@ def told_of(rundir: RunDir, name: str) -> Told:
 
 
 def remember(rundir: RunDir, names: list[str]) -> None:
-    """Whoever follows this run tells these loggers of it."""
+    """Register loggers, so that whoever follows this run feeds them."""
     for name in names:
         if not _path(rundir, name).exists():
             _note(rundir, name, Told())
 
 
 def remembered(rundir: RunDir) -> list[str]:
-    """The loggers that were told of a run, or were to be."""
+    """Return the loggers registered for a run."""
     return [name for name in LOGGERS if _path(rundir, name).exists()]
 
 
@@ -207,7 +208,7 @@ def _note(rundir: RunDir, name: str, told: Told) -> None:
 
 @contextlib.contextmanager
 def _alone(rundir: RunDir, name: str) -> Iterator[None]:
-    """Of all programs that follow a run one tells a logger; BlockingIOError in the others."""
+    """Hold the lock that lets one process feed a logger; raise BlockingIOError if another holds it."""
     path = _path(rundir, name).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
@@ -216,7 +217,7 @@ def _alone(rundir: RunDir, name: str) -> Iterator[None]:
 
 
 def main() -> int:
-    """Feed a logger until standard input ends: whoever started this holds the other end."""
+    """Feed a logger until standard input, whose other end the parent process holds, is closed."""
 
     def goes_on() -> bool:
         ready, _, _ = select.select([sys.stdin], [], [], POLL_S)

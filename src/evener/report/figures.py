@@ -1,4 +1,4 @@
-"""Which pictures does a report show?"""
+"""Build the charts of a report: losses, step breakdown, all-reduces, scaling, trade-off."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from evener.report.chart import Bars, Chart, Dots, Layers, Line
 from evener.report.summary import Summary
 
 ALL_RANKS = "mean of all ranks"
-MAX_POINTS = 500  # of one line; more cannot be told apart
-MAX_LAYERS = 8  # ranks of which each has a picture of its own; of more, the first and the last
+MAX_POINTS = 500  # of one line; more cannot be distinguished
+MAX_LAYERS = 8  # ranks with a chart each; of more, show the first and the last
 PART_NAMES = {
     "compute_s": "forward, backward",
     "exposed_sync_s": "exposed communication",
@@ -20,7 +20,7 @@ PART_NAMES = {
     "optimizer_s": "update",
     "data_s": "input",
 }
-# Okabe and Ito's colours, which all kinds of colour vision tell apart, here and there a little lighter for dark pages
+# Okabe and Ito's colours, which all kinds of colour vision tell apart, some a little lighter for dark pages
 PART_COLOURS = {
     "compute_s": "#2a7fc1",
     "exposed_sync_s": "#e69f00",
@@ -29,12 +29,12 @@ PART_COLOURS = {
     "data_s": "#8fc7ea",
 }
 SERIES_COLOURS = ("#2a7fc1", "#d9752b", "#0a9e76", "#cc6d9f", "#e69f00", "#8fc7ea")
-UNDIVIDED = "waiting or exposed communication"  # where nobody knows how much of it is which
+UNDIVIDED = "waiting or exposed communication"  # if how much of it is which was not measured
 assert set(PART_NAMES) == set(PART_COLOURS) == set(PARTS)
 
 
 def loss(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, float]]) -> Chart:
-    """Loss of every step, and of the validation split where it was evaluated: on the same axes."""
+    """Return the chart of training and validation losses over steps."""
     steps, values = thinned([(step + 1, value) for step, value in losses.items() if value is not None])
     lines = [Line("training", SERIES_COLOURS[0], steps, values)] if steps else []
     if evaluations:
@@ -43,35 +43,35 @@ def loss(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, fl
 
 
 def schedule(steps: Sequence[Mapping[int, StepRecord]]) -> Chart:
-    """The learning rate of every step."""
+    """Return the chart of the learning rate over steps."""
     points = [(record.step + 1, record.lr) for of_step in steps if (record := next(iter(of_step.values())))]
     return Chart([Line("learning rate", SERIES_COLOURS[2], *thinned(points))], "step", "learning rate")
 
 
 def gradients(steps: Sequence[Mapping[int, StepRecord]]) -> Chart | None:
-    """The norm of every step's gradient; None where clipping, which finds it, is off."""
-    found = [next(iter(of_step.values())) for of_step in steps]
-    points = [(record.step + 1, record.grad_norm) for record in found if record.grad_norm is not None]
+    """Return the chart of the gradient norm over steps; None without clipping, which measures it."""
+    records = [next(iter(of_step.values())) for of_step in steps]
+    points = [(record.step + 1, record.grad_norm) for record in records if record.grad_norm is not None]
     if not points:
         return None
     return Chart([Line("gradient norm", SERIES_COLOURS[3], *thinned(points))], "step", "gradient norm, before clipping")
 
 
 def bars(costs: Mapping[str, StepCost]) -> Bars:
-    """One bar a label: the parts of a step end to end."""
+    """Return one bar per label: the phases of a step end to end."""
     parts = {PART_NAMES[part]: [getattr(cost, part) for cost in costs.values()]
              for part in PART_NAMES if any(getattr(cost, part) for cost in costs.values())}  # fmt: skip
     return Bars(list(costs), parts, {PART_NAMES[part]: colour for part, colour in PART_COLOURS.items()})
 
 
 def unmeasured(costs: Iterable[StepCost]) -> list[str]:
-    """Parts of the step that none of these costs knows."""
+    """Return the phases that none of these costs has measured."""
     known = list(costs)
     return [part for part in PART_NAMES if all(getattr(cost, part) is None for cost in known)]
 
 
 def areas(steps: Sequence[Mapping[int, StepRecord]], names: Mapping[int, str]) -> Layers:
-    """The parts of every step stacked: a layer for the mean of all ranks and one for each, under its name."""
+    """Return stacked areas of every step's phases: one chart for the mean of all ranks, and one per rank."""
     ranks = sorted({rank for of_step in steps for rank in of_step})
     layers = {ALL_RANKS: ranks} if len(ranks) > 1 else {}
     layers |= {names[rank]: [rank] for rank in (ranks if len(ranks) <= MAX_LAYERS else [ranks[0], ranks[-1]])}
@@ -89,24 +89,26 @@ def areas(steps: Sequence[Mapping[int, StepRecord]], names: Mapping[int, str]) -
 
 def _means(steps: Sequence[Mapping[int, StepRecord]], part: str, ranks: Sequence[int], factor: float,
            ) -> list[tuple[int, float]]:  # fmt: skip
-    """(step, one part of it) as the mean of some ranks, of the steps in which any of them measured it."""
+    """Return (step, mean of one phase over some ranks) for the steps in which any of them measured it."""
     points = []
     for of_step in steps:
-        found = [record for rank, record in of_step.items() if rank in ranks]
-        measured = [cost for record in found if (cost := getattr(record.cost, part)) is not None]
+        records = [record for rank, record in of_step.items() if rank in ranks]
+        measured = [cost for record in records if (cost := getattr(record.cost, part)) is not None]
         if measured:
-            points.append((found[0].step + 1, factor * sum(measured) / len(measured)))
+            points.append((records[0].step + 1, factor * sum(measured) / len(measured)))
     return points
 
 
 def all_reduce(steps: Sequence[Mapping[int, StepRecord]], summary: Summary) -> Chart:
-    """All-reduces of every step as the last rank saw them: the time in flight, and what backward did not hide."""
+    """Return the chart of the all-reduce time of every step as the last rank saw it: in flight, and exposed."""
     in_flight, exposed = [], []
     for of_step in steps:
         step = next(iter(of_step))
-        stood = [record.cost.exposed_sync_s for record in of_step.values() if record.cost.exposed_sync_s is not None]
+        blocked_s = [
+            record.cost.exposed_sync_s for record in of_step.values() if record.cost.exposed_sync_s is not None
+        ]
         in_flight += [(of_step[step].step + 1, least)] if (least := least_sync_s(dict(of_step))) is not None else []
-        exposed += [(of_step[step].step + 1, min(stood))] if stood else []
+        exposed += [(of_step[step].step + 1, min(blocked_s))] if blocked_s else []
     values_s = [value for _, value in in_flight + exposed]
     unit, factor = _unit(percentile(values_s, 0.98))
     lines = [
@@ -124,7 +126,7 @@ def all_reduce(steps: Sequence[Mapping[int, StepRecord]], summary: Summary) -> C
 
 
 def scaling(series: Mapping[str, Sequence[Summary]]) -> Chart:
-    """Tokens/s over processes, a line a corpus, and dashed what the first run promises if nothing were lost."""
+    """Return the chart of tokens/s over processes: a line per corpus, and ideal scaling from the first run, dashed."""
     lines = []
     for index, (corpus, runs) in enumerate(series.items()):
         colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
@@ -137,7 +139,7 @@ def scaling(series: Mapping[str, Sequence[Summary]]) -> Chart:
 
 
 def speeds(runs: Mapping[str, Summary]) -> Bars:
-    """Tokens/s of every run, a bar each, marked where the planner had predicted it."""
+    """Return one bar of tokens/s per run, with a mark at the planner's prediction."""
     shown = {label: run for label, run in runs.items() if run.tokens_per_s}
     predicted = [option.tokens_per_s if (option := run.predicted) else None for run in shown.values()]
     rates, colours = [run.tokens_per_s for run in shown.values()], {"tokens/s": SERIES_COLOURS[0]}
@@ -146,23 +148,23 @@ def speeds(runs: Mapping[str, Summary]) -> Bars:
 
 
 def tradeoff(runs: Mapping[str, Summary]) -> Dots:
-    """Tokens/s against validation loss, a dot a run: further right is faster, lower has learned more."""
+    """Return a dot per run, tokens/s against validation loss: right is faster, low is better."""
     return Dots(tradeoff_points(runs), SERIES_COLOURS[0], "tokens/s", "validation loss")
 
 
 def tradeoff_points(runs: Mapping[str, Summary]) -> list[tuple[str, float, float]]:
-    """(label, tokens/s, validation loss) of the runs that have both."""
+    """Return (label, tokens/s, validation loss) of the runs that have both."""
     return [(label, run.tokens_per_s, result.val_loss) for label, run in runs.items()
             if run.tokens_per_s and (result := run.manifest.result) and result.val_loss is not None]  # fmt: skip
 
 
 def measured_points(runs: Sequence[Summary]) -> list[tuple[int, float]]:
-    """(processes, tokens/s) of the runs that have both, ascending."""
+    """Return (processes, tokens/s) of the measured runs, ascending."""
     return sorted((run.manifest.world_size, run.tokens_per_s) for run in runs if run.tokens_per_s)
 
 
 def ideal_points(runs: Sequence[Summary]) -> list[tuple[int, float]]:
-    """The line from the run with the fewest processes up to the cores, each process as fast as there."""
+    """Return the line of ideal scaling, from the run with the fewest processes up to the number of cores."""
     points = measured_points(runs)
     if not points:
         return []
@@ -172,7 +174,7 @@ def ideal_points(runs: Sequence[Summary]) -> list[tuple[int, float]]:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """At most MAX_POINTS of a line: each the mean of as many neighbours as that takes.
+    """Downsample a line to at most MAX_POINTS points by averaging groups of neighbours.
 
     >>> thinned([(0, 1.0), (1, 2.0)])
     ([0, 1], [1.0, 2.0])
@@ -187,7 +189,7 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def _unit(value_s: float) -> tuple[str, float]:
-    """In which unit such durations are drawn, and how many of it a second has.
+    """Return (unit for durations of this size, units per second).
 
     >>> _unit(0.3), _unit(36.0)
     (('ms', 1000.0), ('s', 1.0))

@@ -1,11 +1,11 @@
-"""How does a notebook read a run? As frames of pandas or polars, whichever is installed.
+"""Read a run into dataframes of pandas or polars, whichever is installed, for notebooks.
 
     run = evener.read_run("runs/mine")
-    run.steps.groupby("rank").wait_s.mean()        # one row a step and rank
+    run.steps.groupby("rank").wait_s.mean()        # one row per step and rank
     run.evaluations.plot("step", "val_loss")
     run.events; run.result; run.spec["train"]["lr"]
 
-Frames are read when they are asked for, and once; read the run again to see what it has done since.
+A frame is read on first access and cached; read the run again to see newer steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evener.report.summary import Summary, as_result, records_of, summarize
 
 Engine = Literal["pandas", "polars"]
 ENGINES: tuple[Engine, ...] = ("pandas", "polars")
-Kind = Literal["whole", "number", "text", "time"]  # of a column; a time is Unix time, and becomes a moment in UTC
+Kind = Literal["whole", "number", "text", "time"]  # of a column; "time" is Unix time and becomes a datetime in UTC
 
 STEPS: dict[str, Kind] = {
     "step": "whole", "rank": "whole", "host": "text", "epoch": "whole", "tokens": "number", "loss": "number",
@@ -40,7 +40,7 @@ EVENTS: dict[str, Kind] = {"time": "time", "event": "text", "step": "number", "f
 
 
 class RunFrames:
-    """A run as frames. Every step stands there once, as the ranks took it that its result is made of."""
+    """A run as dataframes. Every step appears once, as taken by the ranks that the final model comes from."""
 
     def __init__(self, rundir: RunDir, engine: Engine) -> None:
         self.path, self.engine = rundir.path, engine
@@ -56,32 +56,32 @@ class RunFrames:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What was asked for, every default with it: {"train": {"steps": 200, …}, …}."""
+        """The run's settings, with all defaults: {"train": {"steps": 200, …}, …}."""
         tree: dict[str, Any] = msgspec.to_builtins(self.manifest.spec)
         return tree
 
     @property
     def result(self) -> dict[str, Any]:
-        """What `evener report --json` tells: rates, losses, medians of the parts of a step by rank, the prediction."""
+        """The output of `evener report --json`: rates, losses, median step phases by rank, the prediction."""
         return as_result(self._summary)
 
     @cached_property
     def steps(self) -> Any:
-        """A row a step and rank, with the units in the names. `step` counts from 0; None where nobody measured."""
+        """One row per step and rank, with units in the names. `step` counts from 0; None = not measured."""
         hosts = {rank.rank: rank.host for rank in self.manifest.ranks}
         rows = [_row(rank, hosts.get(rank), record) for of_step in self._aligned for rank, record in of_step.items()]
         return self._frame(STEPS, rows)
 
     @cached_property
     def evaluations(self) -> Any:
-        """A row an evaluation: the steps that were taken, the tokens that were read, the validation loss."""
+        """One row per evaluation: steps taken, tokens read, validation loss."""
         curve = curve_of(self._aligned, self._rundir.events(), self._summary)
         tokens = dict(zip(curve.steps, curve.tokens, strict=True))
         return self._frame(EVALUATIONS, [(step, tokens.get(step), val_loss) for step, val_loss in curve.evaluations])
 
     @cached_property
     def events(self) -> Any:
-        """A row an event, in the order in which they happened; what else each tells stands in `facts`, as JSON."""
+        """One row per event, in order; its other fields stand in `facts`, as JSON."""
         rows = []
         for event in self._rundir.events():
             step = event.get("step")
@@ -105,23 +105,23 @@ class RunFrames:
 
 
 def read_run(path: str | Path, engine: Engine | None = None) -> RunFrames:
-    """The run of this directory, for a notebook; `engine`: of which package its frames are [pandas, else polars].
+    """Read the run in this directory; `engine` is the dataframe package [pandas, else polars].
 
-    UsageError where neither is installed, or there is no run; CheckpointError where it is damaged.
+    Raise UsageError if neither is installed or there is no run, CheckpointError if the run is damaged.
     """
     if engine is not None and engine not in ENGINES:
         raise UsageError(f"engine {engine!r}: expected pandas or polars", hint=did_you_mean(engine, ENGINES))
-    found = next((name for name in ([engine] if engine else ENGINES) if find_spec(name) is not None), None)
-    if found is None:
-        lacking = engine or "pandas or polars"
-        raise UsageError(f"read_run needs {lacking}, which is not installed", hint=f"pip install {engine or 'pandas'}")
+    installed = next((name for name in ([engine] if engine else ENGINES) if find_spec(name) is not None), None)
+    if installed is None:
+        missing = engine or "pandas or polars"
+        raise UsageError(f"read_run needs {missing}, which is not installed", hint=f"pip install {engine or 'pandas'}")
     rundir = RunDir(path)
-    rundir.manifest()  # whoever mistypes a path hears of it here
-    return RunFrames(rundir, found)
+    rundir.manifest()  # fail here on a mistyped path
+    return RunFrames(rundir, installed)
 
 
 def _row(rank: int, host: str | None, record: StepRecord) -> tuple[Any, ...]:
-    """As STEPS says."""
+    """Return a row of STEP_COLUMNS."""
     noise, fidelity = record.noise, record.fidelity
     return (record.step, rank, host, record.epoch, record.tokens, record.loss, record.wall_s,
             *(getattr(record.cost, part) for part in PARTS), record.sync_s, record.cpu_s, record.bytes, record.members,
@@ -152,5 +152,5 @@ def _polars(kinds: dict[str, Kind], columns: dict[str, list[Any]]) -> Any:
 
 
 def _us(values: list[float]) -> list[int]:
-    """Unix time in the microseconds that both count in."""
+    """Convert Unix seconds to the integer microseconds that both packages use."""
     return [round(1e6 * value) for value in values]

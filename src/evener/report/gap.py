@@ -1,8 +1,8 @@
-"""What explains the difference between the step that was predicted and the step that was measured?
+"""Explain the prediction error: attribute measured minus predicted step time to causes.
 
-Everything here subtracts a Prediction from a Summary. The step is explained on one rank: on the one that the others
-waited for where the step took longer than predicted, on the one that they were predicted to wait for where it took
-less. There the differences of the parts sum to the difference of the step.
+Everything here subtracts a Prediction from a RunSummary. The step is explained on one rank: the measured straggler if
+the step took longer than predicted, the predicted straggler if it took less. On that rank the differences of the
+phases sum to the difference of the step.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from evener.report.figures import PART_NAMES
 from evener.report.ranks import CLEAR, WORK, contention_of, last_done, straggles
 from evener.report.summary import Summary
 
-NEAR = 0.10  # of the step: a prediction that is not farther off is right
-NAMED = 0.05  # of the step: smaller differences are not worth a sentence
+NEAR = 0.10  # of the step: a prediction within this counts as right
+NAMED = 0.05  # of the step: smaller differences get no sentence
 MOST_NAMED = 4
-SAME_BYTES = 0.03  # relative: what predicted and sent bytes may differ by
+SAME_BYTES = 0.03  # relative: predicted and sent bytes may differ by this
 FULL = 0.9  # of a host's memory
 NO_PREDICTION = (
-    "Nothing was predicted here. evener probe host measures how fast machines are, evener probe wire how fast the "
-    "links between them; what is started then is predicted first."
+    "Nothing was predicted here. evener probe host measures the machines, evener probe wire the links between them; "
+    "every later run is predicted before it starts."
 )
 
 
 def explain_prediction(summary: Summary, prediction: Prediction | None) -> list[str]:
-    """Sentences: was the prediction right, and if not, what is the cause of each difference that matters?"""
+    """Return sentences: whether the prediction was right, and the cause of each difference that matters."""
     if prediction is None:
         return [NO_PREDICTION]
     option = prediction.option(prediction.chosen)
     if len(option.ranks) != summary.manifest.world_size:
-        there = plural(summary.manifest.world_size, "rank")
-        return [f"The prediction is of {plural(len(option.ranks), 'rank')} and the run had {there}: not compared."]
+        run_ranks = plural(summary.manifest.world_size, "rank")
+        return [f"The prediction is of {plural(len(option.ranks), 'rank')} and the run had {run_ranks}: not compared."]
     if not summary.step_p50_s:
         return [f"A step was predicted to take {seconds(option.step_s)}; none was recorded{summary.manifest.window}."]
     c = _Compared(summary, prediction, option)
-    told = f"A step was predicted to take {seconds(option.step_s)} and took {seconds(c.step_s)}"
+    result = f"A step was predicted to take {seconds(option.step_s)} and took {seconds(c.step_s)}"
     near = abs(c.gap_s) <= NEAR * option.step_s
     if near and all(abs(diff_s) <= NEAR * c.scale_s for diff_s in c.diffs_s(c.focus).values()):
-        return [f"{told}: as predicted within {NEAR:.0%}.", *_hidden(c)]
-    told += "." if near else f", {abs(c.gap_s) / option.step_s:.0%} {'longer' if c.gap_s > 0 else 'less'}."
+        return [f"{result}: as predicted within {NEAR:.0%}.", *_hidden(c)]
+    result += "." if near else f", {abs(c.gap_s) / option.step_s:.0%} {'longer' if c.gap_s > 0 else 'less'}."
     causes = [cause for cause in _causes(c, c.focus) if abs(cause.cost_s) >= NAMED * c.scale_s]
     causes.sort(key=lambda cause: -abs(cause.cost_s))
     named = causes[:MOST_NAMED]
-    return [told, *_as_predicted(c), *(cause.told for cause in named), *_rest(c, named), *_unknown(c)]
+    return [result, *_as_predicted(c), *(cause.told for cause in named), *_rest(c, named), *_unknown(c)]
 
 
 @dataclass(frozen=True)
 class _Cause:
-    """One reason why a step differs, and by how much."""
+    """One cause of the prediction error, and its share of it."""
 
-    cost_s: float  # > 0: the step is longer for it
+    cost_s: float  # > 0: it makes the step longer
     because: str
 
     @property
@@ -65,7 +65,7 @@ class _Cause:
 
 @dataclass(frozen=True)
 class _Compared:
-    """A run beside what was predicted of it."""
+    """A run and its prediction."""
 
     summary: Summary
     prediction: Prediction
@@ -82,7 +82,7 @@ class _Compared:
 
     @property
     def scale_s(self) -> float:
-        """What differences are compared with."""
+        """The step time that differences are compared with."""
         return max(self.step_s, self.option.step_s)
 
     @property
@@ -97,11 +97,11 @@ class _Compared:
 
     @property
     def focus(self) -> int:
-        """The rank on which the step is explained: see the module's docstring."""
+        """The rank on which the step is explained; see the module's docstring."""
         return last_done(self.summary).rank if self.gap_s >= 0 else self.planned_last
 
     def member(self, rank: int) -> Member:
-        """As it was predicted."""
+        """Return the rank as it was predicted."""
         return self.option.roster.members[rank]
 
     def host(self, rank: int) -> HostRates:
@@ -111,52 +111,52 @@ class _Compared:
         return self.option.roster.name_of(rank)
 
     def diffs_s(self, rank: int) -> dict[str, float]:
-        """Measured less predicted of every part that is known on both sides."""
+        """Return measured minus predicted seconds of every phase that is known on both sides."""
         planned, took = self.option.ranks[rank].cost, self.summary.ranks[rank].typical
         pairs = {part: (getattr(planned, part), getattr(took, part)) for part in PARTS}
         return {part: b - a for part, (a, b) in pairs.items() if a is not None and b is not None}
 
     def finding(self, rank: int, check: str) -> str | None:
-        """The evidence of a finding about a rank's host."""
+        """Return the evidence of this check's finding about the rank's host, if there is one."""
         host = self.member(rank).host
         return next((each.evidence for each in self.summary.findings if (each.check, each.host) == (check, host)), None)
 
 
 def _causes(c: _Compared, rank: int) -> list[_Cause]:
-    """What explains one rank's differences. The costs of what is known sum to them."""
+    """Return the causes of one rank's differences; their costs sum to the differences of the known phases."""
     diffs_s = c.diffs_s(rank)
     planned, took = c.option.ranks[rank], c.summary.ranks[rank]
-    found = _computing(c, rank) if "compute_s" in diffs_s else []
+    causes = _computing(c, rank) if "compute_s" in diffs_s else []
     if "exposed_sync_s" in diffs_s:
-        found += _communication(c, rank, diffs_s["exposed_sync_s"])
+        causes += _communication(c, rank, diffs_s["exposed_sync_s"])
     if "wait_s" in diffs_s:
-        found.append(_Cause(diffs_s["wait_s"], _waiting(c, rank, diffs_s["wait_s"])))
+        causes.append(_Cause(diffs_s["wait_s"], _waiting(c, rank, diffs_s["wait_s"])))
     if "optimizer_s" in diffs_s:
         update = (
             f"the update takes {c.name(rank)} {seconds(took.typical.optimizer_s)}, predicted were "
             f"{seconds(planned.cost.optimizer_s)}"
         )
-        found.append(_Cause(diffs_s["optimizer_s"], update))
+        causes.append(_Cause(diffs_s["optimizer_s"], update))
     if "data_s" in diffs_s:
         data = (
             f"{c.name(rank)} waits {seconds(took.typical.data_s)} for input, predicted were "
             f"{seconds(planned.cost.data_s)}"
         )
-        found.append(_Cause(diffs_s["data_s"], data))
-    return found
+        causes.append(_Cause(diffs_s["data_s"], data))
+    return causes
 
 
 # --- forward and backward ---------------------------------------------------------------------------------------------
 
 
 def _computing(c: _Compared, rank: int) -> list[_Cause]:
-    """Another share, other processors, and another time of a processor for the same work.
+    """Attribute the difference in compute to the share, the speed of a processor, and the number of processors.
 
-    planned · share      what the work it really had would take     s₁
-    took · had / probed  the same with as many processors as probed s₂
-    took                                                            s₃
+    planned · share      predicted time of the work that the rank really had   s₁
+    took · had / probed  measured time, scaled to as many processors as probed s₂
+    took                 measured time                                         s₃
 
-    s₁ - planned is the share's, s₂ - s₁ is the processors' own speed, s₃ - s₂ is that they were taken.
+    s₁ - planned is due to the share, s₂ - s₁ to the processors' own speed, s₃ - s₂ to processors that were taken.
     """
     planned, took, host = c.option.ranks[rank], c.summary.ranks[rank], c.host(rank)
     planned_s, took_s = planned.cost.compute_s, took.typical.compute_s
@@ -167,16 +167,16 @@ def _computing(c: _Compared, rank: int) -> list[_Cause]:
     if abs(share - 1) < NAMED:
         share = 1.0
     shared_s = planned_s * share
-    found = []
+    causes = []
     if share != 1.0:
         work = f"{c.name(rank)} computes {count(took.tokens)} tokens a step, predicted were {count(planned_tokens)}"
-        found.append(_Cause(shared_s - planned_s, work))
+        causes.append(_Cause(shared_s - planned_s, work))
     if not shared_s:
-        return [*found, _Cause(took_s, f"{c.name(rank)} computes, which was not predicted")] if took_s else found
+        return [*causes, _Cause(took_s, f"{c.name(rank)} computes, which was not predicted")] if took_s else causes
     swapping = c.finding(rank, "mem.swap")
     if swapping is not None and took_s > shared_s:
         return [
-            *found,
+            *causes,
             _Cause(
                 took_s - shared_s,
                 f"{_pace(c, rank, took_s / shared_s)}: it was swapping when the run began ({swapping})",
@@ -184,24 +184,24 @@ def _computing(c: _Compared, rank: int) -> list[_Cause]:
         ]
     had, whole = _cpus_computing(c, rank), took_s / shared_s
     if had is None or host.cpus is None or 1 / CLEAR < host.cpus / had < CLEAR:
-        return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}{_own_speed(c, rank, had, whole)}")]
+        return [*causes, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}{_own_speed(c, rank, had, whole)}")]
     all_there_s, taken = took_s * had / host.cpus, _taken(c, rank, had, host.cpus)
     ratio = all_there_s / shared_s
-    if abs(all_there_s - shared_s) < NAMED * c.scale_s:  # too little for a sentence of its own
-        return [*found, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}: {taken}")]
-    own = f"{_times(ratio)} than {_known(c, rank)}{_own_speed(c, rank, None, ratio)}"
-    each = f"each processor that {c.name(rank)} had works {own}"
+    if abs(all_there_s - shared_s) < NAMED * c.scale_s:  # too small for a sentence
+        return [*causes, _Cause(took_s - shared_s, f"{_pace(c, rank, whole)}: {taken}")]
+    pace = f"{_times(ratio)} than {_known(c, rank)}{_own_speed(c, rank, None, ratio)}"
+    each = f"each processor that {c.name(rank)} had works {pace}"
     return [
-        *found,
+        *causes,
         _Cause(took_s - all_there_s, f"{_pace(c, rank, host.cpus / had)}: {taken}"),
         _Cause(all_there_s - shared_s, each),
     ]
 
 
 def _cpus_computing(c: _Compared, rank: int) -> float | None:
-    """Processors at work while a rank computes, at most its threads; None on a GPU.
+    """Return the processors busy while a rank computes, at most its threads; None on a GPU.
 
-    Without the time in which they carry its communication, where the probe measured what that takes.
+    CPU time spent on communication is subtracted if the probe measured its rate.
     """
     took, sync_Bps = c.summary.ranks[rank], c.host(rank).sync_Bps
     work_s = sum(getattr(took.typical, part) or 0.0 for part in WORK)
@@ -218,13 +218,13 @@ def _pace(c: _Compared, rank: int, ratio: float) -> str:
 
 
 def _derived(c: _Compared, rank: int) -> str | None:
-    """The assumption that stands for a rate which nobody measured."""
+    """Return the assumption that replaces an unmeasured rate of this rank's host, if there is one."""
     marks = ("its rate of", "was measured in", "of the matrix products")
     for line in c.prediction.cluster.assumed:
-        who, _, what = line.partition(": ")
-        names = who.replace(" and ", ", ").split(", ")
-        is_told = c.member(rank).host in names or who == "all hosts" or who.endswith(" more")
-        if is_told and any(mark in what for mark in marks):
+        subject, _, assumption = line.partition(": ")
+        names = subject.replace(" and ", ", ").split(", ")
+        is_match = c.member(rank).host in names or subject == "all hosts" or subject.endswith(" more")
+        if is_match and any(mark in assumption for mark in marks):
             return line
     return None
 
@@ -240,7 +240,7 @@ def _times(ratio: float) -> str:
 
 
 def _taken(c: _Compared, rank: int, had: float, probed: float) -> str:
-    """How many processors a rank had, and who may have had the others."""
+    """Say how many processors a rank had, and what may have taken the others."""
     if had > probed:
         return f"while it had work it ran on {had:.1f} processors, and on {probed:.1f} when it was probed"
     threads = c.summary.manifest.ranks[rank].threads
@@ -265,7 +265,7 @@ def _taken(c: _Compared, rank: int, had: float, probed: float) -> str:
 
 
 def _own_speed(c: _Compared, rank: int, had: float | None, ratio: float) -> str:
-    """Why the same work takes a processor, or a GPU, another time than probed: `ratio` times as long."""
+    """Say why the same work takes a processor or GPU `ratio` times as long as probed."""
     host, manifest, planned = c.host(rank), c.summary.manifest, c.member(rank)
     member = manifest.roster.members[rank]
     if member.dtype != planned.dtype:
@@ -291,9 +291,10 @@ def _own_speed(c: _Compared, rank: int, had: float | None, ratio: float) -> str:
         return f"{working}: throttled ({throttled})"
     contention = contention_of(c.summary)
     if contention is not None and contention.together_s[rank] > CLEAR * contention.alone_s[rank]:
-        beside = contention.together_s[rank] / contention.alone_s[rank]
+        slowdown = contention.together_s[rank] / contention.alone_s[rank]
         return (
-            f"{working}: beside the other ranks of its host the same work takes it {beside:.2g} times as long as alone"
+            f"{working}: while the other ranks of its host compute, the same work takes it {slowdown:.2g} times as "
+            "long as alone"
         )
     if (cut := member.micro_batch) != planned.micro_batch:
         return f"{working}: in micro-batches of {plural(cut, 'sequence')}, predicted were {planned.micro_batch}"
@@ -309,7 +310,7 @@ def _knows_cpus(c: _Compared, rank: int) -> bool:
 
 
 def _slowed(c: _Compared, rank: int) -> tuple[float, float] | None:
-    """Forward and backward in the first and the last third, if the same work took the processor itself longer."""
+    """Return compute seconds in the run's first and last third if the processor itself slowed down, else None."""
     thirds = c.summary.ranks[rank].thirds
     if thirds is None:
         return None
@@ -317,7 +318,7 @@ def _slowed(c: _Compared, rank: int) -> tuple[float, float] | None:
     if first.compute_s is None or last.compute_s is None or last.compute_s < CLEAR * first.compute_s:
         return None
     if not c.member(rank).is_gpu and first.cpu_s and last.cpu_s and last.cpu_s < CLEAR * first.cpu_s:
-        return None  # as much work of the processors, in more time: they were not there
+        return None  # the same CPU time in more wall time: the processors were taken, not slow
     return first.compute_s, last.compute_s
 
 
@@ -325,20 +326,22 @@ def _slowed(c: _Compared, rank: int) -> tuple[float, float] | None:
 
 
 def _communication(c: _Compared, rank: int, diff_s: float) -> list[_Cause]:
-    """Exposed = in flight - hidden, in flight = bytes / rate: other bytes, another rate, another overlap."""
+    """Attribute the difference in exposed time (bytes / rate - hidden) to bytes, rate and overlap."""
     planned, took = c.option.ranks[rank], c.summary.ranks[rank]
     planned_s, took_s = planned.cost.exposed_sync_s, took.typical.exposed_sync_s
     assert planned_s is not None
     assert took_s is not None
     if not took.sync_s or not planned.sync_s or not took.bytes or not planned.bytes:
-        told = f"communication that backward did not hide takes {seconds(took_s)}, predicted were {seconds(planned_s)}"
-        return [_Cause(diff_s, told)]
+        reason = (
+            f"communication that backward did not hide takes {seconds(took_s)}, predicted were {seconds(planned_s)}"
+        )
+        return [_Cause(diff_s, reason)]
     more_bytes_s = planned.sync_s * (took.bytes / planned.bytes - 1)
     if abs(took.bytes / planned.bytes - 1) < SAME_BYTES:
         more_bytes_s = 0.0
     rate_s = took.sync_s - planned.sync_s - more_bytes_s
     hidden_less_s = diff_s - more_bytes_s - rate_s
-    if diff_s * rate_s > 0 and diff_s * hidden_less_s < 0:  # what is longer in flight can be hidden longer
+    if diff_s * rate_s > 0 and diff_s * hidden_less_s < 0:  # more time in flight leaves more that backward can hide
         rate_s, hidden_less_s = rate_s + hidden_less_s, 0.0
     elif diff_s * hidden_less_s > 0 and diff_s * rate_s < 0:
         rate_s, hidden_less_s = 0.0, rate_s + hidden_less_s
@@ -361,7 +364,7 @@ def _communication(c: _Compared, rank: int, diff_s: float) -> list[_Cause]:
 
 
 def _carried(c: _Compared) -> str:
-    """On a CPU the processors that compute also send, receive and add."""
+    """On CPUs, where the processors that compute also send, receive and reduce, name a rank that lacked some."""
     for rank in range(len(c.summary.ranks)):
         host, had = c.host(rank), _cpus_computing(c, rank)
         if had is not None and host.cpus is not None and host.cpus > CLEAR * had:
@@ -390,7 +393,7 @@ def _waiting(c: _Compared, rank: int, diff_s: float) -> str:
 
 
 def _as_predicted(c: _Compared) -> list[str]:
-    """Large parts that came out right: they need no cause, and the reader looks no further there."""
+    """List the large phases that were predicted right and so need no cause."""
     planned, took = c.option.ranks[c.focus].cost, c.summary.ranks[c.focus].typical
     right = [
         f"{PART_NAMES[part]} {seconds(getattr(took, part))}"
@@ -401,15 +404,15 @@ def _as_predicted(c: _Compared) -> list[str]:
 
 
 def _hidden(c: _Compared) -> list[str]:
-    """Where the step is right, what other ranks did otherwise while they would have waited."""
-    found = [
+    """Return compute errors of other ranks that the step does not show because they would have waited anyway."""
+    causes = [
         cause
         for rank in range(len(c.summary.ranks))
         if rank != c.focus
         for cause in (_computing(c, rank) if "compute_s" in c.diffs_s(rank) else [])
         if abs(cause.cost_s) > NEAR * c.scale_s
     ]
-    return [f"The step does not show it: {cause.because}." for cause in found[:MOST_NAMED]]
+    return [f"The step does not show it: {cause.because}." for cause in causes[:MOST_NAMED]]
 
 
 def _rest(c: _Compared, named: Sequence[_Cause]) -> list[str]:
@@ -422,9 +425,9 @@ def _rest(c: _Compared, named: Sequence[_Cause]) -> list[str]:
 
 def _unknown(c: _Compared) -> list[str]:
     planned, took = c.option.ranks[c.focus].cost, c.summary.ranks[c.focus].typical
-    found = []
+    sentences = []
     for verb, cost in (("predicted", planned), ("measured", took)):
         names = [PART_NAMES[part] for part in PARTS if getattr(cost, part) is None]
         if names:
-            found.append(f"Not {verb}, so not compared: {', '.join(names)}.")
-    return found
+            sentences.append(f"Not {verb}, so not compared: {', '.join(names)}.")
+    return sentences

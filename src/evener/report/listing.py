@@ -1,4 +1,4 @@
-"""Which runs does a person mean, in which order, and which of them may go? Rows of `evener runs`, and nothing else."""
+"""Filter, sort and prune the rows of `evener runs`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from evener.core.errors import UsageError, did_you_mean
 
 DAY_S = 86_400.0
-PRUNABLE = ("failed", "stopped")  # whatever else a run's state is, it has ended well, or may go on
+PRUNABLE = ("failed", "stopped")  # in any other state a run has finished, or may still continue
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -31,12 +31,12 @@ class Row(msgspec.Struct, kw_only=True):
     val_loss: float | None = None  # of the newest evaluation
     best_val_loss: float | None = None
     tokens_per_s: float | None = None
-    bytes: int = 0  # on the disk here
-    checkpoint: str | None = None  # the newest that is here
-    newer_checkpoint: dict[str, Any] | None = None  # and the host that alone has a newer one
+    bytes: int = 0  # on this machine's disk
+    checkpoint: str | None = None  # the newest on this machine
+    newer_checkpoint: dict[str, Any] | None = None  # a newer one on another host only
 
 
-# What a column is sorted by, and whether its largest value comes first.
+# (sort key, whether the largest value comes first) by column.
 COLUMNS: dict[str, tuple[Callable[[Row], Any], bool]] = {
     "run": (lambda row: row.run, False),
     "age": (lambda row: row.begun, True),  # the newest first
@@ -55,7 +55,7 @@ COLUMNS: dict[str, tuple[Callable[[Row], Any], bool]] = {
 
 
 def found(rows: Sequence[Row], words: Sequence[str]) -> list[Row]:
-    """The rows in which each of these words stands somewhere: in a name, a state, a model, a corpus, a host's name.
+    """Return the rows that contain every one of these words, in a run, state, model, corpus or host name.
 
     >>> rows = [Row(run="runs/a", model="gpt2", hosts={"attic": "failed"}), Row(run="runs/gpt", model="tiny")]
     >>> [row.run for row in found(rows, ["GPT"])], [row.run for row in found(rows, ["gpt", "attic"])]
@@ -66,12 +66,12 @@ def found(rows: Sequence[Row], words: Sequence[str]) -> list[Row]:
         named = [row.run, row.model or "", row.data or "", row.state]
         return "\n".join([*named, *row.hosts, *row.hosts.values()]).lower()
 
-    return [row for row in rows if all(word.lower() in text(row) for word in words)]
+    return [row for row in rows if all(term.lower() in text(row) for term in words)]
 
 
 def in_order(rows: Sequence[Row], column: str) -> list[Row]:
-    """By a column, what one looks for first: the fastest, the newest, the lowest loss; "-loss" turns it round. What is
-    not known comes last either way.
+    """Sort rows by a column, best first: the fastest, the newest, the lowest loss; "-loss" reverses the order. Unknown
+    values come last either way.
 
     >>> rows = [Row(run="a", loss=2.0, steps=5), Row(run="b"), Row(run="c", loss=1.5, steps=9)]
     >>> [[row.run for row in in_order(rows, column)] for column in ("loss", "-loss", "steps")]
@@ -87,8 +87,8 @@ def in_order(rows: Sequence[Row], column: str) -> list[Row]:
 
 
 def why_pruned(row: Row, now: float, *, fewer_than: int | None, older_than_days: float | None) -> str | None:
-    """Why nobody will miss a run: it failed or was stopped, and left no weights; or is of fewer steps, or older, than
-    was asked for. None of one that stays.
+    """Return why a run may be pruned: it failed or was stopped, and left no weights, or has fewer steps or is older
+    than the limits given. Return None if it must stay.
 
     >>> stopped = Row(run="a", state="stopped", steps=40, begun=0.0, checkpoint="a/checkpoints/step-000040")
     >>> why_pruned(stopped, DAY_S, fewer_than=None, older_than_days=None)
@@ -109,7 +109,7 @@ def why_pruned(row: Row, now: float, *, fewer_than: int | None, older_than_days:
 
 
 def age(value_s: float) -> str:
-    """How long ago, in one word.
+    """Format an age in its largest unit.
 
     >>> [age(value_s) for value_s in (8.0, 150.0, 7200.0, 90_000.0, 2 * DAY_S, 70 * DAY_S)]
     ['8 s', '2 min', '2 h', '25 h', '2 days', '70 days']
@@ -122,14 +122,14 @@ def age(value_s: float) -> str:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What a folder takes on the disk, as `du` counts it: blocks, each file once however many names it has."""
+    """Return the disk usage of a folder as `du` counts it: blocks, each file once whatever the number of hard links."""
     seen: set[tuple[int, int]] = set()
     total = 0
     for parent, _, names in os.walk(folder):
         for path in (parent, *(os.path.join(parent, name) for name in names)):
             try:
                 facts = os.lstat(path)
-            except OSError:  # gone meanwhile
+            except OSError:  # deleted meanwhile
                 continue
             if (facts.st_dev, facts.st_ino) not in seen:
                 seen.add((facts.st_dev, facts.st_ino))

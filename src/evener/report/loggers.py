@@ -1,9 +1,9 @@
-"""How does a run come into TensorBoard, Weights & Biases, Trackio or MLflow?
+"""Log a run to TensorBoard, Weights & Biases, Trackio or MLflow.
 
-    class Logger: begin(run) → its own id of the run · log(step, moment, values) · close(verdict)
+    class ExperimentLogger: begin(run) → the logger's id of the run · log(step, unix_s, values) · close(verdict)
 
-Each of the four is a package of others', imported here when it is used, in a process of its own (feed.py) that reads
-the run's files. Its own settings apply: WANDB_MODE=offline, WANDB_PROJECT, TRACKIO_DIR, MLFLOW_TRACKING_URI, …
+Each is a third-party package, imported only when it is used, in its own process (logger_feed.py) that reads the run's
+files. The package's own settings apply: WANDB_MODE=offline, WANDB_PROJECT, TRACKIO_DIR, MLFLOW_TRACKING_URI, …
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from evener.core.errors import UsageError, did_you_mean
 from evener.core.rundir import Manifest
 from evener.core.spec import FLAGS
 
-PROJECT = "evener"  # that they sort runs by, unless their own setting names another
+PROJECT = "evener"  # default project or experiment name, unless the logger's own setting names another
 Value = str | int | float | bool
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What a logger is told of a run before its first step."""
+    """The facts of a run that a logger gets before the first step."""
 
     name: str
     folder: Path
-    settings: dict[str, Value]  # hyper-parameters: what was asked for, and what ran
+    settings: dict[str, Value]  # hyperparameters: those requested, and those in effect
     started: float
-    first_step: int  # what follows begins here: steps from it on, if it heard of any, it forgets
-    id: str | None  # what its own `begin` returned when it was told of this run before
+    first_step: int  # logging (re)starts here: discard earlier values from this step on
+    id: str | None  # what `begin` returned when this run was first logged; None: not logged yet
 
 
 class Logger(Protocol):
-    """Told of a run: steps in order, each once. `values` have names such as train/loss."""
+    """Receives a run's steps in order, each once. `values` have names such as train/loss."""
 
     def begin(self, run: About) -> str: ...
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None: ...
+    def log(self, step: int, unix_s: float, values: Mapping[str, float]) -> None: ...
     def flush(self) -> None:
-        """What was told is safe when this returns, however this process ends."""
+        """Write all logged values, so that none is lost if this process is killed afterwards."""
 
     def close(self, verdict: str) -> None: ...
 
 
 def settings_of(manifest: Manifest) -> dict[str, Value]:
-    """The leaves of the spec by their names on the command line, but for the place; and what came of "auto"."""
-    asked = {flag.name[2:]: flag.value(manifest.spec) for flag in FLAGS.values() if flag.field != "out"}
-    found = {"num-params": manifest.num_params, "world-size": manifest.world_size,
+    """Return the spec's values by flag name, except --out, and the values that "auto" resolved to."""
+    requested = {flag.name[2:]: flag.value(manifest.spec) for flag in FLAGS.values() if flag.field != "out"}
+    effective = {"num-params": manifest.num_params, "world-size": manifest.world_size,
              "ran-sync": str(manifest.roster.sync), "ran-dtype": manifest.roster.dtypes,
              "ran-backend": manifest.roster.backend, "hosts": ", ".join(manifest.roster.hosts),
              **{f"version-{name}": version for name, version in manifest.versions.items()}}  # fmt: skip
-    return {name: value for name, value in (asked | found).items() if value is not None}
+    return {name: value for name, value in (requested | effective).items() if value is not None}
 
 
-# --- the four ---------------------------------------------------------------------------------------------------------
+# --- the loggers ------------------------------------------------------------------------------------------------------
 
 
 class TensorBoard:
@@ -76,12 +76,12 @@ class TensorBoard:
             self._writer.add_event(Event(wall_time=run.started, summary=_of_theirs(summary)))
         return run.name
 
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+    def log(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         shown = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=moment, step=step, summary=Summary(value=shown)))
+        self._writer.add_event(Event(wall_time=unix_s, step=step, summary=Summary(value=shown)))
 
     def flush(self) -> None:
         self._writer.flush()
@@ -91,14 +91,14 @@ class TensorBoard:
 
 
 def _of_theirs(summary: Any) -> Any:
-    """A Summary as the writer's events hold it, where TensorBoard has two classes of that name."""
+    """Convert a Summary to the class that the event writer expects: TensorBoard has two of that name."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary.FromString(summary.SerializeToString())
 
 
 class WandB:
-    """A run of the project WANDB_PROJECT [evener]. Every row has its `step`, so that none must come in order."""
+    """A run of the project WANDB_PROJECT [evener]. Every row carries its `step`, so order does not matter."""
 
     def begin(self, run: About) -> str:
         import wandb
@@ -112,10 +112,10 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
 
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, "time": moment, **values})
+    def log(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, "time": unix_s, **values})
 
-    def flush(self) -> None:  # it hands each row to a process of its own, which outlives this one
+    def flush(self) -> None:  # wandb hands each row to its own process, which outlives this one
         pass
 
     def close(self, verdict: str) -> None:
@@ -123,7 +123,7 @@ class WandB:
 
 
 class Trackio:
-    """A run of the project TRACKIO_PROJECT [evener], where Trackio keeps them. It knows runs by their names alone."""
+    """A run of the project TRACKIO_PROJECT [evener]. Trackio identifies runs by name only."""
 
     def begin(self, run: About) -> str:
         import trackio
@@ -134,19 +134,19 @@ class Trackio:
                                  auto_log_gpu=False, auto_log_cpu=False)  # fmt: skip
         return str(self._run.name)
 
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+    def log(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def flush(self) -> None:  # it has a thread that writes at once, and no call that waits for it
+    def flush(self) -> None:  # trackio writes at once in a thread, and has no call that waits for it
         pass
 
     def close(self, verdict: str) -> None:
         self._run.finish()
 
 
-METRICS = 500  # in one call of MLflow's; its servers refuse more than 1000
-PARAMS = 100  # the most of which
-ENDED = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # in its words
+METRICS = 500  # per MLflow call; its servers refuse more than 1000
+PARAMS = 100  # per MLflow call: its limit
+ENDED = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # MLflow's run status
 
 
 class MLflow:
@@ -163,18 +163,18 @@ class MLflow:
             self._id = run.id
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
             return self._id
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(name)
         self._id = str(self._client.create_run(experiment, int(1000 * run.started), run_name=run.name).info.run_id)
         params = [Param(key, str(value)) for key, value in run.settings.items()]
         for first in range(0, len(params), PARAMS):
             self._client.log_batch(self._id, params=params[first : first + PARAMS])
         return self._id
 
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
+    def log(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        self._waiting += [Metric(name, value, int(1000 * moment), step) for name, value in values.items()]
+        self._waiting += [Metric(name, value, int(1000 * unix_s), step) for name, value in values.items()]
         if len(self._waiting) >= METRICS:
             self.flush()
 
@@ -185,7 +185,7 @@ class MLflow:
 
     def close(self, verdict: str) -> None:
         self.flush()
-        if verdict in ENDED:  # else it goes on, and nobody follows it
+        if verdict in ENDED:  # else it is still running, and no longer followed
             self._client.set_terminated(self._id, ENDED[verdict])
 
 
@@ -193,19 +193,19 @@ LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WandB, 
 
 
 def parse_loggers(given: Sequence[str]) -> list[str]:
-    """Names of loggers, each of which is installed here; UsageError before anything is started otherwise.
+    """Parse logger names; raise UsageError if one is unknown or not installed here.
 
     >>> parse_loggers(["tensorboard,tensorboard"])
     ['tensorboard']
     """
-    words = [word.strip() for one in given for word in one.split(",")]
-    for word in words:
-        if word not in LOGGERS:
-            raise UsageError(f"--log {word}: expected {', '.join(LOGGERS)}", hint=did_you_mean(word, LOGGERS))
-        found = find_spec(word)
-        if found is None or found.origin is None:  # a folder of that name is no package
+    names = [name.strip() for text in given for name in text.split(",")]
+    for name in names:
+        if name not in LOGGERS:
+            raise UsageError(f"--log {name}: expected {', '.join(LOGGERS)}", hint=did_you_mean(name, LOGGERS))
+        package = find_spec(name)
+        if package is None or package.origin is None:  # a folder of that name is not a package
             raise UsageError(
-                f"--log {word}: the package {word} is not installed here, where the run is followed",
-                hint=f"pip install 'evener[{word}]', or pip install {word}; its hosts need nothing of it",
+                f"--log {name}: the package {name} is not installed here, where the run is followed",
+                hint=f"pip install 'evener[{name}]', or pip install {name}; the run's hosts do not need it",
             )
-    return list(dict.fromkeys(words))
+    return list(dict.fromkeys(names))

@@ -1,6 +1,6 @@
-"""How do facts and figures become one file that opens offline and runs nothing that stood in the data?
+"""Render HTML pages from Jinja templates: one file that opens offline and executes nothing from the data.
 
-`templates/` says what stands where. Whatever a template is given is text, and escaped where it enters the page.
+The layout is in `templates/`. Every value that a template gets is text, and is escaped when it enters the page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evener.report.chart import Figure, draw
 
 @dataclass(frozen=True)
 class Fact:
-    """One of the large figures at the top of a page."""
+    """A key figure at the top of a page."""
 
     name: str
     value: str | None  # None: not measured
@@ -26,7 +26,7 @@ class Fact:
 
 
 def document(template: str, *, title: str, figures: Mapping[str, Figure], **facts: object) -> str:
-    """The whole file, with each of `figures` drawn where the template has its name."""
+    """Render a whole page; each of `figures` is drawn where the template has its name."""
     drawn = {name: draw(figure, in_figures=True) for name, figure in figures.items()}
     given = {"title": title, "figures": drawn, "style": page_file("page.css"), "script": page_file("page.js")}
     return environment("evener.report").get_template(template).render(**given, **facts)
@@ -34,19 +34,19 @@ def document(template: str, *, title: str, figures: Mapping[str, Figure], **fact
 
 @functools.cache
 def environment(*packages: str) -> Environment:
-    """What renders the templates of these packages, of which the first has whatever it has a template for."""
-    made = Environment(
+    """Return the Jinja environment for the templates of these packages; the first one that has a template wins."""
+    jinja = Environment(
         loader=ChoiceLoader([PackageLoader(package) for package in packages]),
         autoescape=True,
-        undefined=StrictUndefined,  # a name that nobody gave is a bug, and no empty place
+        undefined=StrictUndefined,  # a missing name is a bug, not an empty string
         finalize=lambda value: "not measured" if value is None else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"seconds": seconds}
-    return made
+    jinja.filters |= {"seconds": seconds}
+    return jinja
 
 
 def page_file(name: str) -> str:
-    """The style or the script of all pages."""
+    """Return the text of a file in `templates/`, such as the style or the script of all pages."""
     return (importlib.resources.files("evener.report") / "templates" / name).read_text(encoding="utf-8")

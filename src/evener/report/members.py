@@ -1,8 +1,8 @@
-"""Which hosts were lost during a run, which came back, and what did each change cost?
+"""List the membership changes of a run: which hosts were lost or joined, and what each change cost.
 
-Nobody's clock is compared with another's: of each rank that was there before and after, the time from the end of its
-last step in the worlds before to that of its first one in the new world, less a typical step. The least over ranks is
-what the run stood still, with all that had to be done again; a rank that was away itself took longer.
+No clocks are compared. For each rank that took part before and after a change, the cost is the time from the end of its
+last step before the change to the end of its first step after it, minus a typical step. The minimum over ranks is the
+run's downtime, including the steps that were repeated; a rank that was itself away took longer.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from evener.core.step import StepRecord
 from evener.core.units import median, seconds
 
-MOST_TOLD = 3  # in a sentence
+MOST_TOLD = 3  # changes in a sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A world that followed another one."""
+    """A change of the group of hosts that train."""
 
     time: float  # Unix
-    step: int  # with which it began
-    hosts: list[str]  # that train from here on
+    step: int  # the first step of the new group
+    hosts: list[str]  # in the new group
     gone: list[str]
     came: list[str]
     why: str
@@ -32,8 +32,8 @@ class Change:
 
 
 def changes(events: Sequence[Mapping[str, Any]], records: Mapping[int, Sequence[StepRecord]]) -> list[Change]:
-    """In order. Events that are damaged are left out, and a start of the run is no change."""
-    found: list[Change] = []
+    """Return the membership changes in order; skip damaged events and starts of the run."""
+    result: list[Change] = []
     costs = _costs([event["epoch"] for event in events if event.get("event") == "world"
                     and isinstance(event.get("epoch"), int)], records)  # fmt: skip
     before: list[str] | None = None
@@ -48,7 +48,7 @@ def changes(events: Sequence[Mapping[str, Any]], records: Mapping[int, Sequence[
             continue
         hosts = [str(host) for host in hosts]
         if number > 0 and before is not None:
-            found.append(
+            result.append(
                 Change(
                     time=time,
                     step=step,
@@ -60,11 +60,11 @@ def changes(events: Sequence[Mapping[str, Any]], records: Mapping[int, Sequence[
                 )
             )
         before = hosts
-    return found
+    return result
 
 
 def _costs(epochs: Sequence[int], records: Mapping[int, Sequence[StepRecord]]) -> dict[int, float]:
-    """Of worlds, by the epochs of their first Rosters. Of several without a step between them the last one's."""
+    """Return costs by the epoch of each group's first Roster; of several without a step between, the last one's."""
     costs: dict[int, float] = {}
     for of_rank in records.values():
         typical = median([record.wall_s for record in of_rank]) or 0.0
@@ -77,25 +77,25 @@ def _costs(epochs: Sequence[int], records: Mapping[int, Sequence[StepRecord]]) -
 
 
 def told(found: Sequence[Change], took_s: float | None) -> str:
-    """A paragraph: how often, what it cost of a run that took so long, and which cost most; "" of none."""
+    """Return a paragraph: how often, the cost as a share of `elapsed_s`, and the costliest changes; "" if none."""
     if not found:
         return ""
-    gone, came = (sum(len(getattr(change, what)) for change in found) for what in ("gone", "came"))
-    again = sum(not change.gone and not change.came for change in found)
-    what = [f"{_times(gone)} a host was lost or left"] * bool(gone)
-    what += [f"{_times(came)} one was let in"] * bool(came)
-    what += [f"{_times(again)} all began again"] * bool(again)
-    text = f"Who takes part changed {_times(len(found))}: {', '.join(what)}."
+    gone, came = (sum(len(getattr(change, kind)) for change in found) for kind in ("gone", "came"))
+    restarts = sum(not change.gone and not change.came for change in found)
+    parts = [f"{_times(gone)} a host was lost or left"] * bool(gone)
+    parts += [f"{_times(came)} one joined"] * bool(came)
+    parts += [f"{_times(restarts)} all ranks restarted"] * bool(restarts)
+    text = f"The membership changed {_times(len(found))}: {', '.join(parts)}."
     costs = [(change.cost_s, change) for change in found if change.cost_s is not None]
     if not costs:
         return f"{text} What that cost was not measured."
     total_s = sum(cost_s for cost_s, _ in costs)
     share = f", {total_s / took_s:.1%} of its time" if took_s else ""
     text += f" That cost {seconds(total_s)} in all{share}"
-    worst = sorted(costs, key=lambda one: -one[0])[:MOST_TOLD]
-    each = "; ".join(f"{seconds(cost_s)} before step {change.step + 1}" + f" ({change.why})" * bool(change.why)
+    worst = sorted(costs, key=lambda pair: -pair[0])[:MOST_TOLD]
+    listed = "; ".join(f"{seconds(cost_s)} before step {change.step + 1}" + f" ({change.why})" * bool(change.why)
                      for cost_s, change in worst)  # fmt: skip
-    return f"{text}: {each}." if len(costs) <= MOST_TOLD else f"{text}; most of it {each}."
+    return f"{text}: {listed}." if len(costs) <= MOST_TOLD else f"{text}; most of it {listed}."
 
 
 def _times(num: int) -> str:

@@ -1,4 +1,4 @@
-"""What does a person want to see of a run, in which order? One page: the verdict first, the manifest last."""
+"""Write the HTML report of a run or a bench on one page: the verdict first, the manifest last."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from evener.report.timeline import read_timeline
 from evener.report.whatif import HEAD, asked_again, what_if_rows
 from evener.report.worth import worth
 
-SILENT_S = 60.0  # a running job that wrote nothing for so long (or for 20 steps) is not running any more
+SILENT_S = 60.0  # a "running" job that has written nothing for so long (or for 20 steps) is considered dead
 SILENT_STEPS = 20
-TAIL_BYTES = 1 << 20  # of each rank's records, for the picture of a step: more than a thousand steps, in 20 ms
-Text: TypeAlias = "dict[str, Text] | list[Text] | str"  # nested facts, each in words
+TAIL_BYTES = 1 << 20  # read of each rank's records for the chart of one step: more than a thousand steps, in 20 ms
+Text: TypeAlias = "dict[str, Text] | list[Text] | str"  # nested values, each formatted as text
 MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "bad", "no word": "bad"}
 
 
 def write_page(rundir: RunDir, path: Path | None = None) -> Path:
-    """Write a page of a run, or of a bench, and return where it is [report.html in its folder]."""
+    """Write the report of a run or a bench to `path` [report.html in its folder] and return that path."""
     if benchpage.is_bench(rundir.path):
         _write_pages_of(rundir, [name for names in benchpage.read(rundir.path).values() for name in names])
         text = benchpage.page(rundir.path)
@@ -59,17 +59,17 @@ def write_page(rundir: RunDir, path: Path | None = None) -> Path:
 
 
 def _write_pages_of(folder: RunDir, names: Iterable[str]) -> None:
-    """Those of the runs to which the page of a bench points, where they are missing."""
+    """Write the reports that a bench's page links to, except those that exist."""
     for name in names:
         if not (folder.path / name / "report.html").exists():
             write_page(RunDir(folder.path / name))
 
 
 def run_page(rundir: RunDir, now: float) -> str:
-    """The page of one run; `now` tells a run that is silent from one that is running."""
+    """Return the HTML report of one run; `now` (Unix time) decides whether a "running" run is stale."""
     summary, events = summarize(rundir), rundir.events()
     manifest = summary.manifest
-    records, again = records_of(rundir), asked_again(summary)
+    records, alternatives = records_of(rundir), asked_again(summary)
     name, failure, shown_step = rundir.path.resolve().name, first_failure(events), one_step(rundir, manifest)
     return document(
         "run.html",
@@ -77,7 +77,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         figures=_figures(summary, aligned(records), evaluations(events), shown_step),
         name=name,
         what=_what(summary),
-        worth=worth(summary, again),
+        worth=worth(summary, alternatives),
         outcome=_outcome(summary, events, _last_word(manifest, records, events), now),
         limit=limit(summary) if summary.step_p50_s else "",
         away=_away(rundir),
@@ -90,7 +90,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         story=explain_measured(summary),
         predicted=_beside(summary),
         no_prediction=NO_PREDICTION,
-        what_if=Table(list(HEAD), what_if_rows(again)) if again else None,
+        what_if=Table(list(HEAD), what_if_rows(alternatives)) if alternatives else None,
         hosts=_hosts(rundir, manifest),
         changes=_changes(summary),
         events=[tell(event, manifest) for event in events],
@@ -104,7 +104,7 @@ def run_page(rundir: RunDir, now: float) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """What the template's `table` shows: columns of figures beside one of names."""
+    """A table for the template's `table` macro: a column of names, then columns of figures."""
 
     head: list[str]
     rows: list[list[str]]
@@ -115,20 +115,20 @@ class Table:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended: a word, and a sentence about it."""
+    """The run's verdict and a sentence that explains it."""
 
     verdict: str
     told: str
-    command: str = ""  # by which it goes on
+    command: str = ""  # resumes the run
 
     @property
     def mark(self) -> str:
-        """The verdict's colour."""
+        """The verdict's colour class."""
         return MARKS.get(self.verdict, "warn")
 
 
 def _away(rundir: RunDir) -> tuple[int, str] | None:
-    """(step, host) of weights that were saved and are not here."""
+    """Return (step, host) of the newest checkpoint if it is saved on another host and not here."""
     saved, plan = rundir.saved_step(), find_plan(rundir)
     if saved is None or plan is None or plan.is_here or saved <= max(rundir.checkpoint_steps(), default=-1):
         return None
@@ -149,26 +149,26 @@ def _outcome(summary: Summary, events: list[dict[str, Any]], last_word: float, n
         return Outcome(verdict, f"after {done}, {why}.", resume)
     if verdict == "failed":
         failure = first_failure(events)
-        why = f": {tell(failure, manifest).what}" if failure else ", and no rank could say why: see its logs"
+        why = f": {tell(failure, manifest).what}" if failure else ", and no rank reported why: see its logs"
         return Outcome(verdict, f"after {done}{why}.")
     if verdict != "running":
         return Outcome(verdict, f"after {done}.")
     silence_s = now - last_word
     if silence_s > max(SILENT_S, SILENT_STEPS * (summary.step_p50_s or 0.0)):
-        told = f"for {seconds(silence_s)}, {done} done. Its processes hang or are gone."
-        return Outcome("no word", told, resume)
+        message = f"for {seconds(silence_s)}, {done} done. Its processes hang or are gone."
+        return Outcome("no word", message, resume)
     return Outcome(verdict, f"{done} of {manifest.spec.train.steps} done.")
 
 
 def _last_word(manifest: Manifest, records: dict[int, list[StepRecord]], events: list[dict[str, Any]]) -> float:
-    """Unix time of the last thing that any process wrote."""
+    """Return the Unix time of the last record or event that any process wrote."""
     times = [of_rank[-1].ended for of_rank in records.values() if of_rank]
     times += [event["time"] for event in events if isinstance(event.get("time"), int | float)]
     return max([manifest.started, *times])
 
 
 def _what(summary: Summary) -> list[str]:
-    """What was trained, on what, when."""
+    """Describe what was trained, on which data and machines, and when."""
     manifest = summary.manifest
     return [
         f"{manifest.spec.model.model} ({count(manifest.num_params)} parameters)",
@@ -182,7 +182,7 @@ def _what(summary: Summary) -> list[str]:
 
 
 def _processes(manifest: Manifest) -> str:
-    """How many, where, and with how many threads."""
+    """Describe how many processes ran, on which hosts, with how many threads."""
     threads = sorted({rank.threads for rank in manifest.ranks})
     each = " or ".join(map(str, threads)) + (" thread" if threads == [1] else " threads")
     hosts = manifest.roster.hosts
@@ -191,7 +191,7 @@ def _processes(manifest: Manifest) -> str:
 
 
 def _shown(summary: Summary, events: list[dict[str, Any]]) -> list[Fact]:
-    """The large figures."""
+    """Return the key figures at the top of the page."""
     result, has_steps = summary.manifest.result, summary.step_p50_s is not None
     loss = result.loss if result and result.loss is not None else summary.last_loss
     evaluated = evaluations(events)
@@ -239,11 +239,11 @@ def _memory(summary: Summary) -> Fact:
     return Fact(name, size(max(result.peak_memory_bytes)), "of one rank" if summary.manifest.world_size > 1 else "")
 
 
-# --- figures with their words -----------------------------------------------------------------------------------------
+# --- charts and tables ------------------------------------------------------------------------------------------------
 
 
 def one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
-    """The picture of a step; None where nobody has kept when what ran, or that is damaged: a page can do without."""
+    """Return the Gantt chart of a typical step; None if no spans were recorded or they are damaged."""
     try:
         timeline = read_timeline(rundir, most=LAST, tail_bytes=TAIL_BYTES)
     except (UsageError, CheckpointError):
@@ -253,7 +253,7 @@ def one_step(rundir: RunDir, manifest: Manifest) -> Moment | None:
 
 def _figures(summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated: Sequence[tuple[int, float]],
              shown_step: Moment | None) -> dict[str, Figure]:  # fmt: skip
-    """What the page draws, by the name of its place."""
+    """Return the page's charts by their name in the template."""
     drawn: dict[str, Figure] = {}
     if evaluated or summary.last_loss is not None:
         drawn["loss"] = figures.loss(summary.losses, evaluated)
@@ -272,7 +272,7 @@ def _figures(summary: Summary, steps: Sequence[dict[int, StepRecord]], evaluated
 
 
 def _parts(summary: Summary) -> Table:
-    """The parts of each rank's median step."""
+    """Return the phases of each rank's median step."""
     rows = [
         [summary.name_of(rank), *(seconds(getattr(rank.typical, part)) for part in figures.PART_NAMES),
          seconds(rank.typical.total_s)]
@@ -281,18 +281,18 @@ def _parts(summary: Summary) -> Table:
     return Table(["", *figures.PART_NAMES.values(), "sum"], rows)
 
 
-# --- predicted beside measured ----------------------------------------------------------------------------------------
+# --- predicted vs. measured -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What was predicted of a run beside what was measured: sentences, and tables where the two can be compared."""
+    """Prediction against measurement: sentences, and tables if the two can be compared."""
 
     told: str
     causes: list[str]
     assumed: list[str]
     step: list[list[str]]
-    last: str  # the rank that was done last
+    last: str  # the rank that finished last
     of_last: list[list[str]]
     of_others: dict[str, list[list[str]]]  # by rank
 
@@ -301,17 +301,17 @@ def _beside(summary: Summary) -> Beside | None:
     prediction, option = summary.prediction, summary.predicted
     if prediction is None:
         return None
-    told, *causes = explain_prediction(summary, prediction)
-    assumed = prediction.cluster.assumptions
+    message, *causes = explain_prediction(summary, prediction)
+    assumptions = prediction.cluster.assumptions
     if option is None:
-        return Beside(told, causes, assumed, step=[], last="", of_last=[], of_others={})
+        return Beside(message, causes, assumptions, step=[], last="", of_last=[], of_others={})
     names = [option.roster.name_of(member.rank) for member in option.roster.members]
     tables = [[cells(row) for row in rank_rows(summary, option, rank)] for rank in range(len(names))]
     last = last_done(summary).rank
     return Beside(
-        told,
+        message,
         causes,
-        assumed,
+        assumptions,
         step=[cells(row) for row in step_rows(summary, option)],
         last=f"{names[last]}, for which the others wait" if straggles(summary) else names[last],
         of_last=tables[last],
@@ -320,17 +320,17 @@ def _beside(summary: Summary) -> Beside | None:
 
 
 def _hosts(rundir: RunDir, manifest: Manifest) -> Table | None:
-    """What they told of themselves; nothing where that is damaged, for a page lacks little without it."""
-    told: dict[str, list[Vitals]] = {}
+    """Return the vitals of each host; skip damaged files, since the page is useful without them."""
+    vitals_by_host: dict[str, list[Vitals]] = {}
     for name in [*(machine.host for machine in manifest.hosts), *manifest.roster.hosts]:
         with contextlib.suppress(CheckpointError):
-            told[name] = rundir.vitals(name)
-    head, rows = host_table(told)
+            vitals_by_host[name] = rundir.vitals(name)
+    head, rows = host_table(vitals_by_host)
     return Table(head, rows) if rows else None
 
 
 def _changes(summary: Summary) -> list[dict[str, str]]:
-    """Who was lost and who came, when, and what it cost."""
+    """Return the membership changes: when hosts left or joined, and what that cost."""
     return [
         {
             "since_start": since(change.time - summary.manifest.started),
@@ -347,7 +347,7 @@ def _changes(summary: Summary) -> list[dict[str, str]]:
 
 
 def _parameters(manifest: Manifest) -> list[tuple[str, str, str]]:
-    """Group, parameters, share of all."""
+    """Return rows of (group, number of parameters, share of the total)."""
     return [
         (group, f"{num:,}", f"{num / (manifest.num_params or 1):.1%}")
         for group, num in manifest.params_by_group.items()
@@ -356,7 +356,7 @@ def _parameters(manifest: Manifest) -> list[tuple[str, str, str]]:
 
 
 def _manifest(manifest: Manifest) -> dict[str, Text]:
-    """The manifest by chapter."""
+    """Return the manifest as sections of formatted values."""
     tree, roster = msgspec.to_builtins(manifest), manifest.roster
     run: dict[str, Any] = {"command": shlex.join(manifest.argv)}
     run |= {key: tree[key] for key in ("verdict", "compiled", "sampler", "code_hash")}
@@ -364,7 +364,7 @@ def _manifest(manifest: Manifest) -> dict[str, Text]:
     run |= {"started": _moment(manifest.started), "ended": None if manifest.ended is None else _moment(manifest.ended)}
     return {
         "Run": _text(run | {"versions": tree["versions"], "result": tree["result"]}),
-        "What was asked for": _text(tree["spec"], absent="default"),
+        "Requested settings": _text(tree["spec"], absent="default"),
         "Shape of the model": _text(tree["shape"]),
         "Corpus": _text(tree["corpus"]),
         "Machines": _text(tree["hosts"]),
@@ -375,12 +375,12 @@ def _manifest(manifest: Manifest) -> dict[str, Text]:
                 for member, share in zip(tree["roster"]["members"], roster.mean_shares, strict=True)
             ]
         ),
-        "Contention: each rank alone, and all together": _text(tree["contention"]),
+        "Contention: each rank alone, and all ranks at once": _text(tree["contention"]),
     }
 
 
 def _text(value: Any, absent: str = "–") -> Text:
-    """Facts as a person writes them; `absent` stands for None."""
+    """Format nested values for display; `absent` stands for None."""
     if isinstance(value, dict):
         return {key: _text(_with_unit(key, inner), absent) for key, inner in value.items()}
     if isinstance(value, list):
@@ -392,7 +392,7 @@ def _text(value: Any, absent: str = "–") -> Text:
 
 
 def _with_unit(name: str, value: Any) -> Any:
-    """Quantities whose unit stands in their name, as a person writes them."""
+    """Format a quantity whose name ends in a unit (_s, _bytes, _Bps); return other values unchanged."""
     if isinstance(value, list):
         return [_with_unit(name, inner) for inner in value]
     if value is None or isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""How do the pictures look that a README or a blog shows? PNGs: of benches tokens/s over processes, of set-ups, and
-against loss; of runs how they learned, and where their steps went.
+"""Draw PNG charts for a README or a blog: tokens/s of benches by processes, set-ups and loss; learning curves and step
+breakdowns of runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ INK, SOFT, LINE = "#1c1d1f", "#62656b", "#e4e4e1"
 
 
 def scaling_png(series: Mapping[str, Sequence[Summary]], path: str | Path) -> None:
-    """Draw tokens/s over processes, a line a corpus; dashed, what the first run promises up to the cores.
+    """Draw tokens/s over processes, a line per corpus; dashed, ideal scaling from the first run up to the cores.
 
-    Runs without recorded steps are left out; with none at all the axes stay empty.
+    Omit runs without recorded steps; if none is left, the axes stay empty.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -52,8 +52,8 @@ def scaling_png(series: Mapping[str, Sequence[Summary]], path: str | Path) -> No
         marker = MARKERS[index % len(MARKERS)]
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=9, linewidth=2.5, label=corpus)
         for num, rate in points:
-            beside = [other for of_corpus in measured.values() for n, other in of_corpus if n == num]
-            below = len(beside) > 1 and rate == min(beside)
+            rates_here = [other_rate for of_corpus in measured.values() for n, other_rate in of_corpus if n == num]
+            below = len(rates_here) > 1 and rate == min(rates_here)
             label = axes.annotate(
                 count(rate),
                 (num, rate),
@@ -89,7 +89,7 @@ def scaling_png(series: Mapping[str, Sequence[Summary]], path: str | Path) -> No
 
 
 def speeds_png(runs: Mapping[str, Summary], path: str | Path) -> None:
-    """Tokens/s of every run, a bar each; a line where the planner had predicted it."""
+    """Draw one bar of tokens/s per run, with a line at the planner's prediction."""
     figure, axes = _empty(0.8 + 0.5 * max(1, len(runs)))
     measured = {label: run for label, run in runs.items() if run.tokens_per_s}
     for y, run in enumerate(measured.values()):
@@ -111,12 +111,12 @@ def speeds_png(runs: Mapping[str, Summary], path: str | Path) -> None:
 
 
 def tradeoff_png(runs: Mapping[str, Summary], path: str | Path) -> None:
-    """Tokens/s against validation loss, a dot a run: further right is faster, lower has learned more."""
+    """Draw a dot per run, tokens/s against validation loss: right is faster, low is better."""
     figure, axes = _empty(5.5)
     points = tradeoff_points(runs)
     rates, losses = [rate for _, rate, _ in points], [loss for *_, loss in points]
     axes.plot(rates, losses, "o", markersize=9, color=SERIES_COLOURS[0])
-    # Names in a column beside the picture, by loss: dots of ways that are alike lie close together.
+    # Names in a column on the right, by loss: dots of similar strategies lie close together.
     for place, (label, rate, loss) in enumerate(sorted(points, key=lambda point: -point[2])):
         axes.annotate(label, (rate, loss), xytext=(1.04, 1 - (place + 0.5) / len(points)), textcoords="axes fraction",
                       va="center", color=INK, fontsize=11,
@@ -131,12 +131,12 @@ def tradeoff_png(runs: Mapping[str, Summary], path: str | Path) -> None:
 
 
 def runs_png(both: Beside, path: str | Path) -> None:
-    """Losses over the tokens that were read, and below them the parts of a step: of one run by rank, else by run."""
+    """Draw losses over tokens read, and below them the step breakdown: by rank for one run, else by run."""
     from matplotlib.ticker import EngFormatter
 
     [(only, run)] = both.runs.items() if len(both.runs) == 1 else [("", None)]
     if run is None:
-        costs = {label: first_done(one).typical for label, one in both.runs.items() if one.step_p50_s}
+        costs = {label: first_done(each).typical for label, each in both.runs.items() if each.step_p50_s}
     else:
         costs = {run.name_of(rank): rank.typical for rank in run.ranks} if run.step_p50_s else {}
     figure, (axes, bars) = _two(5.0, 0.9 + 0.42 * max(1, len(costs)))
@@ -166,7 +166,7 @@ def runs_png(both: Beside, path: str | Path) -> None:
 
 
 def _draw_parts(axes: Axes, costs: Mapping[str, StepCost]) -> None:
-    """A bar a name, of a step's parts end to end."""
+    """Draw one bar per name: the phases of a step end to end."""
     from matplotlib.ticker import FuncFormatter
 
     for y, cost in enumerate(costs.values()):
@@ -192,7 +192,7 @@ def _draw_parts(axes: Axes, costs: Mapping[str, StepCost]) -> None:
 
 
 def _two(above: float, below: float) -> tuple[Figure, tuple[Axes, Axes]]:
-    """One picture over another, of these heights in inches."""
+    """Return a figure of two panels, one above the other, of these heights in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -214,7 +214,7 @@ def _bare(axes: Axes) -> None:
 
 
 def _empty(height: float) -> tuple[Figure, Axes]:
-    """A picture without anything in it."""
+    """Return a figure with one empty panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -1,4 +1,4 @@
-"""How near was the prediction? Every figure that was predicted of a run, beside what was measured."""
+"""Compare every predicted figure of a run with its measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.report.summary import Summary
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure, predicted beside measured."""
+    """One figure, predicted and measured."""
 
     name: str
     unit: str  # s, tokens/s, bytes
@@ -20,12 +20,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difference(self) -> float | None:
-        """Measured less predicted."""
+        """Measured minus predicted."""
         return None if self.predicted is None or self.measured is None else self.measured - self.predicted
 
     @property
     def relative(self) -> float | None:
-        """The difference as a share of what was predicted.
+        """The difference relative to the prediction.
 
         >>> Row(name="step", unit="s", predicted=2.0, measured=3.0).relative
         0.5
@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def against(summary: Summary) -> tuple[str, str]:
-    """The step that was predicted of a run, and by how much the measured one differs."""
+    """Return the predicted step of a run, and the relative difference of the measured one, as text."""
     option = summary.predicted
     if option is None:
         return "not predicted", "–"
@@ -43,7 +43,7 @@ def against(summary: Summary) -> tuple[str, str]:
 
 
 def step_rows(summary: Summary, option: Option) -> list[Row]:
-    """The step as a whole."""
+    """Return the rows of the whole step: step time, throughput, bytes, memory."""
     result = summary.manifest.result
     peaks = result.peak_memory_bytes if result else []
     needs = [rank.memory_bytes for rank in option.ranks if rank.memory_bytes is not None]
@@ -59,7 +59,7 @@ def step_rows(summary: Summary, option: Option) -> list[Row]:
 
 
 def rank_rows(summary: Summary, option: Option, rank: int) -> list[Row]:
-    """One rank's step part by part."""
+    """Return the rows of one rank's step, phase by phase."""
     planned, took = option.ranks[rank], summary.ranks[rank]
     peaks = summary.manifest.result.peak_memory_bytes if summary.manifest.result else []
     parts = [
@@ -78,7 +78,7 @@ def rank_rows(summary: Summary, option: Option, rank: int) -> list[Row]:
 
 
 def cells(row: Row) -> list[str]:
-    """A row as a person reads it: name, predicted, measured, difference, difference in per cent."""
+    """Format a row: name, predicted, measured, difference, difference in per cent."""
     difference = "–" if row.difference is None else _told(abs(row.difference), row.unit)
     if row.difference is not None:
         nothing = difference == _told(0.0, row.unit)
@@ -93,7 +93,7 @@ def cells(row: Row) -> list[str]:
 
 
 def percent(relative: float | None) -> str:
-    """A relative difference with its sign.
+    """Format a relative difference with its sign.
 
     >>> percent(0.981), percent(-0.2), percent(0.001), percent(67.81), percent(None)
     ('+98%', '−20%', '0%', '69 times', '–')

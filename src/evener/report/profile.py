@@ -1,7 +1,7 @@
-"""What did torch's profiler record, on the clock of the timeline?
+"""Read torch.profiler traces and convert their slices to the rank's own clock.
 
-Slices alone, of the processor's threads and of a GPU's streams: its arrows and counters mean nothing without the viewer
-that they were made for.
+Only slices of CPU threads and GPU streams are read: flow arrows and counters mean nothing outside the profiler's own
+viewer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evener.core.rundir import RunDir
 from evener.core.spans import MARK, Joint
 from evener.core.stored import read_stored
 
-NOT_SHOWN = ("Trace", "overhead")  # categories: the whole of it, and what the profiler says of itself
+NOT_SHOWN = ("Trace", "overhead")  # categories: the whole trace, and the profiler's own overhead
 
 
 Microseconds = Annotated[float, Meta(ge=-1e17, le=1e17)]
@@ -28,7 +28,7 @@ class _Event(msgspec.Struct, frozen=True):
     ph: str
     name: str = ""
     cat: str = ""
-    ts: Microseconds = 0.0  # since a moment of its own
+    ts: Microseconds = 0.0  # since the profiler's own origin
     dur: Microseconds = 0.0
     pid: int | str = 0
     tid: int | str = 0
@@ -42,7 +42,7 @@ class _File(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Profiled:
-    """One event: when, by the rank's own clock, and on which thread or stream."""
+    """One slice on a thread or stream, timed by the rank's own clock."""
 
     track: str
     name: str
@@ -53,20 +53,20 @@ class Profiled:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of one rank."""
+    """The profile of one rank."""
 
     joint: Joint
-    events: list[Profiled]  # by track, then by time; what is around others before them
+    events: list[Profiled]  # by track, then by time; enclosing slices before those inside them
 
 
 def read_profiles(rundir: RunDir) -> dict[int, Profile]:
-    """Of the ranks that were profiled."""
-    found = {rank: read_profile(rundir, rank) for rank in rundir.recorded_ranks()}
-    return {rank: profile for rank, profile in found.items() if profile is not None}
+    """Read the profiles of all ranks that were profiled."""
+    profiles = {rank: read_profile(rundir, rank) for rank in rundir.recorded_ranks()}
+    return {rank: profile for rank, profile in profiles.items() if profile is not None}
 
 
 def read_profile(rundir: RunDir, rank: int) -> Profile | None:
-    """None where the rank was not profiled; CheckpointError where the file is damaged."""
+    """Read a rank's profile; return None if it was not profiled, raise CheckpointError if the file is damaged."""
     path = rundir.profile_path(rank)
     if not path.exists():
         return None
@@ -74,7 +74,7 @@ def read_profile(rundir: RunDir, rank: int) -> Profile | None:
     mark = next((event for event in file.traceEvents if event.ph == "X" and event.name == file.evener.mark), None)
     if mark is None:
         raise CheckpointError(f"{path}: damaged: it has no event {file.evener.mark!r}")
-    return Profile(file.evener, sorted(_events(file, mark), key=lambda one: (one.track, one.begin_s, -one.end_s)))
+    return Profile(file.evener, sorted(_events(file, mark), key=lambda each: (each.track, each.begin_s, -each.end_s)))
 
 
 def _events(file: _File, mark: _Event) -> Iterator[Profiled]:

@@ -1,4 +1,4 @@
-"""Which rank do the others wait for, why, and on how many cores do they run?"""
+"""Find the straggler and the reason for it, oversubscription, and the cores that ranks ran on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from evener.core.typical import RankSummary
 from evener.core.units import count, plural, seconds
 from evener.report.summary import Summary
 
-CLEAR = 1.1  # a ratio of two timings nearer to 1 is taken for noise
-STRAGGLES = 0.05  # of the step: by how much the wait of two ranks must differ
+CLEAR = 1.1  # a ratio of two timings closer to 1 counts as noise
+STRAGGLES = 0.05  # of the step: the waits of two ranks must differ by more
 WORK = ("data_s", "compute_s", "optimizer_s")
 
 
@@ -21,17 +21,17 @@ def mean(values: Sequence[float]) -> float:
 
 
 def last_done(summary: Summary) -> RankSummary:
-    """The rank that waits least: the one that the others wait for."""
+    """Return the rank that waits least: the one that the others wait for."""
     return min(summary.ranks, key=lambda rank: rank.typical.wait_s or 0.0)
 
 
 def first_done(summary: Summary) -> RankSummary:
-    """The rank that waits most. Its step shows what waiting costs, and all else without it."""
+    """Return the rank that waits most: its step separates the cost of waiting from everything else."""
     return max(summary.ranks, key=lambda rank: rank.typical.wait_s or 0.0)
 
 
 def straggles(summary: Summary) -> bool:
-    """Is there one rank that the others wait for, or are they late in turns?"""
+    """Return whether one rank holds the others up, rather than different ranks being late in different steps."""
     if len(summary.ranks) < 2 or not summary.step_p50_s:
         return False
     least, most = last_done(summary).typical.wait_s, first_done(summary).typical.wait_s
@@ -41,17 +41,17 @@ def straggles(summary: Summary) -> bool:
 
 
 def on_cpus(summary: Summary) -> bool:
-    """Do the ranks compute on CPU cores, not on GPUs?"""
+    """Return whether all ranks compute on CPU cores."""
     return all(rank.device == "cpu" for rank in summary.manifest.ranks)
 
 
 def is_overbooked(summary: Summary) -> bool:
-    """Are there more threads than cores?"""
+    """Return whether CPU ranks have more threads than there are cores."""
     return on_cpus(summary) and sum(rank.threads for rank in summary.manifest.ranks) > summary.cores
 
 
 def cpus_at_work(summary: Summary, rank: RankSummary) -> float | None:
-    """Cores on which a rank ran while it was not waiting: at most its threads."""
+    """Return the cores on which a rank ran while it was not waiting, at most its threads."""
     work_s = sum(getattr(rank.typical, part) or 0.0 for part in WORK)
     if rank.cpus is None or not work_s or not summary.step_p50_s:
         return None
@@ -59,22 +59,22 @@ def cpus_at_work(summary: Summary, rank: RankSummary) -> float | None:
 
 
 def contention_of(summary: Summary) -> Contention | None:
-    """What the contention measurement found, if it ran and its clocks could tell anything."""
+    """Return the contention measurement if it is complete and all its timings are above 0."""
     contention = summary.manifest.contention
     if contention is None:
         return None
-    found: list[list[float]] = list(msgspec.structs.asdict(contention).values())
-    complete = all(len(figures) == len(summary.ranks) and min(figures) > 0 for figures in found)
+    lists: list[list[float]] = list(msgspec.structs.asdict(contention).values())
+    complete = all(len(figures) == len(summary.ranks) and min(figures) > 0 for figures in lists)
     return contention if complete else None
 
 
 def sequences(summary: Summary) -> list[int]:
-    """Sequences in the first micro-batch of every rank: what the contention measurement times."""
+    """Return the sequences in each rank's first micro-batch, which the contention measurement times."""
     return [member.largest_pass for member in summary.manifest.roster.members]
 
 
 def token_alone_s(summary: Summary) -> float | None:
-    """CPU time of forward and backward for a token, of a rank alone on the machine; on a GPU, time."""
+    """Return the CPU seconds (on a GPU, seconds) of forward and backward per token, for a rank alone on the machine."""
     contention, shape = contention_of(summary), summary.manifest.shape
     if contention is None or shape is None:
         return None
@@ -84,7 +84,7 @@ def token_alone_s(summary: Summary) -> float | None:
 
 
 def token_s(summary: Summary) -> float | None:
-    """CPU time of all ranks together for a token, over whole steps."""
+    """Return the CPU seconds of all ranks per token, over whole steps."""
     cpus = [rank.cpus for rank in summary.ranks if rank.cpus is not None]
     if len(cpus) < len(summary.ranks) or not summary.tokens_per_s:
         return None
@@ -92,33 +92,33 @@ def token_s(summary: Summary) -> float | None:
 
 
 def why_slow(summary: Summary, slow: RankSummary, fast: RankSummary) -> str:
-    """Why one rank takes longer than another, with the figures that say so."""
-    beside = summary.name_of(fast)
+    """Say why one rank takes longer than another, with the figures as evidence."""
+    fast_name = summary.name_of(fast)
     if slow.tokens and fast.tokens and slow.tokens > 1.05 * fast.tokens:
-        return f"its share of the batch is larger, {count(slow.tokens)} tokens beside {count(fast.tokens)}"
+        return f"its share of the batch is larger, {count(slow.tokens)} tokens against {count(fast.tokens)}"
     behind_s = (fast.typical.wait_s or 0.0) - (slow.typical.wait_s or 0.0)
     input_s = (slow.typical.data_s or 0.0) - (fast.typical.data_s or 0.0)
     if input_s > behind_s / 2:
         return (
-            f"it spends {seconds(slow.typical.data_s)} of a step waiting for input, {beside} "
+            f"it spends {seconds(slow.typical.data_s)} of a step waiting for input, {fast_name} "
             f"{seconds(fast.typical.data_s)}"
         )
     compute = (
         f"forward and backward of the same number of tokens take it {seconds(slow.typical.compute_s)}, "
-        f"{beside} {seconds(fast.typical.compute_s)}"
+        f"{fast_name} {seconds(fast.typical.compute_s)}"
     )
     running, theirs = cpus_at_work(summary, slow), cpus_at_work(summary, fast)
     if not on_cpus(summary):
         return compute
     if running is None or theirs is None:
         return f"{compute}; whether it was really running was not measured"
-    own, others = (summary.manifest.ranks[rank.rank].threads for rank in (slow, fast))
-    if theirs / others > CLEAR * running / own:
-        had = f"{theirs:.2f}" if own == others else f"{theirs:.2f} for {others}"
+    slow_threads, fast_threads = (summary.manifest.ranks[rank.rank].threads for rank in (slow, fast))
+    if theirs / fast_threads > CLEAR * running / slow_threads:
+        had = f"{theirs:.2f}" if slow_threads == fast_threads else f"{theirs:.2f} for {fast_threads}"
         return (
-            f"it was not always running: while it had work it had {running:.2f} cores for its {plural(own, 'thread')}, "
-            f"{beside} had {had}, so something else used its core"
+            f"it was not always running: while it had work it had {running:.2f} cores for its "
+            f"{plural(slow_threads, 'thread')}, {fast_name} had {had}, so something else used its core"
         )
-    if own != others:
-        return f"{compute}, on {running:.2f} cores; {beside} has {theirs:.2f}"
+    if slow_threads != fast_threads:
+        return f"{compute}, on {running:.2f} cores; {fast_name} has {theirs:.2f}"
     return f"{compute}, although it was running all the time (on {running:.2f} cores): its core or its memory is slower"

@@ -1,4 +1,4 @@
-"""How does simulated scaling look, as a table for a terminal and as two pictures?"""
+"""Show simulated scaling as a table for a terminal and as two PNG charts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 HEAD = ("ranks", "tokens/s", "effic.", "step", "exposed", "wait", "fails", "saves", "with both")
 LOST_NAME, LOST_COLOUR = "failures, checkpoints", "#8a8d93"
 DASHES = (0, (4, 3))
-PARTS = [part for part in PART_NAMES if part != "data_s"]  # a scenario knows nothing of input
+PARTS = [part for part in PART_NAMES if part != "data_s"]  # a scenario does not model input
 
 
 def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    """A row a number of ranks, under HEAD: narrow, for a terminal."""
+    """Return one row per number of ranks, with the columns of SCALING_COLUMNS, narrow enough for a terminal."""
     return [
         (
             str(point.ranks),
@@ -42,19 +42,19 @@ def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
 
 
 def efficiency_png(points: Sequence[Point], path: str | Path, *, title: str) -> None:
-    """Draw efficiency and tokens/s over ranks, with and without failures, the rule of thumb beside them."""
+    """Draw efficiency and tokens/s over ranks, with and without failures, and the rule of thumb."""
     canvas = _canvas(title)
     left, right = canvas.subplots(1, 2)
     ranks = [point.ranks for point in points]
-    alone = points[0].tokens_per_s / points[0].ranks / points[0].efficiency
+    solo_rate = points[0].tokens_per_s / points[0].ranks / points[0].efficiency
     left.plot(ranks, [1.0] * len(ranks), color=SOFT, linestyle=DASHES, linewidth=1.5, label="if nothing were lost")
-    right.plot(ranks, [alone * num for num in ranks], color=SOFT, linestyle=DASHES, linewidth=1.5)
+    right.plot(ranks, [solo_rate * num for num in ranks], color=SOFT, linestyle=DASHES, linewidth=1.5)
     rule = "rule of thumb: " + ", ".join(f"{low:.0%} to {high:.0%} at {num}" for num, (low, high) in RULE.items())
     for num, (low, high) in RULE.items():
         if ranks[0] <= num <= ranks[-1]:
             place = [num / 1.35, num * 1.35]
             left.fill_between(place, low, high, color=SERIES_COLOURS[2], alpha=0.3, linewidth=0, label=rule)
-            rule = "_"  # one entry of the legend is enough
+            rule = "_"  # one legend entry is enough
     for name, values, colour, marker in _curves(points):
         style = {
             "color": colour,
@@ -64,7 +64,7 @@ def efficiency_png(points: Sequence[Point], path: str | Path, *, title: str) -> 
             "zorder": 4 if marker == "o" else 3,
         }
         left.plot(ranks, values, label=name, **style)
-        right.plot(ranks, [alone * num * value for num, value in zip(ranks, values, strict=True)], **style)
+        right.plot(ranks, [solo_rate * num * value for num, value in zip(ranks, values, strict=True)], **style)
         below = len(_curves(points)) > 1 and marker != "o"
         left.annotate(f"{values[-1]:.0%}", (ranks[-1], values[-1]), xytext=(0, -9 if below else 8),
                       textcoords="offset points", ha="center", va="top" if below else "bottom", fontsize=12,
@@ -82,9 +82,9 @@ def efficiency_png(points: Sequence[Point], path: str | Path, *, title: str) -> 
 
 
 def parts_png(points: Sequence[Point], path: str | Path, *, title: str) -> None:
-    """Draw where the time of a mean step goes, a bar for each number of ranks, and from p50 to p95 of a step.
+    """Draw the breakdown of a mean step, one bar per number of ranks, with a whisker from p50 to p95.
 
-    Bars are shares of the step where steps differ so much that the shorter could not be seen.
+    Bars show shares of the step if steps differ so much that the shorter could not be seen.
     """
     canvas = _canvas(title)
     axes = canvas.add_subplot()
@@ -154,7 +154,7 @@ def _dress(axes: Axes, title: str) -> None:
 
 
 def _curves(points: Sequence[Point]) -> list[tuple[str, list[float], str, str]]:
-    """(name, efficiency of each point, colour, marker)."""
+    """Return (name, efficiency of each point, colour, marker) of each curve."""
     curves = [("simulated", [point.efficiency for point in points], SERIES_COLOURS[0], "o")]
     if any(point.mtbf_s is not None for point in points):
         lasting = [point.goodput for point in points]
@@ -163,17 +163,17 @@ def _curves(points: Sequence[Point]) -> list[tuple[str, list[float], str, str]]:
 
 
 def _layers(points: Sequence[Point]) -> list[tuple[Callable[[Point], float], str, str]]:
-    """(seconds of a point, name, colour) of each layer that is anywhere more than nothing."""
-    found: list[tuple[Callable[[Point], float], str, str]] = [
+    """Return (seconds of a point, name, colour) of each layer that is not 0 everywhere."""
+    layers: list[tuple[Callable[[Point], float], str, str]] = [
         (lambda point, part=part: getattr(point.cost, part) or 0.0, PART_NAMES[part], PART_COLOURS[part])  # type: ignore[misc]
         for part in PARTS
     ]
-    found.append((lambda point: _with_failures_s(point) - point.step_s, LOST_NAME, LOST_COLOUR))
-    return [layer for layer in found if any(layer[0](point) > 0 for point in points)]
+    layers.append((lambda point: _with_failures_s(point) - point.step_s, LOST_NAME, LOST_COLOUR))
+    return [layer for layer in layers if any(layer[0](point) > 0 for point in points)]
 
 
 def _with_failures_s(point: Point) -> float:
-    """A step's part of all the time that passes; of a run that never gets on, the step alone."""
+    """Return the wall time per useful step, with failures; if no work is useful, the step time alone."""
     return point.step_s / point.useful if point.useful else point.step_s
 
 
@@ -182,7 +182,7 @@ def _narrow(value_s: float | None) -> str:
 
 
 def _every(value_s: float | None) -> str:
-    """An interval in its largest unit.
+    """Format an interval in its largest unit.
 
     >>> _every(10 * 86400.0), _every(5400.0), _every(1380.0), _every(None)
     ('10 d', '1.5 h', '23 min', '–')

@@ -1,4 +1,4 @@
-"""What came out of a run, in a few figures? Everything that explains, compares or draws a run reads this."""
+"""Summarize a run in a few figures, which every explanation, comparison and chart of a run reads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from evener.report.members import Change, changes
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. Rates are medians over the steps since `manifest.since`, after the warm-up; None = not measured.
+    """The figures of a run; None = not measured. Rates are medians over the steps since `manifest.since`, after warmup.
 
-    Where replicas agree every so many steps, a step is the mean of such a round.
+    With a sync strategy that exchanges every N steps, a step is the mean of such a round.
     """
 
     run_dir: str
@@ -36,61 +36,63 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sync_p95_s: float | None
     ranks: list[RankSummary]
     losses: dict[int, float | None]  # by step
-    val_loss: float | None = None  # at the end, or as it was evaluated last
+    val_loss: float | None = None  # at the end, else of the last evaluation
     prediction: Prediction | None = None  # None: nothing was predicted
-    findings: list[Finding] = []  # what was found wrong with hosts, as far as the events tell
+    findings: list[Finding] = []  # problems detected on hosts, from the events
     noise_tokens: float | None = None  # gradient noise scale in the second half of the run; None: too few samples
-    fidelity: Fidelity | None = None  # medians of what a lossy strategy made of gradients
-    changes: list[Change] = []  # of who takes part
-    took_s: float | None = None  # from the first step's end to the last one's on the rank that has most, with pauses
+    fidelity: Fidelity | None = None  # medians of the error that a lossy sync strategy adds
+    changes: list[Change] = []
+    took_s: float | None = (
+        None  # from the first to the last step's end on the rank with the most steps, pauses included
+    )
 
     @property
     def predicted(self) -> Option | None:
-        """What was predicted of this run; None where nothing was, or of other ranks than those with which it ended."""
+        """The prediction for the final roster; None if nothing was predicted for it."""
         return None if self.prediction is None else self.prediction.of(self.manifest.roster)
 
     @property
     def cores(self) -> int:
-        """Processors of the machine that the run might use."""
+        """Processors that the run could use, on all hosts."""
         return sum(host.cores for host in self.manifest.hosts)
 
     @property
     def threads(self) -> int:
-        """Threads of each rank."""
+        """Threads of the first rank."""
         return self.manifest.ranks[0].threads
 
     def name_of(self, rank: RankSummary) -> str:
-        """What a person calls a rank."""
+        """Return the rank's label for display."""
         return self.manifest.roster.name_of(self.manifest.roster.members[rank.rank].rank)
 
     @property
     def last_loss(self) -> float | None:
-        """Of the last step in which it was measured."""
+        """The loss of the last step in which it was measured."""
         return next((loss for loss in reversed(self.losses.values()) if loss is not None), None)
 
 
 def records_of(rundir: RunDir) -> dict[int, list[StepRecord]]:
-    """What every rank recorded, also those of an earlier start that had more of them."""
+    """Read the records of every rank, including ranks that only an earlier start of the run had."""
     return {rank: rundir.records(rank) for rank in rundir.recorded_ranks()}
 
 
 def summarize(rundir: RunDir) -> Summary:
-    """Read a run directory."""
+    """Summarize the run in a run directory."""
     manifest = rundir.manifest()
     records, events = records_of(rundir), rundir.events()
     steps = aligned(records)
-    found = typical(steps, manifest)
+    medians = typical(steps, manifest)
     return Summary(
         run_dir=str(rundir),
         manifest=manifest,
         num_steps=first_of(steps[-1]).step + 1 if steps else 0,
-        tokens_per_step=found.tokens_per_step,
-        step_p50_s=found.step_p50_s,
-        step_p95_s=found.step_p95_s,
-        tokens_per_s=found.tokens_per_step / found.step_p50_s if found.step_p50_s else None,
-        sync_p50_s=found.sync_p50_s,
-        sync_p95_s=found.sync_p95_s,
-        ranks=found.ranks,
+        tokens_per_step=medians.tokens_per_step,
+        step_p50_s=medians.step_p50_s,
+        step_p95_s=medians.step_p95_s,
+        tokens_per_s=medians.tokens_per_step / medians.step_p50_s if medians.step_p50_s else None,
+        sync_p50_s=medians.sync_p50_s,
+        sync_p95_s=medians.sync_p95_s,
+        ranks=medians.ranks,
         losses={record.step: record.loss for record in map(first_of, steps)},
         val_loss=_val_loss(manifest, events),
         prediction=read_prediction(rundir),
@@ -109,13 +111,13 @@ def _val_loss(manifest: Manifest, events: list[dict[str, Any]]) -> float | None:
 
 
 def _fidelity(records: list[StepRecord]) -> Fidelity | None:
-    found = [record.fidelity for record in records if record.fidelity is not None]
-    error, cosine = (median([getattr(one, name) for one in found]) for name in ("error", "cosine"))
+    fidelities = [record.fidelity for record in records if record.fidelity is not None]
+    error, cosine = (median([getattr(fidelity, name) for fidelity in fidelities]) for name in ("error", "cosine"))
     return None if error is None or cosine is None else Fidelity(error=error, cosine=cosine)
 
 
 def _took_s(steps: Sequence[Mapping[int, StepRecord]]) -> float | None:
-    """By one rank's clock."""
+    """Return the seconds from the first to the last step's end, by the clock of the rank with the most steps."""
     counted = Counter(rank for of_step in steps for rank in of_step)
     if not counted:
         return None
@@ -125,7 +127,7 @@ def _took_s(steps: Sequence[Mapping[int, StepRecord]]) -> float | None:
 
 
 def _findings(events: list[dict[str, Any]]) -> list[Finding]:
-    """Events that are findings about a host: named by their check, with its host and the evidence."""
+    """Return the events that are findings about a host: named by their check, with host and evidence."""
     return [
         Finding(
             check=str(event["event"]),
@@ -140,7 +142,7 @@ def _findings(events: list[dict[str, Any]]) -> list[Finding]:
 
 
 def as_result(summary: Summary) -> dict[str, Any]:
-    """What `train --json` and `bench --json` print of a run."""
+    """Return the JSON object that `train --json` and `bench --json` print for a run."""
     result = summary.manifest.result
     return {
         "run_dir": summary.run_dir,

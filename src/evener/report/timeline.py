@@ -1,8 +1,8 @@
-"""What ran when in the steps that were kept, on all ranks by one clock? For whoever draws it.
+"""Build the timeline of the recorded steps of all ranks on one clock, for charts and trace viewers.
 
-Steps that follow each other are a stretch, with one offset for each clock: within it nothing moves against anything
-else. Times are whole ticks: as microseconds these, their sums and their thousandfold are exact in floating point, so
-that no viewer sees a slice end after the next one's begin.
+Consecutive steps form a segment with one offset per clock, so that slices within it keep their relative positions.
+Times are whole ticks: in microseconds, ticks, their sums and 1000 times them are exact in floating point, so that no
+viewer sees a slice end after the next one begins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TICK_NS = 125  # an eighth of a microsecond
 
 
 def in_ticks(time_s: float) -> int:
-    """In nanoseconds.
+    """Round a time to whole ticks, in nanoseconds.
 
     >>> in_ticks(1.3e-6)
     1250
@@ -30,7 +30,7 @@ def in_ticks(time_s: float) -> int:
 
 @dataclass(frozen=True)
 class Slice:
-    """From when to when, in nanoseconds since the timeline begins."""
+    """A named interval, in nanoseconds since the timeline begins."""
 
     name: str
     begin_ns: int
@@ -38,15 +38,15 @@ class Slice:
 
     @property
     def took_s(self) -> float:
-        """Seconds."""
+        """The duration in seconds."""
         return (self.end_ns - self.begin_ns) / 1e9
 
 
 @dataclass(frozen=True)
 class Part(Slice):
-    """A stretch of a step, charged to one of PARTS, or to BLOCKED where nobody knows what of it was waiting.
+    """A slice of a step that counts towards one of PHASES, or BLOCKED if the share of waiting in it is not known.
 
-    It is called as that, or "forward" or "backward".
+    Its name is that phase, or "forward" or "backward".
     """
 
     part: str
@@ -54,10 +54,10 @@ class Part(Slice):
 
 @dataclass(frozen=True)
 class Sent(Slice):
-    """A bucket's exchange, as one rank saw it."""
+    """One rank's slice of a bucket's collective."""
 
     bucket: int
-    turn: int  # how many times before in this step
+    turn: int  # how many times the bucket was exchanged before in this step
     size_bytes: int
     sent_bytes: int
 
@@ -68,7 +68,7 @@ class RankStep:
 
     rank: int
     spans: StepSpans
-    record: StepRecord | None  # None: it was never told of
+    record: StepRecord | None  # None: the step has no record
     begin_ns: int
     end_ns: int
     parts: list[Part]
@@ -79,77 +79,80 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Collective:
-    """One exchange on all ranks that kept it."""
+    """One collective on all ranks that recorded it."""
 
     by_rank: dict[int, Sent]
 
     @property
     def last(self) -> int:
-        """The rank for which the others waited: the last to begin."""
+        """The last rank to begin, which the others waited for."""
         return max(self.by_rank, key=lambda rank: self.by_rank[rank].begin_ns)
 
     @property
     def transfer_s(self) -> float:
-        """What it took the rank that waited for nobody."""
-        return min(one.took_s for one in self.by_rank.values())
+        """The shortest duration over ranks: that of the rank that waited for none."""
+        return min(sent.took_s for sent in self.by_rank.values())
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps that follow each other, with the same ranks."""
+    """Consecutive steps of the same ranks."""
 
     steps: dict[int, dict[int, RankStep]]  # by step and rank
-    offsets: dict[int, Offset]  # of each rank's clock, against that of the first of them
+    offsets: dict[int, Offset]  # of each rank's clock, relative to the first rank's
 
     def collectives(self, step: int) -> list[Collective]:
-        """Of a step, in the order in which they began."""
-        found: dict[tuple[int, int], dict[int, Sent]] = {}
-        for rank, one in self.steps[step].items():
-            for sent in one.sent:
-                found.setdefault((sent.bucket, sent.turn), {})[rank] = sent
-        return sorted(map(Collective, found.values()), key=lambda one: min(s.begin_ns for s in one.by_rank.values()))
+        """Return the collectives of a step in the order in which they began."""
+        by_bucket: dict[tuple[int, int], dict[int, Sent]] = {}
+        for rank, rank_step in self.steps[step].items():
+            for sent in rank_step.sent:
+                by_bucket.setdefault((sent.bucket, sent.turn), {})[rank] = sent
+        return sorted(
+            map(Collective, by_bucket.values()), key=lambda each: min(s.begin_ns for s in each.by_rank.values())
+        )
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What was kept of a run, or of some of its steps."""
+    """The recorded steps of a run, or some of them."""
 
     stretches: list[Stretch] = field(default_factory=list)
-    began: float = 0.0  # Unix time of its beginning, by the first rank's host
-    recorded: list[tuple[int, int]] = field(default_factory=list)  # first and last of each run of steps in the files
-    num_steps: int = 0  # that the run has taken
+    began: float = 0.0  # Unix time of its start, by the clock of the first rank's host
+    recorded: list[tuple[int, int]] = field(default_factory=list)  # (first, last) of each range of steps in the files
+    num_steps: int = 0  # taken by the run
 
     @property
     def shown(self) -> list[tuple[int, int]]:
-        """Those in it."""
-        return ranges(sorted({step for stretch in self.stretches for step in stretch.steps}))
+        """The ranges of steps in this timeline."""
+        return ranges(sorted({step for segment in self.stretches for step in segment.steps}))
 
     @property
     def error_s(self) -> dict[int, float | None]:
-        """How far each rank's clock may be off at most; None: nobody knows."""
-        found: dict[int, float | None] = {}
-        for stretch in self.stretches:
-            for rank, offset in stretch.offsets.items():
-                before = found.get(rank, 0.0)
-                found[rank] = None if before is None or offset.error_s is None else max(before, offset.error_s)
-        return dict(sorted(found.items()))
+        """The maximum error of each rank's clock; None: unknown."""
+        errors_s: dict[int, float | None] = {}
+        for segment in self.stretches:
+            for rank, offset in segment.offsets.items():
+                known_s = errors_s.get(rank, 0.0)
+                errors_s[rank] = None if known_s is None or offset.error_s is None else max(known_s, offset.error_s)
+        return dict(sorted(errors_s.items()))
 
 
 def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None = None,
                   also: Collection[int] = (), tail_bytes: int | None = None) -> Timeline:  # fmt: skip
-    """Of the steps that are wanted [all], the newest `most`, and some others also. UsageError where none of them was
-    kept. `tail_bytes`: of each rank's records that are read [all], and an eighth as much of what ran when; a step whose
-    record lies before is divided less.
+    """Read the newest `max_steps` of the steps in `step_range` [all], and those of `extra_steps` that were recorded.
+
+    `tail_bytes` limits the bytes read of each rank's records [all], and an eighth of it those of its spans; a step
+    whose record is not read is divided less finely. Raise UsageError if no such step was recorded.
     """
     manifest, ranks = rundir.manifest(), rundir.recorded_ranks()
     spans = {rank: _newest(rundir.spans(rank, tail_bytes and tail_bytes // 8)) for rank in ranks}
-    records = {rank: {(one.step, one.epoch): one for one in rundir.records(rank, tail_bytes)} for rank in ranks}
-    steps = sorted({one.step for of_rank in spans.values() for one in of_rank})
+    records = {rank: {(entry.step, entry.epoch): entry for entry in rundir.records(rank, tail_bytes)} for rank in ranks}
+    steps = sorted({entry.step for of_rank in spans.values() for entry in of_rank})
     recorded = ranges(steps)
     if not steps:
         raise UsageError(
-            f"{rundir}: when what ran was not recorded",
-            hint=f"ranks write it at checkpoints and at the end, of every {EVERY}th step and the last {LAST}",
+            f"{rundir}: no spans were recorded",
+            hint=f"ranks write them at checkpoints and at the end, for every {EVERY}th step and the last {LAST}",
         )
     shown = [step for step in steps if wanted is None or step in wanted]
     if wanted is not None and not shown:
@@ -160,19 +163,19 @@ def read_timeline(rundir: RunDir, wanted: range | None = None, most: int | None 
     clocks = Clocks(spans, {member.rank: member.host for member in manifest.roster.members})
     by_step: dict[int, dict[int, StepSpans]] = {}
     for rank, of_rank in spans.items():
-        for one in of_rank:
-            by_step.setdefault(one.step, {})[rank] = one
-    pieces = [_joined(piece, clocks) for piece in _pieces({step: by_step[step] for step in shown})]
-    zero = pieces[0].origin
-    first_s = min(piece.first_s(rank, spans, zero) for piece in pieces for of_step in piece.steps.values()
+        for entry in of_rank:
+            by_step.setdefault(entry.step, {})[rank] = entry
+    segments = [_joined(segment, clocks) for segment in _pieces({step: by_step[step] for step in shown})]
+    zero = segments[0].origin
+    first_s = min(segment.first_s(rank, spans, zero) for segment in segments for of_step in segment.steps.values()
                   for rank, spans in of_step.items())  # fmt: skip
     num_steps = 1 + max([steps[-1], *(step for of_rank in records.values() for step, _ in of_rank)])
-    stretches = [piece.drawn(records, zero, first_s) for piece in pieces]
-    return Timeline(stretches, zero + first_s, recorded, num_steps)
+    result = [segment.drawn(records, zero, first_s) for segment in segments]
+    return Timeline(result, zero + first_s, recorded, num_steps)
 
 
 def told_ranges(found: Sequence[tuple[int, int]]) -> str:
-    """For a person.
+    """Format ranges of steps.
 
     >>> told_ranges([(0, 0), (100, 100), (180, 199)])
     '0, 100, 180-199'
@@ -181,7 +184,7 @@ def told_ranges(found: Sequence[tuple[int, int]]) -> str:
 
 
 def gaps(recorded: Sequence[tuple[int, int]], num_steps: int) -> list[tuple[int, int]]:
-    """The steps between and after those.
+    """Return the ranges of steps between and after the recorded ones.
 
     >>> gaps([(0, 0), (100, 100)], 103)
     [(1, 99), (101, 102)]
@@ -196,38 +199,40 @@ def gaps(recorded: Sequence[tuple[int, int]], num_steps: int) -> list[tuple[int,
 
 
 def _newest(spans: Sequence[StepSpans]) -> list[StepSpans]:
-    """Of a step that was taken twice, what was kept last."""
-    return [found for _, found in sorted({one.step: one for one in spans}.items())]
+    """Return the spans by step; of a step that was taken twice, the later ones."""
+    return [latest for _, latest in sorted({step_spans.step: step_spans for step_spans in spans}.items())]
 
 
 def _pieces(by_step: Mapping[int, dict[int, StepSpans]]) -> Iterator[dict[int, dict[int, StepSpans]]]:
-    """Steps that follow each other, with the same processes."""
-    piece: dict[int, dict[int, StepSpans]] = {}
+    """Split steps into runs of consecutive steps of the same processes."""
+    segment: dict[int, dict[int, StepSpans]] = {}
     for step, of_step in by_step.items():
-        processes = {rank: one.clock for rank, one in of_step.items()}
-        if piece and (step - 1 not in piece or processes != {r: one.clock for r, one in piece[step - 1].items()}):
-            yield piece
-            piece = {}
-        piece[step] = of_step
-    if piece:
-        yield piece
+        processes = {rank: spans.clock for rank, spans in of_step.items()}
+        if segment and (
+            step - 1 not in segment or processes != {r: spans.clock for r, spans in segment[step - 1].items()}
+        ):
+            yield segment
+            segment = {}
+        segment[step] = of_step
+    if segment:
+        yield segment
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch whose clocks are joined."""
+    """A segment whose clocks are aligned."""
 
     steps: dict[int, dict[int, StepSpans]]
     offsets: dict[int, Offset]
     origin: float  # of the first rank's clock
 
     def begun_s(self, rank: int, spans: StepSpans, zero: float) -> float:
-        """When a rank's step began, since a Unix time."""
+        """Return when a rank's step began, in seconds since the Unix time `zero`."""
         return (self.origin - zero) + (spans.begun_s + self.offsets[rank].add_s)
 
     def first_s(self, rank: int, spans: StepSpans, zero: float) -> float:
-        """The same of the first that is told of it: an exchange may have begun before."""
-        return self.begun_s(rank, spans, zero) + min([0.0, *(one.begin_s for one in spans.exchanges)])
+        """Return the same for the earliest span of the step: a collective may have begun before the step."""
+        return self.begun_s(rank, spans, zero) + min([0.0, *(exchange.begin_s for exchange in spans.exchanges)])
 
     def drawn(self, records: Mapping[int, Mapping[tuple[int, int], StepRecord]], zero: float,
               first_s: float) -> Stretch:  # fmt: skip
@@ -255,11 +260,11 @@ class _Piece:
             begin_ns=begin_ns,
             end_ns=end_ns,
             parts=parts,
-            sent=[Sent(f"bucket {one.bucket}", *ns(one.begin_s, one.end_s), one.bucket, turn, one.size_bytes,
-                       one.sent_bytes) for one, turn in spans.in_turns()],
-            passes=[(Slice(f"{one.group} {'backward' if one.is_backward else 'forward'}",
-                           *ns(one.begin_s, one.end_s)), one) for one in spans.passes],
-            asides=[Slice(one.what, *ns(one.begin_s, one.end_s)) for one in spans.asides],
+            sent=[Sent(f"bucket {each.bucket}", *ns(each.begin_s, each.end_s), each.bucket, turn, each.size_bytes,
+                       each.sent_bytes) for each, turn in spans.in_turns()],
+            passes=[(Slice(f"{each.group} {'backward' if each.is_backward else 'forward'}",
+                           *ns(each.begin_s, each.end_s)), each) for each in spans.passes],
+            asides=[Slice(each.what, *ns(each.begin_s, each.end_s)) for each in spans.asides],
         )  # fmt: skip
 
 
@@ -274,7 +279,7 @@ def _joined(steps: dict[int, dict[int, StepSpans]], clocks: Clocks) -> _Piece:
 
 
 def _waiting(record: StepRecord | None, spans: StepSpans) -> float | None:
-    """Which part of the time that a rank was blocked it waited for others; None where nobody knows."""
+    """Return the share of a rank's blocked time in which it waited for others; None if unknown."""
     parts = spans.parts_s()
     blocked = parts.get(BLOCKED, 0.0)
     if record is None or record.cost.wait_s is None or not blocked:
@@ -283,9 +288,9 @@ def _waiting(record: StepRecord | None, spans: StepSpans) -> float | None:
 
 
 def _parts(lap: str, begin: int, end: int, waiting: float | None) -> list[Part]:
-    """A lap; one that was blocked as waiting, and then what remained: how its record divides it."""
+    """Return the phase slices of a lap; split a blocked one into waiting and exposed communication by its record."""
     if lap != BLOCKED or waiting is None:
         return [Part({"compute_s": "backward"}.get(lap, lap), begin, end, part_of(lap))]
     arrived = begin + in_ticks((end - begin) / 1e9 * waiting)
-    found = [Part("wait_s", begin, arrived, "wait_s"), Part("exposed_sync_s", arrived, end, "exposed_sync_s")]
-    return [part for part in found if part.end_ns > part.begin_ns]
+    slices = [Part("wait_s", begin, arrived, "wait_s"), Part("exposed_sync_s", arrived, end, "exposed_sync_s")]
+    return [part for part in slices if part.end_ns > part.begin_ns]

@@ -1,12 +1,12 @@
-"""How does a run look in a trace viewer? Chrome's JSON, which ui.perfetto.dev, chrome://tracing and others open.
+"""Export a run as a Chrome trace (JSON), which ui.perfetto.dev, chrome://tracing and others open.
 
-    process   a rank, by its name and how far its clock may be off; another one for what was predicted
+    process   a rank, with its name and the error of its clock; one more process for the prediction
     tracks    step        each step, and within it input, forward, backward, waiting, exposed communication, update
-              layers      of every hundredth step, each group of layers' forward and backward
-              bucket N    its exchange, with bytes, algbw and busbw as in nccl-tests
-              beside      evaluation, checkpoint, comparison
-              torch       what its profiler recorded, of the steps of which it did
-    arrows    from the rank that came last to a collective to those that waited for it
+              layers      of every hundredth step, the forward and backward of each group of layers
+              bucket N    its collective, with bytes, algbw and busbw as in nccl-tests
+              beside      between steps: evaluation, checkpoint, comparison of replicas
+              torch       the slices of torch.profiler, for the steps that it recorded
+    arrows    from the last rank to enter a collective to the ranks that waited for it
 
 Times are in microseconds. [Trace Event Format, Google 2016]
 """
@@ -31,10 +31,10 @@ from evener.report.figures import PART_NAMES, UNDIVIDED
 from evener.report.profile import Profile
 from evener.report.timeline import Collective, RankStep, Stretch, Timeline, gaps, in_ticks, told_ranges
 
-PREDICTED = 1_000_000  # the process of what was predicted; ranks are counted from 1
-FIRST_TRACK = 2_000_000  # tracks are counted through all processes, and none has the number of one
-STEP, LAYERS, BESIDE, TORCH = (0, 0), (1, 0), (3, 0), (4, 0)  # in which order tracks stand
-BUCKET = 2  # the same, before a bucket's number
+PREDICTED = 1_000_000  # pid of the prediction; ranks are counted from 1
+FIRST_TRACK = 2_000_000  # track ids are unique over all processes, and differ from all pids
+STEP, LAYERS, BESIDE, TORCH = (0, 0), (1, 0), (3, 0), (4, 0)  # the order of tracks
+BUCKET = 2  # the same: the first element, before the bucket's number
 NAMES = PART_NAMES | {BLOCKED: UNDIVIDED}
 
 Event = dict[str, Any]
@@ -42,7 +42,7 @@ Place = tuple[int, int]
 
 
 def write_trace(rundir: RunDir, timeline: Timeline, path: Path, profiles: Mapping[int, Profile] | None = None) -> int:
-    """Write it, with what torch's profiler recorded of ranks; returns the number of events."""
+    """Write the trace, with the profiles of torch.profiler if given; return the number of events."""
     manifest = rundir.manifest()
     names = {rank: manifest.roster.name_of(rank) for rank in timeline.error_s}
     tracks = _Tracks()
@@ -71,13 +71,13 @@ def write_trace(rundir: RunDir, timeline: Timeline, path: Path, profiles: Mappin
 
 
 def told_error(error_s: float | None) -> str:
-    """How far a rank's clock may be off, for a person.
+    """Format the error of a rank's clock.
 
     >>> told_error(0.0), told_error(0.00025)
     ('the same clock', 'off by at most 250 µs')
     """
     if error_s is None:
-        return "its host's time of day, nobody knows how far off"
+        return "its host's wall clock, error unknown"
     return f"off by at most {seconds(error_s)}" if error_s else "the same clock"
 
 
@@ -87,33 +87,33 @@ def told_error(error_s: float | None) -> str:
 def _measured(timeline: Timeline, names: Mapping[int, str], tracks: _Tracks) -> Iterator[Event]:
     errors = timeline.error_s
     for place, rank in enumerate(names):
-        told = "" if errors[rank] == 0 else f" (clock: {told_error(errors[rank])})"
-        yield from _process(_pid(rank), f"{names[rank]}{told}", place)
+        suffix = "" if errors[rank] == 0 else f" (clock: {told_error(errors[rank])})"
+        yield from _process(_pid(rank), f"{names[rank]}{suffix}", place)
     arrows = count(1)
-    for stretch in timeline.stretches:
-        for step, of_step in stretch.steps.items():
-            for one in of_step.values():
-                yield from _step(one, tracks)
-            for collective in stretch.collectives(step):
+    for segment in timeline.stretches:
+        for step, of_step in segment.steps.items():
+            for rank_step in of_step.values():
+                yield from _step(rank_step, tracks)
+            for collective in segment.collectives(step):
                 yield from _collective(collective, tracks, names, arrows)
     for before, after in pairwise(timeline.stretches):
         yield from _not_recorded(before, after, tracks)
 
 
 class _Tracks:
-    """Those of all processes: their numbers, and until when each is taken."""
+    """The tracks of all processes: their ids, and until when each is busy."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, Place, str], int] = {}
         self._taken: dict[int, int] = {}
-        self._open: dict[int, list[int]] = {}  # ends of the slices that the next may lie within
+        self._open: dict[int, list[int]] = {}  # by track: the ends of the open slices that the next one may nest in
 
     def at(self, pid: int, place: Place, name: str) -> tuple[int, int]:
-        """(process, track) of this name."""
+        """Return (process, track) for this name."""
         return pid, self._found.setdefault((pid, place, name), FIRST_TRACK + len(self._found))
 
     def free_at(self, pid: int, place: Place, name: str, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """The same for a slice that shares its track with none at the same time."""
+        """Return the same for a slice that must not overlap others on its track."""
         at, turn = self.at(pid, place, name), 1
         while self._taken.get(at[1], begin_ns) > begin_ns:
             turn += 1
@@ -122,7 +122,7 @@ class _Tracks:
         return at
 
     def nest_at(self, pid: int, place: Place, name: str, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """The same for a slice that may lie within others that have been placed, of which none began later."""
+        """Return the same for a slice that may nest in earlier ones; slices must come in order of their begin."""
         at, turn = self.at(pid, place, name), 1
         while not _nests(self._open.setdefault(at[1], []), begin_ns, end_ns):
             turn += 1
@@ -131,7 +131,7 @@ class _Tracks:
         return at
 
     def names(self) -> Iterator[Event]:
-        """What tells a viewer how they are called, and in which order they are to stand."""
+        """Yield the metadata events that name and order the tracks."""
         for order, ((pid, _, name), tid) in enumerate(sorted(self._found.items())):
             of_track = {"ph": "M", "pid": pid, "tid": tid}
             yield of_track | {"name": "thread_name", "args": {"name": name}}
@@ -139,54 +139,60 @@ class _Tracks:
 
 
 def _nests(ends: list[int], begin_ns: int, end_ns: int) -> bool:
-    """Forget what has ended before, and say whether the rest is all around."""
+    """Drop the slices that have ended, and return whether the new one fits inside the rest."""
     while ends and ends[-1] <= begin_ns:
         ends.pop()
     return not ends or end_ns <= ends[-1]
 
 
-def _step(one: RankStep, tracks: _Tracks) -> Iterator[Event]:
-    at = tracks.at(_pid(one.rank), STEP, "step")
-    yield _slice(f"step {one.spans.step}", "step", at, one.begin_ns, one.end_ns, _facts(one))
-    for part in one.parts:
+def _step(rank_step: RankStep, tracks: _Tracks) -> Iterator[Event]:
+    at = tracks.at(_pid(rank_step.rank), STEP, "step")
+    yield _slice(f"step {rank_step.spans.step}", "step", at, rank_step.begin_ns, rank_step.end_ns, _facts(rank_step))
+    for part in rank_step.parts:
         yield _slice(NAMES.get(part.name, part.name), part.part, at, part.begin_ns, part.end_ns)
-    for piece, found in one.passes:
-        at = tracks.at(_pid(one.rank), LAYERS, "layers")
-        yield _slice(piece.name, "backward" if found.is_backward else "forward", at, piece.begin_ns, piece.end_ns)
-    for aside in one.asides:
-        at = tracks.at(_pid(one.rank), BESIDE, "beside")
+    for layer_slice, layer_pass in rank_step.passes:
+        at = tracks.at(_pid(rank_step.rank), LAYERS, "layers")
+        yield _slice(
+            layer_slice.name,
+            "backward" if layer_pass.is_backward else "forward",
+            at,
+            layer_slice.begin_ns,
+            layer_slice.end_ns,
+        )
+    for aside in rank_step.asides:
+        at = tracks.at(_pid(rank_step.rank), BESIDE, "beside")
         yield _slice(aside.name, "beside", at, aside.begin_ns, aside.end_ns)
 
 
-def _facts(one: RankStep) -> Event:
-    """What a step's record says of it."""
-    if one.record is None:
-        return {"recorded": "its end was not told by all ranks"}
-    record = one.record
-    told = {"loss": record.loss, "tokens": record.tokens, "lr": record.lr, "gradient norm": record.grad_norm,
+def _facts(rank_step: RankStep) -> Event:
+    """Return the trace arguments of a step, from its record."""
+    if rank_step.record is None:
+        return {"recorded": "not all ranks recorded its end"}
+    record = rank_step.record
+    values = {"loss": record.loss, "tokens": record.tokens, "lr": record.lr, "gradient norm": record.grad_norm,
             "bytes sent": record.bytes, "epoch": record.epoch}  # fmt: skip
-    return {name: "not measured" if value is None else value for name, value in told.items()}
+    return {name: "not measured" if value is None else value for name, value in values.items()}
 
 
 def _collective(collective: Collective, tracks: _Tracks, names: Mapping[int, str],
                 arrows: Iterator[int]) -> Iterator[Event]:  # fmt: skip
-    """Its slices, and arrows from the rank that came last."""
+    """Yield a collective's slices, and arrows from the rank that entered it last."""
     last, took_s = collective.last, collective.transfer_s
     places = {}
-    for rank, one in collective.by_rank.items():
-        place = BUCKET, one.bucket
-        at = places[rank] = tracks.free_at(_pid(rank), place, one.name, one.begin_ns, one.end_ns)
-        facts: Event = {"bytes": one.size_bytes, "bytes sent": one.sent_bytes, "last to begin": names[last],
+    for rank, sent in collective.by_rank.items():
+        place = BUCKET, sent.bucket
+        at = places[rank] = tracks.free_at(_pid(rank), place, sent.name, sent.begin_ns, sent.end_ns)
+        facts: Event = {"bytes": sent.size_bytes, "bytes sent": sent.sent_bytes, "last to begin": names[last],
                         "without waiting (ms)": round(1e3 * took_s, 4)}  # fmt: skip
         if took_s:
-            facts |= {"algbw (GB/s)": round(one.size_bytes / took_s / 1e9, 4),
-                      "busbw (GB/s)": round(one.sent_bytes / took_s / 1e9, 4)}  # fmt: skip
-        yield _slice(one.name, "collective", at, one.begin_ns, one.end_ns, facts)
+            facts |= {"algbw (GB/s)": round(sent.size_bytes / took_s / 1e9, 4),
+                      "busbw (GB/s)": round(sent.sent_bytes / took_s / 1e9, 4)}  # fmt: skip
+        yield _slice(sent.name, "collective", at, sent.begin_ns, sent.end_ns, facts)
     begins = collective.by_rank[last]
-    for rank, one in collective.by_rank.items():
-        at_ns = max(begins.begin_ns, one.begin_ns)
-        if rank == last or not at_ns < min(begins.end_ns, one.end_ns):
-            continue  # clocks that nothing joins may tell of a collective that some left before others entered it
+    for rank, sent in collective.by_rank.items():
+        at_ns = max(begins.begin_ns, sent.begin_ns)
+        if rank == last or not at_ns < min(begins.end_ns, sent.end_ns):
+            continue  # with clocks that share no collective, some ranks may seem to leave before others enter
         arrow = {"name": "waited for", "cat": "collective", "id": next(arrows), "ts": at_ns / 1e3}
         yield arrow | {"ph": "s"} | dict(zip(("pid", "tid"), places[last], strict=True))
         yield arrow | {"ph": "f", "bp": "e"} | dict(zip(("pid", "tid"), places[rank], strict=True))
@@ -204,33 +210,33 @@ def _not_recorded(before: Stretch, after: Stretch, tracks: _Tracks) -> Iterator[
 
 
 def _profiled(timeline: Timeline, rank: int, profile: Profile, tracks: _Tracks) -> Iterator[Event]:
-    """Of the steps that are shown."""
-    steps = [of_step[rank] for stretch in timeline.stretches for step, of_step in stretch.steps.items()
+    """Yield the profiler slices of the steps in the timeline."""
+    steps = [of_step[rank] for segment in timeline.stretches for step, of_step in segment.steps.items()
              if step in profile.joint.steps and rank in of_step
              and of_step[rank].spans.clock == profile.joint.clock]  # fmt: skip
-    for one in profile.events if steps else []:
+    for event in profile.events if steps else []:
         begin_ns, end_ns = (
-            steps[0].begin_ns + in_ticks(at_s - steps[0].spans.begun_s) for at_s in (one.begin_s, one.end_s)
+            steps[0].begin_ns + in_ticks(at_s - steps[0].spans.begun_s) for at_s in (event.begin_s, event.end_s)
         )
         if any(step.begin_ns <= begin_ns < step.end_ns for step in steps):
-            at = tracks.nest_at(_pid(rank), TORCH, one.track, begin_ns, end_ns)
-            yield _slice(one.name, one.kind, at, begin_ns, end_ns)
+            at = tracks.nest_at(_pid(rank), TORCH, event.track, begin_ns, end_ns)
+            yield _slice(event.name, event.kind, at, begin_ns, end_ns)
 
 
 # --- what was predicted -----------------------------------------------------------------------------------------------
 
 
 def _predicted(timeline: Timeline, option: Option | None, tracks: _Tracks) -> Iterator[Event]:
-    """The predicted step over and over, from where the measured ones of a stretch begin, as many of them."""
+    """Yield the predicted step repeatedly, from the start of each measured segment, as often as it has steps."""
     if option is None:
         return
     yield from _process(PREDICTED, f"predicted: {option.name}", PREDICTED)
-    starts = [min(one.begin_ns for one in next(iter(stretch.steps.values())).values())
-              for stretch in timeline.stretches]  # fmt: skip
-    for i, (stretch, begin_ns) in enumerate(zip(timeline.stretches, starts, strict=True)):
+    starts = [min(rank_step.begin_ns for rank_step in next(iter(segment.steps.values())).values())
+              for segment in timeline.stretches]  # fmt: skip
+    for i, (segment, begin_ns) in enumerate(zip(timeline.stretches, starts, strict=True)):
         until_ns = starts[i + 1] if i + 1 < len(starts) else None
-        edges_ns = [begin_ns + in_ticks(turn * option.step_s) for turn in range(len(stretch.steps) + 1)]
-        for step, (at_ns, end_ns) in zip(stretch.steps, pairwise(edges_ns), strict=True):
+        edges_ns = [begin_ns + in_ticks(turn * option.step_s) for turn in range(len(segment.steps) + 1)]
+        for step, (at_ns, end_ns) in zip(segment.steps, pairwise(edges_ns), strict=True):
             if until_ns is not None and end_ns > until_ns:
                 break
             for place, (member, rank) in enumerate(zip(option.roster.members, option.ranks, strict=True)):
@@ -253,7 +259,7 @@ def _predicted_step(name: str, cost: StepCost, begin_ns: int, end_ns: int, at: t
 
 
 def _pid(rank: int) -> int:
-    """0 is no process to a viewer."""
+    """Return a rank's pid; viewers do not accept pid 0."""
     return rank + 1
 
 

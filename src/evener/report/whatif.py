@@ -1,4 +1,4 @@
-"""What would another set-up have brought? The planner says it to a run's records, as `evener plan --from` does."""
+"""Predict other set-ups from a run's records, as `evener plan --from` does."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ HEAD = ("what if", "step", "tokens/s", "times this run", "loss")
 
 @dataclass(frozen=True)
 class Again:
-    """A run among the ways in which it might have been done."""
+    """A run, and the planner's predictions for other set-ups."""
 
-    own: Option  # as it was measured
+    own: Option  # the set-up of the run, as measured
     prediction: Prediction
 
     @property
     def alone(self) -> Option | None:
-        """The fastest host by itself that can hold the model; None where there is but one host."""
+        """The fastest single host that can hold the model; None if the run has only one host."""
         if len(self.own.roster.hosts) == 1:
             return None
         return next((option for option in self.prediction.options if len(option.roster.hosts) == 1), None)
 
 
 def asked_again(summary: Summary) -> Again | None:
-    """None where the records say too little: no step, a model of the user's own, a host that had no share."""
+    """Predict other set-ups for a run; None if its records do not suffice (no step, a user's model, an idle host)."""
     rundir, manifest = RunDir(summary.run_dir), summary.manifest
     records = [rundir.records(member.rank) for member in manifest.roster.members]
     try:
-        asked = of_run(summary.run_dir, manifest, records, summary.prediction)
+        question = of_run(summary.run_dir, manifest, records, summary.prediction)
     except UsageError:
         return None
-    return None if asked.measured is None else Again(asked.measured, answer(asked))
+    return None if question.measured is None else Again(question.measured, answer(question))
 
 
 def what_if_rows(again: Again) -> list[list[str]]:
-    """This run first, then each other set-up with its ratio to it in tokens/s."""
-    own, prediction = again.own, again.prediction
+    """Return this run's row, then one per other set-up, with tokens/s relative to this run."""
+    as_measured, prediction = again.own, again.prediction
     others = what_if(prediction)
     named = {option.name: option for option in (prediction.option(prediction.chosen), *others)}
-    named.pop(own.name, None)
-    return [_row(option, own) for option in (own, *named.values())] if others else []
+    named.pop(as_measured.name, None)
+    return [_row(option, as_measured) for option in (as_measured, *named.values())] if others else []
 
 
-def _row(option: Option, own: Option) -> list[str]:
-    name = f"this run: {option.name}" if option is own else option.name
+def _row(option: Option, as_measured: Option) -> list[str]:
+    name = f"this run: {option.name}" if option is as_measured else option.name
     return [
         name + ("" if option.is_built else ", not built yet"),
         seconds(option.step_s),
         count(option.tokens_per_s),
-        f"{option.tokens_per_s / own.tokens_per_s:.2f}",
-        _loss(option, own),
+        f"{option.tokens_per_s / as_measured.tokens_per_s:.2f}",
+        _loss(option, as_measured),
     ]
 
 
-def _loss(option: Option, own: Option) -> str:
-    if option.roster.batch != own.roster.batch:
+def _loss(option: Option, as_measured: Option) -> str:
+    if option.roster.batch != as_measured.roster.batch:
         return "another training run"
     if option.loss_penalty is None:
         return "not measured"

@@ -1,4 +1,4 @@
-"""Did the other machines help? What all trained, beside what one of them alone would have."""
+"""Judge whether the other machines helped: measured throughput against the best single host's prediction."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from evener.report.ranks import last_done
 from evener.report.summary import Summary
 from evener.report.whatif import Again
 
-FASTER = 1.05  # a speed-up that is one
-MOST_NAMED = 3  # hosts; of more, their number
+FASTER = 1.05  # a smaller ratio does not count as a speedup
+MOST_NAMED = 3  # hosts listed by name; of more, give the number
 
 
 @dataclass(frozen=True)
 class Worth:
-    """The answer, and the command that does better or finds out."""
+    """The verdict, and a command that does better or measures it."""
 
     told: str
-    hint: str = ""  # what the command brings
+    hint: str = ""  # what the command is for
     command: str = ""
 
     @property
     def text(self) -> str:
-        """All of it in one paragraph."""
+        """The verdict and the command as one paragraph."""
         return f"{self.told} {self.hint}: {self.command}" if self.command else self.told
 
 
 def worth(summary: Summary, again: Again | None) -> Worth:
-    """The first that a report says. `again` is what the planner says to the run's records; None: nothing."""
+    """Return the verdict that a report begins with; `alternatives` are predicted from the run's records."""
     if not summary.tokens_per_s:
         return Worth(f"No step was recorded{summary.manifest.window}, so there is nothing to explain.")
     if len(summary.manifest.roster.hosts) > 1:
@@ -51,24 +51,24 @@ def _of_hosts(summary: Summary, tokens_per_s: float, again: Again | None) -> Wor
         return Worth(f"{trained} together; what one of them alone would have trained is not known.")
     alone = again.alone
     ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
-    beside = f"{trained} over {link_rate(again.prediction.cluster.slowest_Bps)}; {name} alone would have trained "
-    beside += rate(alone.tokens_per_s)
+    rates = f"{trained} over {link_rate(again.prediction.cluster.slowest_Bps)}; {name} alone would have trained "
+    rates += rate(alone.tokens_per_s)
     if ratio >= FASTER:
-        told = f"It was worth it: {beside}: together they are {ratio:.2f} times as fast."
+        verdict = f"It was worth it: {rates}: together they are {ratio:.2f} times as fast."
     elif ratio > 1 / FASTER:
-        told = f"It made no difference: {beside}."
+        verdict = f"It made no difference: {rates}."
     else:
-        told = f"It was not worth it: {beside}: {name} alone is {1 / ratio:.2f} times as fast."
-    return _with_better(summary, again, told)
+        verdict = f"It was not worth it: {rates}: {name} alone is {1 / ratio:.2f} times as fast."
+    return _with_better(summary, again, verdict)
 
 
 def _with_better(summary: Summary, again: Again, told: str) -> Worth:
-    """What the planner recommends instead, if it is anything else than what the run's flags would bring again."""
-    prediction, own = again.prediction, again.own
+    """Add the set-up that the planner recommends instead, if it differs from the run's own and is faster."""
+    prediction, measured = again.prediction, again.own
     if not prediction.recommended or prediction.recommended == prediction.chosen:
         return Worth(told)
     best = prediction.option(prediction.recommended)
-    if best.tokens_per_s < WORTH * own.tokens_per_s:
+    if best.tokens_per_s < WORTH * measured.tokens_per_s:
         return Worth(told)
     steps = f" --steps {2 * summary.num_steps}" if summary.manifest.verdict == "finished" else ""
     hint = f"{best.name} would train {rate(best.tokens_per_s)}"
@@ -79,11 +79,11 @@ def _with_better(summary: Summary, again: Again, told: str) -> Worth:
 
 
 def _of_processes(summary: Summary, trained: str) -> Worth:
-    """What one process would have trained with all threads no record tells; what several lose to each other it does."""
+    """Return what several processes lose to communication; no record shows what one process would train."""
     manifest, cost = summary.manifest, last_done(summary).typical
     both_s = (cost.exposed_sync_s or 0.0) + (cost.wait_s or 0.0)
     lost = f"; {seconds(both_s)} of each step went to exchanging and waiting" if both_s else ""
-    told = f"{trained}{lost}. Whether one process is as fast was not measured."
+    verdict = f"{trained}{lost}. Whether one process is as fast was not measured."
     data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
     command = f"evener bench --data {data} --model {model} --batch {batch} --ranks 1 --ranks {manifest.world_size}"
-    return Worth(told, "To see it", command)
+    return Worth(verdict, "To measure it", command)
