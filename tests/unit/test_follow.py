@@ -57,7 +57,7 @@ def test_what_a_run_changes_is_told_with_its_reason():
         {"event": "rebalanced", "step": 66, "shares": [10.5, 5.5], "why": "laptop is slow", "is_trial": False},
         {"event": "rebalanced", "step": 90, "shares": [15, 1], "why": "laptop is tried again", "is_trial": True},
         {"event": "rechosen", "step": 100, "sync": "int8", "was": "ddp", "why": "the link is another"},
-        {"event": "sync.fidelity", "step": 109, "why": "what --sync int8 makes of gradients is 9.0% off"},
+        {"event": "sync.fidelity", "step": 109, "why": "--sync int8: the sums of gradients are 9.0% off"},
     ]
     with bar(resolved, Console(file=written, width=200)) as observe:
         for event in events:
@@ -66,7 +66,7 @@ def test_what_a_run_changes_is_told_with_its_reason():
         "shares stay 8 : 8 whatever the ranks' speed",
         "step 67: shares 10.5 : 5.5: laptop is slow",
         "step 101: int8 instead of ddp: the link is another",
-        "step 110: what --sync int8 makes of gradients is 9.0% off",
+        "step 110: --sync int8: the sums of gradients are 9.0% off",
     ]
 
 

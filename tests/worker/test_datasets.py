@@ -115,7 +115,8 @@ class NoLength:
 
 
 NOT_BY_INDEX = (
-    "Stream cannot be read by index: no rank could read its own part of a batch, nor a resumed run go on where it was"
+    "Stream cannot be read by index: no rank could read its own share of a batch, "
+    "and no resumed run could continue where it was"
 )
 
 

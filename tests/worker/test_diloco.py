@@ -347,8 +347,8 @@ def test_a_run_says_where_auto_would_not_begin_with_the_way_that_it_goes_on_with
     ended = server.run(tmp_path / "said", argv, 2, env, module="evener.worker")
     assert ended.statuses == [0, 0], ended.said("err")
     told = [event["what"] for event in RunDir(tmp_path / "run").events() if event["event"] == "remark"]
-    assert len([what for what in told if "would not begin with it" in what]) == num
-    assert all(what.endswith("among 2 ranks: not exact, and no loss may be spent") for what in told if num)
+    assert len([what for what in told if "would not choose it again" in what]) == num
+    assert all(what.endswith("with 2 ranks: not exact, and no loss may be spent") for what in told if num)
 
 
 def test_what_a_run_ends_with_is_one_model_whatever_its_last_step(tmp_path, train):

@@ -215,7 +215,7 @@ def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hi
         (
             "PenaltyOnWeights",
             "step.backward got a mix of a sum and a mean: on rank 0",
-            "what is not a sum over the samples",
+            "multiply what is not a sum over the samples",
         ),
         ("OtherData", "rank 1 has other data than rank 0: the first step's samples differ", "the same file on every"),
         ("ForgottenOptimizer", "step.update: this AdamW was not given to run.optimizer", "optimizer = run.optimizer"),

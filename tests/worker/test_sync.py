@@ -205,7 +205,7 @@ def test_a_way_that_loses_more_than_it_did_where_it_was_measured_says_so(tmp_pat
     assert told["step"] == compared[penalty.Watch.SEEN - 1].step
     assert told["error"] == sorted(record.fidelity.error for record in compared[:5])[2]
     assert 1e-3 < told["error"] < 2**-8  # what the nearest bf16 is off
-    assert re.fullmatch(r"what --sync bf16 makes of gradients is 0\.\d% off the exact sums; .*", told["why"])
+    assert re.fullmatch(r"--sync bf16: the sums of gradients are 0\.\d% off the exact sums; .*", told["why"])
     assert f"step {told['step'] + 1}: {told['why']}" in done.stdout
 
 

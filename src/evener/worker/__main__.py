@@ -1,6 +1,6 @@
-"""`torchrun --nproc-per-node 2 -m evener.worker [SPEC.toml] --steps 100 …`: one rank of a training run.
+"""Entry point of one rank of a training run: `torchrun --nproc-per-node 2 -m evener.worker [SPEC.toml] --steps 100 …`.
 
-The flags are those of `evener train`; --ranks is torchrun's to say. `--resume` goes on from the run in --out.
+The flags are those of `evener train`, except --ranks, which torchrun sets. `--resume` resumes the run in --out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from evener.worker.mistakes import exit_status, in_words
 def main() -> int:
     args = sys.argv[1:]
     resume = "--resume" in args
-    if ranks_live_on():  # nobody else would tell of another world
+    if ranks_live_on():  # without its agent nobody would announce the next epoch
         end_with(agent_pid())
     try:
-        spec = parse_args([word for word in args if word != "--resume"])
+        spec = parse_args([arg for arg in args if arg != "--resume"])
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         spec = msgspec.structs.replace(spec, machine=msgspec.structs.replace(spec.machine, ranks=ranks))
         resolved = resolve(

@@ -1,4 +1,4 @@
-"""In which arithmetic is a model computed, and is it compiled?"""
+"""Mixed precision and compilation: the dtype in which a model is computed, and whether torch.compile compiles it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.b
 
 
 def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
-    """The context in which forward runs in this arithmetic."""
+    """Return the context in which forward runs in this dtype."""
     return nullcontext() if dtype == "fp32" else torch.autocast(device.type, TORCH_DTYPES[dtype])
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Has this device units for bf16? Without them it is emulated, and slower than fp32."""
+    """Return whether the device computes bf16 in hardware. Emulated bf16 is slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     units = torch.cpu.get_capabilities()
@@ -37,7 +37,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def rounding_of(device: torch.device) -> str:
-    """Devices of which this is equal round alike, operation by operation.
+    """Return a key for how the device rounds: devices with equal keys round every operation alike.
 
     Others do not: with AVX2 a product and a sum are rounded once, without it twice. *Measured* on one machine with
     ATEN_CPU_CAPABILITY: after 10 steps of AdamW default and avx512 differ by 7e-9, avx2 and avx512 in no bit.
@@ -45,31 +45,32 @@ def rounding_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
-    fuses = "fused" if capability.startswith("AVX") else capability
-    return f"{platform.machine()} {fuses}"
+    rounding = "fused" if capability.startswith("AVX") else capability
+    return f"{platform.machine()} {rounding}"
 
 
 def compiles(spec: RunSpec, resolved: Resolved | None, roster: Roster, resumed: RunDir | None) -> bool:
-    """Is the model compiled? As before where a run is resumed, else as was asked for, or where it repays its time."""
-    wish, on_gpu = spec.model.compile, any(member.is_gpu for member in roster.members)
+    """Return whether to compile: as before for a resumed run, else as --compile says; auto: if it saves time."""
+    requested, on_gpu = spec.model.compile, any(member.is_gpu for member in roster.members)
     if on_gpu:
         has_compiler = importlib.util.find_spec("triton") is not None
     else:
         has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
-    if wish == "on" and not has_compiler:
+    if requested == "on" and not has_compiler:
         raise UsageError("--compile on: this machine has no compiler", hint="apt install g++, or --compile off")
     if resumed is not None:
-        return resumed.manifest().compiled  # the same arithmetic
-    if wish != "auto" or resolved is None:
-        return wish == "on"
+        return resumed.manifest().compiled  # for the same rounding
+    if requested != "auto" or resolved is None:
+        return requested == "on"
     shape, train = resolved.shape, spec.train
     flops = shape.flops_per_token() * shape.block_size * train.steps * max(roster.shares)
     return has_compiler and compile_pays(flops, "cuda" if on_gpu else "cpu")
 
 
 def compile_module(module: nn.Module, world_size: int) -> None:
-    """Compile it in place. Whole is fastest; but on several ranks a whole backward hands over all gradients at its end,
-    and hides nothing of their journey.
+    """Compile a module in place: as a whole on one rank, which is fastest, else block by block if it can.
+
+    A backward compiled as a whole produces all gradients at its end, so that no communication overlaps with it.
     """
     whole = functools.partial(module.compile, dynamic=False)
     (getattr(module, "compile_blocks", whole) if world_size > 1 else whole)()

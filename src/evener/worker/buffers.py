@@ -1,7 +1,8 @@
-"""What becomes of buffers that forward changes, such as running statistics, when a batch is divided?
+"""Average buffers that forward changes, such as running statistics, over the micro-batches of all ranks.
 
-Each micro-batch finds them as the step found them; after the step they are the mean of what all micro-batches of all
-ranks made of them. So they do not depend on who ran which micro-batch, nor in which order, and are equal everywhere.
+Each micro-batch starts from the buffers that the step started with; after the step they are the mean of the results of
+all micro-batches of all ranks. So they do not depend on which rank ran which micro-batch, nor on the order, and are
+equal on all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Buffers:
-    """Some buffers of a module as they are now. Forward may write into one, or put another tensor in its place."""
+    """A snapshot of some buffers of a module. Forward may write into a buffer, or replace it by another tensor."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self._places: list[tuple[str, dict[str, Any], str]] = []
@@ -25,34 +26,34 @@ class Buffers:
         self._before = [tensor.detach().clone() for tensor in self._tensors]
 
     def now(self) -> list[Tensor]:
-        """What they hold; one that has another shape or type now is a cache, and counts as it was."""
-        found = [place[key] for _, place, key in self._places]
-        return [now if is_alike(now, before) else before for now, before in zip(found, self._before, strict=True)]
+        """Return the current values; a buffer whose shape or dtype changed is a cache, and keeps its old value."""
+        current = [place[key] for _, place, key in self._places]
+        return [now if is_alike(now, before) else before for now, before in zip(current, self._before, strict=True)]
 
     def moved(self) -> list[str]:
-        """Names of those whose value is another one."""
+        """Return the names of the buffers whose values have changed."""
         return [name for (name, place, key), before in zip(self._places, self._before, strict=True)
                 if not (is_alike(place[key], before) and torch.equal(place[key], before))]  # fmt: skip
 
     def put_back(self) -> None:
-        """The tensors of then, with the values of then."""
+        """Restore the snapshot's tensors and their values."""
         self.put(self._before)
 
     @torch.no_grad()
     def put(self, values: Iterable[Tensor]) -> None:
-        """The tensors of then, with these values: one each, of any shape."""
+        """Restore the snapshot's tensors and set them to `values`: one for each buffer, of any shape."""
         for (_, place, key), tensor, value in zip(self._places, self._tensors, values, strict=True):
             place[key] = tensor
             tensor.copy_(value.view(tensor.shape))
 
 
 def is_alike(one: Tensor | None, other: Tensor) -> bool:
-    """Of one shape and type?"""
+    """Return whether both have the same shape and dtype."""
     return one is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class MovingBuffers:
-    """The buffers of one pass. None at all costs nothing."""
+    """Averages the buffers of one step over all micro-batches. Costs nothing if there are none."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self._buffers = Buffers(module, names)
@@ -61,14 +62,14 @@ class MovingBuffers:
 
     @torch.no_grad()
     def take(self) -> None:
-        """A micro-batch is over, forward and backward: note what it made of them, and put them back."""
+        """Add the buffers after a micro-batch's forward and backward to the sum, and restore them."""
         if self._sizes:
             flat = [buffer.flatten().to("cpu", torch.float64) for buffer in self._buffers.now()]
-            self._total += torch.cat([*flat, torch.ones(1, dtype=torch.float64)])  # the last counts micro-batches
+            self._total += torch.cat([*flat, torch.ones(1, dtype=torch.float64)])  # the last one counts micro-batches
             self._buffers.put_back()
 
     def settle(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """The pass is over: the mean. `over_ranks` sums a vector over all ranks, which call this together."""
+        """Set the buffers to their mean. `all_reduce_sum` sums a vector over ranks; all ranks call this."""
         if self._sizes:
-            total = over_ranks(self._total)  # in it, micro-batches of all ranks
+            total = over_ranks(self._total)  # including the number of micro-batches of all ranks
             self._buffers.put((total[:-1] / total[-1]).split(self._sizes))

@@ -1,10 +1,10 @@
-"""How is a run saved so that it can go on bit for bit?
+"""Checkpoint files: save and load a run so that it resumes bit for bit.
 
-A checkpoint does not depend on the number of ranks: replicas are equal, so rank 0 writes one copy. What differs between
-ranks is the state of their random generators (dropout); it is kept for each and used again by the same number of ranks.
+A checkpoint does not depend on the number of ranks: replicas are equal, so rank 0 writes one copy. Only the RNG states
+(dropout) differ between ranks; those of all ranks are saved, and restored by the same number of ranks.
 
     weights.safetensors   parameters and persistent buffers by name
-    state.safetensors     tensors of the states: optimizers, schedulers, scaler, the program's own (see statetree.py)
+    state.safetensors     tensors of the states: optimizers, schedulers, scaler, the user's (see state_serialization.py)
     rng.safetensors       "cpu/RANK", "cuda/RANK", … (see rng.py)
     state.json            evener.core.rundir.Checkpoint: the states' trees, and the digests of the other files
 """
@@ -31,7 +31,7 @@ from evener.worker.statetree import check_storable, pack, unpack
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a checkpoint holds, on the processor; nothing in it refers to the files any more."""
+    """The content of a checkpoint, in CPU memory; no tensor is mapped from the files."""
 
     weights: dict[str, Tensor]
     states: dict[str, Any]
@@ -48,12 +48,12 @@ def save(
     replica_hashes: list[list[str]],
     num_own: int = 0,
 ) -> Path:
-    """Write the checkpoint of `step`, or leave everything as it was.
+    """Write the checkpoint of `step` atomically; it replaces one of the same step.
 
-    `weights` as `weights_of` gives them, on any device; `replica_hashes[rank]` are of the same tensors in the same
-    order; `states` are state_dicts by name; `num_own` ranks keep something beside it. One of the same step gives way to
-    it. RunError where a weight is not finite: such a checkpoint would be the one to go on from, and nothing can; and
-    where the disk refuses. UsageError where a state holds an object.
+    `weights` are those of `named_weights`, on any device; `replica_hashes[rank]` are of the same tensors in the same
+    order; `states` are state_dicts by name; `num_rank_states` ranks have saved per-rank state with it. Raise RunError
+    if a weight is not finite, since the run would resume from it, or if the disk refuses. Raise UsageError if a state
+    holds an object that cannot be stored.
     """
     if bad := what_is_not_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
@@ -79,7 +79,7 @@ def save(
             files={file.name: digest_of(file) for file in sorted(folder.iterdir())},
         )
         write_atomic(folder / "state.json", msgspec.json.encode(checkpoint))
-        rundir.drop_checkpoint(step)  # of a world that was lost before all had written it
+        rundir.drop_checkpoint(step)  # from an epoch that broke before all ranks had written it
 
     folder = rundir.checkpoint_path(step)
     try:
@@ -87,13 +87,13 @@ def save(
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"{folder}: {getattr(error, 'strerror', None) or error}",
-            hint="the last complete checkpoint is untouched; --resume goes on",
+            hint="the last complete checkpoint is untouched; --resume continues from it",
         ) from None
     return folder
 
 
 def load(folder: Path) -> Saved:
-    """What `save` wrote there, to the bit."""
+    """Load what `save` wrote, bit for bit."""
     tensors = read_tensors(folder / "state.safetensors")
     states = {name: unpack(tree, tensors) for name, tree in describe_checkpoint(folder).states.items()}
     return Saved(weights=read_tensors(folder / "weights.safetensors"), states=states)
@@ -106,7 +106,7 @@ def load_weights(folder: Path, module: nn.Module) -> None:
 
 @torch.no_grad()
 def put_weights(saved: Mapping[str, Tensor], ours: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy saved tensors into ours; CheckpointError names the first that does not fit, before any is changed."""
+    """Copy saved tensors into `targets`; raise CheckpointError for the first that does not fit, before any changes."""
     for name in [*ours, *saved]:
         if name not in saved or name not in ours:
             problem = f"is {'not in it' if name not in saved else 'not in the model'}"
@@ -122,30 +122,30 @@ def put_weights(saved: Mapping[str, Tensor], ours: Mapping[str, Tensor], folder:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and persistent buffers by name, once each: a tied head has no copy."""
+    """Return a module's parameters and persistent buffers by name; shared ones (a tied head) once."""
     saved = module.state_dict()
-    if strange := next((name for name, value in saved.items() if not isinstance(value, Tensor)), None):
-        raise UsageError(f"{strange}: not a tensor; a checkpoint of weights has no place for a module's extra state")
+    if extra := next((name for name, value in saved.items() if not isinstance(value, Tensor)), None):
+        raise UsageError(f"{extra}: not a tensor; a checkpoint of weights cannot hold a module's extra state")
     named: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor for name, tensor in named if name in saved}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file of tensors on any device, of any strides, that may share their memory."""
-    seen: set[int] = set()
+    """Write tensors to a safetensors file; any device, any strides, and shared memory are allowed."""
+    storages: set[int] = set()
     dense = {}
     for name, tensor in tensors.items():
         check_storable(tensor, name)
-        ours = tensor.detach().cpu().contiguous()
-        if ours.untyped_storage().data_ptr() in seen:  # the format has no views
-            ours = ours.clone()
-        seen.add(ours.untyped_storage().data_ptr())
-        dense[name] = ours
+        copy = tensor.detach().cpu().contiguous()
+        if copy.untyped_storage().data_ptr() in storages:  # the format has no views
+            copy = copy.clone()
+        storages.add(copy.untyped_storage().data_ptr())
+        dense[name] = copy
     save_file(dense, path, metadata)
 
 
 def what_is_not_finite(weights: Mapping[str, Tensor]) -> str:
-    """A buffer may hold infinities, as masks do; a parameter may not, and NaN nobody. "" where all is well."""
+    """Describe the first non-finite tensor, or return "". Buffers may hold infinities, as masks do, but no NaN."""
     for name, tensor in weights.items():
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -156,7 +156,8 @@ def what_is_not_finite(weights: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What a safetensors file holds; copies, for a loaded file is mapped, and an optimizer would hold on to one that is
-    removed later.
+    """Load a safetensors file into CPU memory.
+
+    Return copies: loaded tensors are memory-mapped, and an optimizer would keep a file mapped that is removed later.
     """
     return {name: tensor.clone() for name, tensor in load_file(path).items()}

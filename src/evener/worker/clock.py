@@ -1,7 +1,7 @@
-"""When did it happen, on the device that does the work?
+"""Timing of asynchronous work on the device that does it.
 
 On a GPU the host runs ahead, so a host clock would time the queueing. There a mark is an event on the current stream,
-and a duration is read when both its events have passed.
+and a duration is read when both its events have completed.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from evener.core.spans import part_of
 
 
 class Clock(Protocol):
-    """Marks in the course of the work, and the seconds between two of them."""
+    """Places marks in the stream of work and measures the seconds between two of them."""
 
     def mark(self) -> Any:
-        """Now, in the course of the work."""
+        """Mark the current point in the stream of work."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one mark to another; waits until the work has reached the second."""
+        """Return the seconds from one mark to another; waits until the work has reached the second."""
 
     def at(self, mark: Any) -> float:
-        """When that was, by `time.perf_counter`."""
+        """Return the time of a mark on the clock of `time.perf_counter`."""
 
     def anchor(self) -> None:
-        """Look where the work is now, so that `at` can tell of marks near it; waits for all that is queued."""
+        """Align the device's clock with the host's, for `host_time_s` of later marks; waits for all queued work."""
 
 
 class HostClock:
-    """The work is done when the call returns: CPU tensors."""
+    """Clock for CPU tensors: work is done when the call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -48,7 +48,7 @@ class HostClock:
 
 
 class CudaClock:
-    """The work is queued on a stream: CUDA tensors."""
+    """Clock for CUDA tensors: work is queued on a stream."""
 
     def __init__(self) -> None:
         self.anchor()
@@ -72,7 +72,7 @@ class CudaClock:
 
 
 class Laps:
-    """A stretch of work cut into laps, each charged to one part: they cover it without a gap.
+    """Divides a stretch of work into laps without gaps, each charged to one phase.
 
     >>> laps = Laps(HostClock()); laps.lap("data_s"); laps.lap("compute_s"); laps.lap("data_s")
     >>> sorted(laps.parts_s())
@@ -84,11 +84,11 @@ class Laps:
         self.marks = [("", clock.mark())]
 
     def lap(self, part: str) -> None:
-        """Charge the time since the last mark to a part."""
+        """Charge the time since the last mark to a phase."""
         self.marks.append((part, self._clock.mark()))
 
     def parts_s(self) -> dict[str, float]:
-        """Seconds of every part that had a lap; waits until the last lap has passed."""
+        """Return the seconds of every phase that had a lap; waits until the last lap is over."""
         parts: dict[str, float] = {}
         for (_, begin), (part, end) in pairwise(self.marks):
             part = part_of(part)

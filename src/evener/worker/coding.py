@@ -1,6 +1,7 @@
-"""How fast does this device make gradients small, and large again? Without a link: what two ranks each compute.
+"""Codec benchmark: throughput of encoding and decoding gradients for each compressed sync strategy, without a link.
 
-A rank codes its own gradients and adds up two payloads, its own and the other's.
+It times what each of two ranks computes: a rank encodes its own gradients and adds up two payloads, its own and the
+other's.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from evener.worker.sync.powersgd import PowerSGD
 
 SHAPE, NUM_MATRICES = (1536, 384), 8  # of the character model's MLP: 19 MB, beyond most caches
 MEASURED_S = 0.3
-POWERSGD_RANKS = (4, 32)  # the time of another rank lies on the line through these
+POWERSGD_RANKS = (4, 32)  # the time at other ranks lies on the line through these
 
 
 def coding_rates(device: torch.device) -> dict[str, float]:
-    """Bytes of fp32 gradients a second by strategy, on one thread of a processor or on a GPU."""
+    """Measure bytes of fp32 gradients a second by sync strategy, on one CPU thread or on a GPU."""
     draw = torch.Generator().manual_seed(0)
     views = [(torch.randn(SHAPE, generator=draw) * 1e-3).view(-1).to(device) for _ in range(NUM_MATRICES)]
     codes: dict[str, Code] = {"bf16": Bf16(), "int8": Scaled(8), "int4": Scaled(4)}
@@ -33,21 +34,21 @@ def coding_rates(device: torch.device) -> dict[str, float]:
     for rank in POWERSGD_RANKS:
         work[f"powersgd:{rank}"] = _powersgd(views, rank)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the lane's thread, beside those that compute
+    torch.set_num_threads(1)  # as in training: one communication thread, beside those that compute
     try:
         num_bytes = sum(view.nbytes for view in views)
-        return {name: num_bytes / repeat(one, device, MEASURED_S) for name, one in work.items()}
+        return {name: num_bytes / repeat(encode_decode, device, MEASURED_S) for name, encode_decode in work.items()}
     finally:
         torch.set_num_threads(threads)
 
 
 def _narrow(code: Code, values: torch.Tensor) -> Callable[[], object]:
-    left, total = values.clone(), torch.zeros_like(values)
+    residual, total = values.clone(), torch.zeros_like(values)
     payload = torch.zeros(code.num_bytes(len(values)), dtype=torch.uint8, device=values.device)
 
     def once() -> None:
-        left.add_(values)
-        code.encode(left, payload, kept=total)
+        residual.add_(values)
+        code.encode(residual, payload, kept=total)
         code.add(payload, total)
 
     return once
@@ -55,11 +56,11 @@ def _narrow(code: Code, values: torch.Tensor) -> Callable[[], object]:
 
 def _packed(views: list[torch.Tensor]) -> Callable[[], object]:
     group: Any = SimpleNamespace(world_size=2, rank=0)
-    packed, fitting = Packed(group), [view.bfloat16().float() for view in views]
+    packed, bf16_values = Packed(group), [view.bfloat16().float() for view in views]
     payload = torch.empty(4 * sum(map(len, views)), dtype=torch.uint8, device=views[0].device)
 
     def once() -> None:
-        fits = packed.pack(fitting, payload)
+        fits = packed.pack(bf16_values, payload)
         for view, values in zip(views, values_of(payload, fits, views), strict=True):
             packed.add(values, view)
 

@@ -1,9 +1,9 @@
-"""How fast are the collectives of this world, and are their results right?
+"""Collective benchmark: bandwidths of each collective by size, and a check of its results, as in nccl-tests.
 
     torchrun --nproc-per-node 2 -m evener.worker.collectives '{"collectives": ["all_reduce"], "seconds": 30}'
 
-The argument is a CollectiveSpec. Rank 0 prints a line of JSON for the world and for each row. The first operation of a
-size works on known values and its result is compared with what it must be; then zeros are moved against the clock.
+The argument is a CollectiveBenchSpec. Rank 0 prints a line of JSON for the group and for each result. The first
+operation of a size runs on known values and its result is checked; then zeros are transferred and timed.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from evener.plan.collectives import bus_factor
 from evener.worker.arithmetic import TORCH_DTYPES
 from evener.worker.group import Group, leave
 
-PERIOD = 4093  # of the known values: a prime, so that no segment of a power of two lies on its like
+PERIOD = 4093  # of the known values: a prime, so that segments of a power of two bytes differ
 EXACT = 256  # whole numbers up to here are exact in bf16
-SLOT_S = 1.0  # aimed at for one size
+SLOT_S = 1.0  # target for one size
 MIN_ITERATIONS, MAX_ITERATIONS = 3, 200
 WARMUPS = 2  # one that is checked, one that is not
 SETTLE = 50  # small operations before anything is measured
-GPU_BATCH = 10  # operations that a GPU is given before it is waited for
-SUM_BYTES = 1 << 22  # of each operand that γ is measured with: what Gloo's segments are like
+GPU_BATCH = 10  # operations queued on a GPU before it is synchronized
+SUM_BYTES = 1 << 22  # of each operand that γ is measured with: about a segment of Gloo's
 SUM_S = 0.1
 
 
 class Operation:
-    """One collective on its buffers."""
+    """One collective, its buffers, and the check of its result."""
 
     def __init__(
         self, collective: Collective, group: Group, size_bytes: int, dtype: torch.dtype, in_place: bool
@@ -67,21 +67,21 @@ class Operation:
             self._input = self._output = whole
 
     def run(self) -> None:
-        """The collective itself."""
-        through = self._group.gradients
+        """Run the collective once."""
+        process_group = self._group.gradients
         if self.collective == "all_reduce":
-            dist.all_reduce(self._output, group=through)
+            dist.all_reduce(self._output, group=process_group)
         elif self.collective == "all_gather":
-            dist.all_gather_single(self._output, self._input, group=through)
+            dist.all_gather_single(self._output, self._input, group=process_group)
         elif self.collective == "reduce_scatter":
-            dist.reduce_scatter_single(self._output, self._input, group=through)
+            dist.reduce_scatter_single(self._output, self._input, group=process_group)
         elif self.collective == "broadcast":
-            dist.broadcast(self._output, src=0, group=through)
+            dist.broadcast(self._output, src=0, group=process_group)
         else:
-            dist.all_to_all_single(self._output, self._input, group=through)
+            dist.all_to_all_single(self._output, self._input, group=process_group)
 
     def fill(self) -> None:
-        """Known values in what this rank gives."""
+        """Fill this rank's input with known values."""
         rank, ranks = self._group.rank, range(self._group.world_size)
         self._output.fill_(-1)
         if self.collective in ("reduce_scatter", "all_to_all"):
@@ -91,7 +91,7 @@ class Operation:
             _write(self._input, self._values(rank, 0))
 
     def num_wrong(self) -> int:
-        """Elements of this rank's result that are not what they must be."""
+        """Return the number of wrong elements in this rank's result."""
         rank, ranks = self._group.rank, range(self._group.world_size)
         if self.collective == "all_reduce":
             return _differing(self._output, sum(self._values(other, 0) for other in ranks))
@@ -104,16 +104,16 @@ class Operation:
         return sum(_differing(chunk, self._values(other, place)) for chunk, other in chunks)
 
     def spoil(self, num: int) -> None:
-        """Change the first results."""
+        """Corrupt the first `num` elements of the result, for tests."""
         self._output[:num] += 1
 
     def clear(self) -> None:
-        """Zeros: sums of them stay finite however often they are taken."""
+        """Fill the buffers with zeros: repeated sums of them stay finite."""
         self._input.zero_()
         self._output.zero_()
 
     def _values(self, source: int, target: int) -> Any:
-        """One period of what `source` has for `target`: whole numbers whose sum over ranks is exact in every type."""
+        """Return one period of what `source` sends to `target`: integers whose sum over ranks is exact in any dtype."""
         below = max(2, min(16, EXACT // self._group.world_size))
         i = torch.arange(PERIOD, device=self._group.device)
         values = (i * i + 7 * source * i + 3 * source + 11 * target * i + 5 * target) % PERIOD % below
@@ -121,7 +121,7 @@ class Operation:
 
 
 def measure(group: Group, spec: CollectiveSpec, collective: Collective, size_bytes: int, slot_s: float) -> Row:
-    """One row: checked first, then timed for about `slot_s`."""
+    """Check one collective at one size, then time it for about `slot_s`."""
     operation = Operation(collective, group, size_bytes, TORCH_DTYPES[spec.dtype], spec.in_place)
     operation.fill()
     group.barrier()
@@ -162,12 +162,12 @@ def measure(group: Group, spec: CollectiveSpec, collective: Collective, size_byt
 
 
 def run(spec: CollectiveSpec) -> None:
-    """Every collective at every size that there is time for; an equal share of the time left for each collective."""
+    """Measure every collective at every size that there is time for; each gets an equal share of the remaining time."""
     group = Group(spec.device)
     if group.world_size < 2:
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")
-    here = Seat(host=this_machine().host, device=str(group.device))
-    seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(here))]
+    local = Seat(host=this_machine().host, device=str(group.device))
+    seats = [from_json(text, Seat) for text in group.gather(msgspec.json.encode(local))]
     group.move_gradients_by(backend_of(seats, spec.backend))
     _tell(
         group,
@@ -181,7 +181,7 @@ def run(spec: CollectiveSpec) -> None:
             torch=str(torch.__version__),
         ),
     )
-    for _ in range(SETTLE):  # connections find their pace
+    for _ in range(SETTLE):  # TCP connections ramp up
         dist.all_reduce(torch.zeros(256, dtype=TORCH_DTYPES[spec.dtype], device=group.device), group=group.gradients)
     until = time.monotonic() + spec.seconds
     for index, collective in enumerate(spec.collectives):
@@ -201,22 +201,22 @@ def run(spec: CollectiveSpec) -> None:
 
 
 def predicted_s(rows: list[Row], size_bytes: int) -> float:
-    """About what one operation of the next size takes: along the line through the first row and the last.
+    """Predict the seconds of one operation of the next size from the line through the first and the last result.
 
-    The line may be flat by chance, so at least a quarter of what the last row's bandwidth says.
+    The line may be flat by chance, so return at least a quarter of what the last result's bandwidth predicts.
     """
     if not rows:
         return 0.0
     first, last = rows[0], rows[-1]
-    least_s = last.time_s * size_bytes / last.size_bytes / 4
+    min_s = last.time_s * size_bytes / last.size_bytes / 4
     if len(rows) == 1:
-        return 4 * least_s
+        return 4 * min_s
     slope = (last.time_s - first.time_s) / (last.size_bytes - first.size_bytes)
-    return max(least_s, last.time_s + slope * (size_bytes - last.size_bytes))
+    return max(min_s, last.time_s + slope * (size_bytes - last.size_bytes))
 
 
 def sum_rate_Bps(dtype: torch.dtype, device: torch.device) -> float:
-    """γ: bytes of a buffer to which one thread adds another, in a second: torch's own loop on one core, or the GPU."""
+    """Measure γ: bytes a second of a buffer to which one thread adds another, in torch on one core or on the GPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     target = torch.zeros(SUM_BYTES // dtype.itemsize, dtype=dtype, device=device)
@@ -262,7 +262,7 @@ def _largest(group: Group, value: float) -> float:
 
 
 def _agreed(group: Group, value: float) -> float:
-    """Rank 0's value."""
+    """Return rank 0's value on all ranks."""
     return group.sum(value if group.rank == 0 else 0.0)[0]
 
 
@@ -271,7 +271,7 @@ def _interface() -> str | None:
 
 
 def _sent_by_kernel(group: Group) -> int | None:
-    """Bytes that this rank's interface has sent, headers included; None where ranks share one."""
+    """Return the bytes that this rank's interface has sent, headers included; None where ranks share one."""
     interface = _interface()
     if interface is None or group.local_world_size > 1 or not Path("/proc/net/dev").exists():
         return None

@@ -1,7 +1,7 @@
-"""Are saved states equal, and by how much do they differ? `python -m evener.worker.compare RUN [OTHER]` prints JSON.
+"""Compare saved weights of replicas or of two runs. `python -m evener.worker.compare RUN [OTHER]` prints JSON.
 
-RUN alone    every checkpoint: the weights' file against the hashes that each rank had taken of its own replica; and
-             whole states that ranks left (RUN/replicas, or state-rank-R.pt of the lab)
+RUN alone    every checkpoint: the file of weights against the hashes that each rank took of its own replica; and
+             whole states that ranks wrote (RUN/replicas, or state-rank-R.pt of the lab)
 RUN OTHER    the newest weights of two runs: what another number of ranks, or a resume, changed
 """
 
@@ -24,7 +24,7 @@ from evener.worker.verify import differences, hash_tensors
 
 
 def compare_replicas(path: Path) -> dict[str, Any]:
-    """Every proof of agreement that a run directory holds."""
+    """Check every saved replica state and hash in a run directory."""
     rundir = RunDir(path)
     checks = [_check_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
     files = sorted([*path.glob("state-rank-*.pt"), *(path / "replicas").glob("rank-*.safetensors")], key=_rank_of)
@@ -36,7 +36,7 @@ def compare_replicas(path: Path) -> dict[str, Any]:
             for rank in sorted(states.keys() - {first})
         ]
     if not checks:
-        raise CheckpointError(f"{path}: holds no checkpoint and no states of ranks to compare")
+        raise CheckpointError(f"{path}: no checkpoint and no states of ranks to compare")
     measured = [check["largest_difference"] for check in checks if check["largest_difference"] is not None]
     return {
         "run_dir": str(path),
@@ -47,7 +47,7 @@ def compare_replicas(path: Path) -> dict[str, Any]:
 
 
 def compare_runs(path: Path, other: Path) -> dict[str, Any]:
-    """The newest weights of two runs."""
+    """Compare the newest weights of two runs."""
     states = []
     for rundir in (RunDir(path), RunDir(other)):
         folder = rundir.checkpoint_path(rundir.newest_checkpoint())
@@ -64,17 +64,18 @@ def compare_runs(path: Path, other: Path) -> dict[str, Any]:
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
-    """The largest absolute difference, and the tensor that has it; CheckpointError where the shapes differ."""
+    """Return the largest absolute difference, and its tensor; raise CheckpointError if names or shapes differ."""
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
-            raise CheckpointError(f"the states are of different models: {name} is not in both with one shape")
-    gaps = {
+            raise CheckpointError(f"the states are of different models: {name} is not in both with the same shape")
+    diffs = {
         name: float((ours[name].double() - theirs[name].double()).abs().max()) if ours[name].numel() else 0.0
         for name in ours
     }
     equal = all(torch.equal(ours[name], theirs[name]) for name in ours)
-    worst = max(gaps, key=lambda name: gaps[name])
-    return {"equal": equal, "tensors": len(gaps), "largest_difference": gaps[worst], "tensor": None if equal else worst}
+    worst = max(diffs, key=lambda name: diffs[name])
+    tensor = None if equal else worst
+    return {"equal": equal, "tensors": len(diffs), "largest_difference": diffs[worst], "tensor": tensor}
 
 
 def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
@@ -82,13 +83,13 @@ def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
     checkpoint = read_checkpoint(folder)
     weights = load_file(folder / "weights.safetensors")
     stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
-    found = differences(checkpoint.tensor_names, [list(stored.values()), *checkpoint.replica_hashes])
+    mismatches = differences(checkpoint.tensor_names, [list(stored.values()), *checkpoint.replica_hashes])
     return {
         "what": f"checkpoint of step {step}: hashes of {plural(checkpoint.world_size, 'rank')} and the stored weights",
-        "equal": not found,
+        "equal": not mismatches,
         "tensors": len(stored),
-        "largest_difference": None if found else 0.0,  # equal bits
-        "tensor": found[0].tensor if found else None,
+        "largest_difference": None if mismatches else 0.0,  # equal bits
+        "tensor": mismatches[0].tensor if mismatches else None,
     }
 
 
@@ -104,7 +105,7 @@ def _rank_of(file: Path) -> int:
 
 
 def main() -> int:
-    paths = [Path(word) for word in sys.argv[1:]]
+    paths = [Path(arg) for arg in sys.argv[1:]]
     try:
         print(json.dumps(compare_replicas(*paths) if len(paths) == 1 else compare_runs(*paths)))
     except EvenerError as error:

@@ -1,7 +1,7 @@
-"""What does sharing a machine cost? The same work timed by each rank alone, then by all at once, nothing exchanged.
+"""Measure contention: the same work timed by each rank alone, then by all ranks at once, without communication.
 
-Twice the processes on one processor share its cores, its caches and its memory bus. Which of them runs out shows in two
-figures taken alongside: the processors that a rank was really running on, and the bandwidth of a large copy.
+Several processes on one machine share its cores, its caches and its memory bus. Which of them is the bottleneck shows
+in two more figures: the number of cores that a rank really ran on, and the bandwidth of a large copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COPY_BYTES = 1 << 26  # beyond any cache
 
 
 def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
-    """Alone and together, of every rank; takes about 3 · (ranks + 1) forward and backward passes."""
+    """Measure every rank alone and all together; takes about 3 · (ranks + 1) forward and backward passes."""
     samples = dataset.global_batch(run.spec.train.seed, 0, run.member.largest_pass or 1)
     tokens, targets = dataset.load(samples, run.device)
     source = torch.ones(COPY_BYTES // 4, device=run.device)
@@ -52,19 +52,19 @@ def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
         run.group.barrier()
         together.append(_timed(work, run.device))
     mine = [alone[0], together[0], [2 * COPY_BYTES / alone[1][0]], [2 * COPY_BYTES / together[1][0]]]
-    everyone = [from_json(text, list[list[float]]) for text in run.group.gather(msgspec.json.encode(mine))]
+    all_ranks = [from_json(text, list[list[float]]) for text in run.group.gather(msgspec.json.encode(mine))]
     return Contention(
-        alone_s=[rank[0][0] for rank in everyone],
-        together_s=[rank[1][0] for rank in everyone],
-        alone_cpus=[rank[0][1] for rank in everyone],
-        together_cpus=[rank[1][1] for rank in everyone],
-        copy_alone_Bps=[rank[2][0] for rank in everyone],
-        copy_together_Bps=[rank[3][0] for rank in everyone],
+        alone_s=[rank[0][0] for rank in all_ranks],
+        together_s=[rank[1][0] for rank in all_ranks],
+        alone_cpus=[rank[0][1] for rank in all_ranks],
+        together_cpus=[rank[1][1] for rank in all_ranks],
+        copy_alone_Bps=[rank[2][0] for rank in all_ranks],
+        copy_together_Bps=[rank[3][0] for rank in all_ranks],
     )
 
 
 def _timed(work: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Median seconds of the work, and the processors that this process ran on meanwhile."""
+    """Return the median seconds of the work, and the number of cores that this process ran on meanwhile."""
     took, cpus = [], []
     for _ in range(REPEATS):
         wall, cpu = time.perf_counter(), time.process_time()

@@ -1,7 +1,7 @@
-"""Which tokens make up the global batch of a step?
+"""Token blocks of a corpus: the samples of each step's global batch.
 
-A fixed list of samples, a pure function of (seed, step): any number of ranks reads the same ones, and a resumed run
-goes on with the very next.
+They are a pure function of (seed, step): any number of ranks reads the same samples, and a resumed run continues with
+the next ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TokenBlocks:
     """Blocks of consecutive tokens of one split of a corpus.
 
     A sample is a position p: its input is tokens p … p+T-1, its target tokens p+1 … p+T, T = block_size. `sampling` is
-    how a step's samples are chosen: in epochs, or uniformly from all positions.
+    how a step's samples are drawn: in epochs, or uniformly from all positions.
     """
 
     def __init__(self, corpus: Corpus, split: str, block_size: int, sampling: str = "epochs") -> None:
@@ -29,9 +29,9 @@ class TokenBlocks:
         self._num_positions = len(self._tokens) - block_size
 
     def global_batch(self, seed: int, step: int, num_sequences: int) -> np.ndarray:
-        """Positions of the global batch of a step: (num_sequences,) int64.
+        """Return the positions of a step's global batch: (num_sequences,) int64.
 
-        In epochs no block comes twice before all have come, as long as num_sequences stays what it is.
+        In epochs no block repeats before all have come, as long as num_sequences does not change.
         """
         if self.sampling == "uniform":
             return uniform_indices(self._num_positions, seed, step, num_sequences)
@@ -39,16 +39,16 @@ class TokenBlocks:
         return epoch_positions(self._num_positions, self.block_size, seed, first, num_sequences)
 
     def evenly_spaced(self, num_tokens: int) -> np.ndarray:
-        """Positions of blocks that do not overlap, spread over the split: at most num_tokens of them, at least one."""
+        """Return positions of disjoint blocks spread over the split: at most num_tokens tokens, at least one block."""
         num_blocks = max(1, min(num_tokens // self.block_size, self._num_positions // self.block_size))
         return np.linspace(0, self._num_positions - 1, num_blocks).astype(np.int64)
 
     def num_tokens(self, positions: np.ndarray) -> int:
-        """Targets in these samples."""
+        """Return the number of targets in these samples."""
         return len(positions) * self.block_size
 
     def load(self, positions: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these samples: two (B, T) int64 tensors on the device."""
+        """Return inputs and targets of these samples: two (B, T) int64 tensors on the device."""
         window = np.arange(self.block_size + 1)
         blocks = torch.from_numpy(self._tokens[positions[:, None] + window].astype(np.int64))
         if device.type == "cuda":

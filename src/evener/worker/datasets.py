@@ -1,13 +1,13 @@
-"""How does a torch Dataset or DataLoader become what `run.steps` reads: a pure function from (seed, step) to samples?
+"""Adapters from a torch Dataset or DataLoader to what `run.steps` reads: a pure function (seed, step) → samples.
 
-What a loader knows beside its data set is evener's to decide, so that any number of ranks reads the same samples and a
-resumed run goes on with the next ones:
+evener replaces the sampler of a DataLoader, so that any number of ranks reads the same samples and a resumed run
+continues with the next ones:
 
-    batch_size        must be --batch, the global batch of all ranks together; a micro-batch is what `load` gets
-    shuffle           every sample once an epoch, in an order drawn from --seed; without it as they lie, again and again
-    drop_last         says nothing: a batch may lie across the end of an epoch, so none is shorter
+    batch_size        must be --batch, the global batch of all ranks together; `load` gets one micro-batch
+    shuffle           every sample once an epoch, in an order drawn from --seed; without it in stored order
+    drop_last         ignored: a batch may span the end of an epoch, so none is shorter
     collate_fn        used, on each micro-batch
-    num_workers, …    not used: samples are read by the rank itself, and the report says how long that took (data_s)
+    num_workers, …    ignored: the rank reads samples itself, and the report gives the time (data_s)
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from evener.core.errors import UsageError
 from evener.core.spec import RunSpec
 from evener.worker.sampling import epoch_indices
 
-LOOKED_AT = 1024  # numbers of a tensor, all over it
-ROUNDING = 0.05  # of the largest number: what differs by more is other data
+LOOKED_AT = 1024  # of a tensor, evenly spaced
+ROUNDING = 0.05  # relative to the largest value: a larger difference means other data
 
 
 class Dataset(Protocol):
-    """What `Run.steps` reads."""
+    """What `Run.steps` reads: the samples of each step, their weight, and their content."""
 
     def global_batch(self, seed: int, step: int, num_sequences: int) -> np.ndarray:
-        """Samples of the global batch of a step: a pure function."""
+        """Return the samples of a step's global batch; must be a pure function."""
 
     def num_tokens(self, samples: np.ndarray) -> float:
-        """What the losses of these samples are weighed by: their tokens, their number, the sum of their weights."""
+        """Return the weight of these samples in the loss: their tokens, their number, or the sum of their weights."""
 
     def load(self, samples: np.ndarray, device: torch.device) -> Any:
-        """The samples as the training program wants them."""
+        """Load the samples as the training program wants them."""
 
 
 def as_dataset(source: Any, spec: RunSpec) -> Dataset:
-    """`source` itself if it is a `Dataset`, else the adapter of a map-style torch Dataset or of a DataLoader of one.
+    """Return `source` itself if it is a `Dataset`, else an adapter of a map-style torch Dataset or of its DataLoader.
 
-    A sample of an adapter is an index, and counts as one token. UsageError says why something else cannot be read.
+    A sample of an adapter is an index, and counts as one token. Raise UsageError if `source` cannot be read.
     """
     if all(hasattr(source, name) for name in ("global_batch", "num_tokens", "load")):
         return source
@@ -58,14 +58,14 @@ def as_dataset(source: Any, spec: RunSpec) -> Dataset:
 
 
 class Indexed:
-    """Samples of a map-style data set, put together by `collate`."""
+    """Adapter of a map-style data set; `collate` makes a batch of its samples."""
 
     def __init__(self, source: Any, collate: Callable[[list[Any]], Any], *, shuffle: bool) -> None:
         name = type(source).__name__
         if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
             raise UsageError(
-                f"run.steps: {name} cannot be read by index: no rank could read its own part of a batch, "
-                "nor a resumed run go on where it was",
+                f"run.steps: {name} cannot be read by index: no rank could read its own share of a batch, "
+                "and no resumed run could continue where it was",
                 hint="a data set with __getitem__ and __len__, or with evener's global_batch, num_tokens and load",
             )
         if not hasattr(source, "__len__") or len(source) == 0:
@@ -73,26 +73,26 @@ class Indexed:
         self._source, self._collate, self._shuffle = source, collate, shuffle
 
     def global_batch(self, seed: int, step: int, num_sequences: int) -> np.ndarray:
-        """Indices of the samples of a step: (num_sequences,) int64."""
+        """Return the indices of a step's samples: (num_sequences,) int64."""
         first = step * num_sequences
         if self._shuffle:
             return epoch_indices(len(self._source), seed, first, num_sequences)
         return np.arange(first, first + num_sequences, dtype=np.int64) % len(self._source)
 
     def num_tokens(self, samples: np.ndarray) -> int:
-        """One for each."""
+        """Return the number of samples: each counts as one token."""
         return len(samples)
 
     def load(self, samples: np.ndarray, device: torch.device) -> Any:
-        """The samples collated, their tensors on the device."""
+        """Load and collate the samples; tensors are on the device."""
         indices = samples.tolist()
-        many = getattr(self._source, "__getitems__", None)  # as torch's own loader asks
-        batch = self._collate(many(indices) if many else [self._source[index] for index in indices])
+        get_many = getattr(self._source, "__getitems__", None)  # torch's DataLoader does the same
+        batch = self._collate(get_many(indices) if get_many else [self._source[index] for index in indices])
         return to_device(batch, device)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors on the device, wherever they are in tuples, lists and dicts; what has a `to` of its own is asked."""
+    """Move tensors in nested tuples, lists and dicts to the device; an object with a `to` method moves itself."""
     if isinstance(value, Tensor):
         if device.type == "cuda" and value.device.type == "cpu":
             return value.pin_memory().to(device, non_blocking=True)
@@ -109,13 +109,13 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """Of a step's samples and of what the first of them is when it is read."""
+    """Fingerprint of a step's samples: their indices, and the content of the first one."""
 
-    exact: str  # digest of the samples' numbers, and of shapes, whole numbers and text
-    floats: list[list[float]]  # of each part: machines may decode an image, or resize it, with other rounding
+    exact: str  # digest of the samples' indices, and of shapes, integers and text
+    floats: list[list[float]]  # of each leaf; machines may decode or resize an image with other rounding
 
     def is_like(self, other: Fingerprint) -> bool:
-        """Is it of the same data?"""
+        """Return whether both are of the same data, up to rounding of floats."""
         return (self.exact == other.exact and len(self.floats) == len(other.floats)
                 and all(map(_are_near, self.floats, other.floats)))  # fmt: skip
 
@@ -123,16 +123,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
 def _are_near(ours: list[float], theirs: list[float]) -> bool:
     if len(ours) != len(theirs):
         return False
-    most = ROUNDING * np.max(np.abs(ours), initial=0.0)
-    return bool(np.all(np.abs(np.subtract(ours, theirs)) <= most))
+    tolerance = ROUNDING * np.max(np.abs(ours), initial=0.0)
+    return bool(np.all(np.abs(np.subtract(ours, theirs)) <= tolerance))
 
 
 def fingerprint(dataset: Dataset, samples: np.ndarray) -> Fingerprint | None:
-    """By which ranks see that they have the same data; None where reading a sample again gives another, as of images
-    that are cropped at random.
-    """
-    once, again = (_fingerprint(samples, dataset.load(samples[:1], torch.device("cpu"))) for _ in range(2))
-    return once if once == again else None
+    """Return a fingerprint by which ranks compare their data; None if reading is random, as with random crops."""
+    first, second = (_fingerprint(samples, dataset.load(samples[:1], torch.device("cpu"))) for _ in range(2))
+    return first if first == second else None
 
 
 def _fingerprint(samples: np.ndarray, batch: Any) -> Fingerprint:
@@ -144,8 +142,8 @@ def _fingerprint(samples: np.ndarray, batch: Any) -> Fingerprint:
             flat = leaf.reshape(-1)
             values = flat[:: max(1, len(flat) // LOOKED_AT)].tolist()
             is_image = leaf.ndim > 1 and leaf.dtype in (torch.uint8, np.uint8)
-        found = [float(value) for value in values if is_image or isinstance(value, float)]
-        floats.append([value for value in found if math.isfinite(value)])
+        numbers = [float(value) for value in values if is_image or isinstance(value, float)]
+        floats.append([value for value in numbers if math.isfinite(value)])
         digest.update(repr([value for value in values if isinstance(value, int | str) and not is_image]).encode())
     return Fingerprint(exact=digest.hexdigest(), floats=floats)
 
@@ -156,19 +154,19 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _of_loader(loader: DataLoader[Any], batch: int) -> Indexed:
     if isinstance(loader.dataset, IterableDataset):
-        return Indexed(loader.dataset, loader.collate_fn, shuffle=False)  # which refuses it
-    remedy = "DataLoader(dataset, batch_size=…, shuffle=…); an order of your own: global_batch, num_tokens and load"
+        return Indexed(loader.dataset, loader.collate_fn, shuffle=False)  # its constructor refuses it
+    remedy = "DataLoader(dataset, batch_size=…, shuffle=…); for your own order: global_batch, num_tokens and load"
     if loader.batch_size is None:
-        what = "no batch_size" if loader.batch_sampler is None else "a batch_sampler of its own"
-        raise UsageError(f"run.steps: the DataLoader has {what}: evener divides batches over the ranks", hint=remedy)
+        problem = "no batch_size" if loader.batch_sampler is None else "a batch_sampler of its own"
+        raise UsageError(f"run.steps: the DataLoader has {problem}: evener divides batches over the ranks", hint=remedy)
     sampler = loader.sampler
     is_plain = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # map-style: see above
     )
     if not is_plain:
         raise UsageError(
-            f"run.steps: the DataLoader has a {type(sampler).__name__} of its own: which samples a step reads must be "
-            "the same on any number of ranks, and known without those of the steps before",
+            f"run.steps: the DataLoader has a {type(sampler).__name__} of its own: a step's samples must be the same "
+            "on any number of ranks, and known without those of the steps before",
             hint=remedy,
         )
     if loader.batch_size != batch:

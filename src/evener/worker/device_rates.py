@@ -1,8 +1,8 @@
-"""How fast is this host: its arithmetic, its memory, and the model itself?
+"""Device probe: measure this host's matrix products, memory bandwidth, all-reduce, codecs and training throughput.
 
     python -m evener.worker.device_rates '{"host": "attic", "model": "char"}'
 
-Every device in turn, by one process; the argument is a DeviceRatesSpec. Prints lines of JSON.
+One process measures every device in turn; the argument is a HostProbeSpec. Prints lines of JSON.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from evener.worker.group import leave
 from evener.worker.loopback import loopback_rates
 from evener.worker.sustained import repeat, train
 
-MATMUL_S = 0.3  # for one type
+MATMUL_S = 0.3  # for one dtype
 MATMUL_LARGEST = {"cpu": 2048, "cuda": 8192}
 COPY_BYTES = 1 << 28  # beyond any cache
 COPY_S = 0.5
-SLOWER = 0.9  # below this share of another rate it is no chance
-SUSTAINED_S = 10.0  # shorter runs do not heat anything up
+SLOWER = 0.9  # a rate below this share of another is slower, and not by chance
+SUSTAINED_S = 10.0  # shorter runs do not heat up the device
 
 
 def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
-    """All figures of one device; takes 5 to 10 seconds more than `spec.seconds`."""
+    """Measure one device; takes 5 to 10 seconds more than `spec.seconds`."""
     if device.type == "cpu":
         keep_freed_memory()
     name = "cpu" if device.type == "cpu" else str(device)
@@ -52,10 +52,10 @@ def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
     sums = {dtype: sum_rate_Bps(TORCH_DTYPES[dtype], device) for dtype in ("fp32", "bf16")}
     sync_Bps = loopback_Bps = None  # on GPUs not measured
     if device.type == "cpu":
-        tell(Doing(text=f"{name}: all-reduces between two ranks here"))
+        tell(Doing(text=f"{name}: all-reduces between two ranks on this host"))
         sync_Bps, loopback_Bps = loopback_rates()
     tell(Doing(text=f"{name}: {spec.model}, forward and backward for {spec.seconds:.0f} s"))
-    tell(Doing(text=f"{name}: gradients in fewer bytes"))
+    tell(Doing(text=f"{name}: compressing gradients"))
     coding_Bps = coding_rates(device)
     sustained = train(spec, device, lambda text: tell(Doing(text=f"{name}: {text}")))
     rates = Rates(
@@ -84,7 +84,7 @@ def measure(device: torch.device, spec: DeviceRatesSpec) -> DeviceRates:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations a second of square matrix products, as large as take a twentieth of the time."""
+    """Measure FLOP/s of square matrix products, of a size that takes a twentieth of MATMUL_S."""
     n = 128
     while True:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -100,7 +100,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def memory_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes read and written in a second by b = a, and by c = a + s·b (McCalpin's STREAM triad)."""
+    """Measure bytes read and written a second by b = a, and by c = a + s·b (McCalpin's STREAM triad)."""
     a, b, c = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(3))
     copy_s = repeat(lambda: b.copy_(a), device, COPY_S)
     triad_s = repeat(lambda: torch.add(a, b, alpha=3.0, out=c), device, COPY_S)
@@ -108,58 +108,58 @@ def memory_rates(device: torch.device) -> tuple[float, float]:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All memory of a GPU, or of the host; None where the system does not tell."""
+    """Return the total memory of a GPU, or of the host; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return this_machine().memory_bytes
 
 
 def findings(spec: DeviceRatesSpec, device: str, rates: Rates, sustained: Sustained) -> list[Finding]:
-    """What in these figures deserves a word."""
-    found = []
+    """Return warnings about slow dtypes and thermal throttling."""
+    results = []
     fp32, bf16 = rates.matmul_flops["fp32"], rates.matmul_flops.get("bf16")
     if bf16 is not None and bf16 < SLOWER * fp32:
-        found.append(
+        results.append(
             Finding(
                 check="dtype.slow",
                 severity="info",
                 host=spec.host,
                 evidence=f"{device}: matrix products run at {metric(bf16)}FLOP/s in bf16, {metric(fp32)}FLOP/s in fp32",
-                fix="--dtype fp32, which --dtype auto takes here"
+                fix="--dtype fp32, which --dtype auto chooses here"
                 if sustained.dtype == "fp32"
-                else f"--dtype auto takes {sustained.dtype} here; if a second measurement says the same, --dtype fp32",
+                else f"--dtype auto chooses {sustained.dtype} here; if a second measurement agrees, use --dtype fp32",
             )
         )
     first, last = sustained.first_third_tokens_per_s, sustained.last_third_tokens_per_s
-    # Where the process ran on fewer processors in the end, somebody else took them: that is no throttling.
+    # Fewer cores at the end means that another process took them: that is no throttling.
     undisturbed = device != "cpu" or sustained.last_third_cpus > SLOWER * sustained.first_third_cpus
     if spec.seconds >= SUSTAINED_S and last < SLOWER * first and undisturbed:
         clock = ""
         if sustained.first_third_Hz and sustained.last_third_Hz:
             clock = f", its clock from {sustained.first_third_Hz / 1e9:.2f} to {sustained.last_third_Hz / 1e9:.2f} GHz"
-        found.append(
+        results.append(
             Finding(
                 check="cpu.throttled",
                 severity="warning",
                 host=spec.host,
                 evidence=f"{device}: within {spec.seconds:.0f} s its rate fell from {first:.0f} to {last:.0f} tokens/s"
                 + clock,
-                fix="mains instead of battery, free air, the performance profile: powerprofilesctl set performance; "
-                "then evener probe host again",
+                fix="use mains power, improve the airflow, run powerprofilesctl set performance; "
+                "then run evener probe host again",
             )
         )
-    return found
+    return results
 
 
 def _dtypes(device: torch.device) -> list[Dtype]:
-    """Types that are worth a figure: fp16 on a processor only where it has units for it."""
+    """Return the dtypes to measure: on a CPU fp16 only if it has hardware for it."""
     units = torch.cpu.get_capabilities()
     has_fp16 = device.type == "cuda" or units.get("avx512_fp16") or units.get("amx_fp16")
     return ["fp32", "bf16", "fp16"] if has_fp16 or platform.machine() == "arm64" else ["fp32", "bf16"]
 
 
 def devices(wish: str) -> list[torch.device]:
-    """The devices to measure: every GPU that training would use, else the processor."""
+    """Return the devices to measure: every GPU that training would use, and the CPU unless --device is cuda."""
     num_gpus = torch.cuda.device_count() if wish != "cpu" else 0
     if wish == "cuda" and num_gpus == 0:
         raise UsageError("--device cuda: this machine has no GPU that torch can use", hint="--device cpu")

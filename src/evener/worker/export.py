@@ -1,7 +1,7 @@
-"""How does a checkpoint become a folder that transformers loads? `python -m evener.worker.export REQUEST`
+"""Export a checkpoint to a folder that transformers loads. `python -m evener.worker.export REQUEST`
 
-REQUEST is JSON: {"checkpoint", "shape", "end_of_text": id or null, "out": a folder that is there}. Of GPT-2's kind a
-model is a rename and a transposition away from transformers' own; what has no biases here has zeros there.
+REQUEST is JSON: {"checkpoint", "shape", "end_of_text": id or null, "out": an existing folder}. A GPT-2-like model
+differs from transformers' own by names and a transposition; missing biases become zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # transformers
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is exported."""
+    """What to export, and where to."""
 
     checkpoint: str
     shape: GPTShape
@@ -34,25 +34,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(request: Request) -> None:
-    """Write config.json and model.safetensors; UsageError for a model that transformers has no class for."""
+    """Write config.json and model.safetensors; raise UsageError for a model that transformers has no class for."""
     shape = request.shape
     is_gpt2 = (shape.positions, shape.norm, shape.tied_head, shape.value_embeddings, shape.qk_norm) == (
         "learned", "layernorm", True, False, False,
     )  # fmt: skip
     if not is_gpt2 or shape.activation not in ACTIVATIONS:
         raise UsageError(
-            f"{request.checkpoint}: transformers has no class for this model: it is not of GPT-2's kind",
+            f"{request.checkpoint}: transformers has no class for this model: it is not GPT-2-like",
             hint="its weights.safetensors has the parameters by name, and evener.worker.model.GPT computes with them",
         )
     model = GPT(shape)
     load_weights(Path(request.checkpoint), model)
     weights = {}
     for name, parameter in model.named_parameters():
-        theirs = their_name(name)
-        tensor = parameter.detach().t() if CONV1D.search(theirs) else parameter.detach()
-        weights[f"transformer.{theirs}"] = tensor.contiguous()
-        if theirs.endswith(".weight") and theirs not in ("wte.weight", "wpe.weight"):
-            bias = f"transformer.{theirs.removesuffix('weight')}bias"
+        hf_name = their_name(name)
+        tensor = parameter.detach().t() if CONV1D.search(hf_name) else parameter.detach()
+        weights[f"transformer.{hf_name}"] = tensor.contiguous()
+        if hf_name.endswith(".weight") and hf_name not in ("wte.weight", "wpe.weight"):
+            bias = f"transformer.{hf_name.removesuffix('weight')}bias"
             if bias not in weights:
                 weights[bias] = torch.zeros(tensor.shape[-1])
     save_file(weights, Path(request.out) / "model.safetensors", {"format": "pt"})

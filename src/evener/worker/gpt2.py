@@ -1,10 +1,10 @@
-"""How do published GPT-2 weights become a GPT?
+"""Load published GPT-2 weights into a GPT.
 
     shape, weights = load_gpt2(Path("gpt2/model.safetensors"))
     model = GPT(shape)
     model.load_state_dict(weights)
 
-The file is Hugging Face's `model.safetensors`, of any of the four published sizes or of another model of that kind.
+The file is Hugging Face's `model.safetensors`, of any of the four published sizes or of another GPT-2-like model.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ THEIR_NAME = {
 ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {"gelu": "gelu", "gelu_new": "gelu_tanh",
                                                        "gelu_pytorch_tanh": "gelu_tanh"}  # fmt: skip
 PARTS = re.compile("|".join(map(re.escape, THEIR_NAME)))
-CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's Conv1D keeps (in, out), torch's Linear (out, in)
-CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # old files carry these buffers along
+CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's Conv1D stores (in, out), torch's Linear (out, in)
+CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # buffers in old files
 
 
 def is_gpt2_file(path: Path) -> bool:
-    """Has a file of weights not our own names?"""
+    """Return whether a file of weights does not use our own names."""
     try:
         with safe_open(path, "pt") as file:
-            return "token_embedding.weight" not in file.keys()  # noqa: SIM118  it is no dict
+            return "token_embedding.weight" not in file.keys()  # noqa: SIM118  not a dict
     except (OSError, SafetensorError):
-        return True  # who reads it says what is wrong
+        return True  # load_gpt2 raises the error
 
 
 def load_gpt2(path: Path, num_heads: int | None = None, *, bias: bool = True) -> tuple[GPTShape, dict[str, Tensor]]:
-    """The shape, and the weights in fp32 by GPT's names. Heads are 64 wide unless `num_heads` says otherwise; the
-    activation is GPT-2's unless a config.json beside the file names another. For a model without `bias` biases that are
-    all zero are left out.
+    """Return the shape, and the weights in fp32 by GPT's names.
 
-    Raises CheckpointError for a file that is not a GPT-2; it names the first tensor that is missing or odd.
+    Heads are 64 wide unless `num_heads` is given; the activation is GPT-2's unless a config.json beside the file names
+    another. With `bias=False` biases that are all zero are dropped. Raise CheckpointError for a file that is not a
+    GPT-2; it names the first missing or unexpected tensor.
     """
-    theirs = _read(path)
-    if not bias and not any(tensor.any() for name, tensor in theirs.items() if name.endswith(".bias")):
-        theirs = {name: tensor for name, tensor in theirs.items() if not name.endswith(".bias")}
-    shape = _infer_shape(path, theirs, num_heads)
+    tensors = _read(path)
+    if not bias and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(".bias")):
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
+    shape = _infer_shape(path, tensors, num_heads)
     with torch.device("meta"):
         model = GPT(shape)
     expected = {their_name(name): (name, parameter) for name, parameter in model.named_parameters()}
-    if missing := [name for name in expected if name not in theirs]:
+    if missing := [name for name in expected if name not in tensors]:
         raise _not_gpt2(path, f"{missing[0]} is missing")
     weights = {}
-    for name, tensor in theirs.items():
+    for name, tensor in tensors.items():
         if name not in expected:
             raise _not_gpt2(path, f"{name} is not part of one")
         our_name, parameter = expected[name]
@@ -82,7 +82,7 @@ def load_gpt2(path: Path, num_heads: int | None = None, *, bias: bool = True) ->
 
 
 def their_name(name: str) -> str:
-    """What GPT-2's files, and nanoGPT, call a parameter of GPT.
+    """Return the name that GPT-2's files, and nanoGPT, use for a parameter of GPT.
 
     >>> their_name("blocks.0.attention.qkv.weight")
     'h.0.attn.c_attn.weight'
@@ -91,46 +91,46 @@ def their_name(name: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The file's tensors without the prefix that some files have, its causal masks, and the tied head's copy."""
+    """Read the file's tensors; drop a name prefix, causal masks, and the tied head's copy."""
     try:
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from None
-    theirs = {name.removeprefix("transformer."): t for name, t in stored.items() if not CAUSAL_MASK.search(name)}
-    head = theirs.pop("lm_head.weight", None)
-    if head is not None and "wte.weight" in theirs and not torch.equal(head, theirs["wte.weight"]):
+    tensors = {name.removeprefix("transformer."): t for name, t in stored.items() if not CAUSAL_MASK.search(name)}
+    head = tensors.pop("lm_head.weight", None)
+    if head is not None and "wte.weight" in tensors and not torch.equal(head, tensors["wte.weight"]):
         raise _not_gpt2(path, "lm_head.weight differs from wte.weight, to which a GPT-2's head is tied")
-    return theirs
+    return tensors
 
 
-def _infer_shape(path: Path, theirs: dict[str, Tensor], num_heads: int | None) -> GPTShape:
+def _infer_shape(path: Path, tensors: dict[str, Tensor], num_heads: int | None) -> GPTShape:
     for name in ("wte.weight", "wpe.weight"):
-        if name not in theirs:
+        if name not in tensors:
             raise _not_gpt2(path, f"{name} is missing")
-        if theirs[name].dim() != 2:
-            raise _not_gpt2(path, f"{name} is {tuple(theirs[name].shape)}, not a table")
-    vocab_size, width = theirs["wte.weight"].shape
+        if tensors[name].dim() != 2:
+            raise _not_gpt2(path, f"{name} is {tuple(tensors[name].shape)}, not a table")
+    vocab_size, width = tensors["wte.weight"].shape
     if num_heads is None:
         if width % PUBLISHED_HEAD_DIM:
             raise CheckpointError(
                 f"{path}: the number of heads is unknown: width {width} is no multiple of {PUBLISHED_HEAD_DIM}",
-                hint="say num_heads: it is n_head in the model's config.json",
+                hint="pass num_heads: it is n_head in the model's config.json",
             )
         num_heads = width // PUBLISHED_HEAD_DIM
     return msgspec.structs.replace(
         GPT2,
         vocab_size=vocab_size,
-        block_size=theirs["wpe.weight"].shape[0],
-        num_layers=max(1, sum(name.endswith(".ln_1.weight") for name in theirs)),
+        block_size=tensors["wpe.weight"].shape[0],
+        num_layers=max(1, sum(name.endswith(".ln_1.weight") for name in tensors)),
         num_heads=num_heads,
         width=width,
         activation=_activation(path),
-        bias=any(name.endswith(".bias") for name in theirs),
+        bias=any(name.endswith(".bias") for name in tensors),
     )
 
 
 def _activation(path: Path) -> Literal["gelu", "gelu_tanh"]:
-    """As transformers' configuration beside the weights names it; GPT-2's where there is none."""
+    """Return the activation that config.json beside the weights names; GPT-2's if there is none."""
     try:
         config = json.loads(path.with_name("config.json").read_text())
         return ACTIVATIONS.get(config["activation_function"], "gelu_tanh")

@@ -1,4 +1,4 @@
-"""What does a run tell of itself beside its steps? Its manifest and the events of its beginning and end."""
+"""Run log: a run's manifest, and the events of its start, regroups, roster changes, warnings, end and failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from evener.worker.mistakes import exit_status
 
 
 class Journal:
-    """One rank's part in it: rank 0 writes what all have told. All ranks call every method but `failed` together."""
+    """One rank's side of the run log; rank 0 writes for all. Every method but `log_failure` is collective."""
 
     def __init__(self, rundir: RunWriter, group: Group, machine: Machine) -> None:
         self._dir, self._group, self._machine = rundir, group, machine
@@ -44,7 +44,7 @@ class Journal:
 
     def begin(self, spec: RunSpec, resolved: Resolved | None, roster: Roster, num_params: int, *,
               compiled: bool, first: int, resumes: bool, remark: str) -> None:  # fmt: skip
-        """The run goes on with step `first`; a remark is for whoever reads of it."""
+        """Write the manifest and log the start of a run whose next step is `first_step`; log `warning` as well."""
         group = self._group
         params_by_group = resolved.shape.params_by_group() if resolved else {"all": num_params}
         ranks, hosts = self._places()
@@ -90,11 +90,11 @@ class Journal:
             self._tell_world(first, epoch=roster.epoch)
         groups = ", ".join(f"{name} {count(num)}" for name, num in params_by_group.items() if num)
         print(f"{count(self._manifest.num_params)} parameters: {groups}")
-        through = "" if roster.backend == "none" else f"{roster.backend}, "
-        begins = f"; going on with step {first + 1}" if resumes else ""
+        backend = "" if roster.backend == "none" else f"{roster.backend}, "
+        resumed = f"; going on with step {first + 1}" if resumes else ""
         print(
-            f"{_kinds(ranks)}, {through}{roster.dtypes}"
-            f"{', compiled' if compiled else ''}; run directory {self._dir}{begins}",
+            f"{_kinds(ranks)}, {backend}{roster.dtypes}"
+            f"{', compiled' if compiled else ''}; run directory {self._dir}{resumed}",
             flush=True,
         )
         if remark:
@@ -102,11 +102,11 @@ class Journal:
         self._tell_if_too_dear(roster)
 
     def entered(self, roster: Roster, step: int, lost_s: float) -> None:
-        """Ranks that live on are in another world, with `step` under way or next; it cost them so long."""
+        """Log the epoch that surviving ranks have joined, with `step` in progress or next; it cost them `lost_s`."""
         assert self._manifest is not None
         was, (ranks, hosts) = self._manifest.roster, self._places()
         mine = msgspec.json.encode((self._manifest.started, self._manifest.since))
-        started, since = from_json(self._group.gather(mine)[0], tuple[float, int])  # of one who has learned
+        started, since = from_json(self._group.gather(mine)[0], tuple[float, int])  # a new rank does not know them
         since = step if roster.sync != was.sync and self._group.rank == 0 else since
         self._manifest = msgspec.structs.replace(self._manifest, roster=roster, ranks=ranks, hosts=hosts,
                                                  started=started, since=since)  # fmt: skip
@@ -117,11 +117,11 @@ class Journal:
             self._tell_world(step, epoch=roster.epoch, lost_s=lost_s)
             if roster.world_size != was.world_size:
                 self._tell_if_too_dear(roster)
-            if roster.sync != was.sync:  # others had heard of it before the world was lost
-                self._tell_sync(roster, step, was, "the ranks of the world before had chosen it")
+            if roster.sync != was.sync:  # decided in the epoch before
+                self._tell_sync(roster, step, was, "the ranks of the previous epoch had chosen it")
 
     def _places(self) -> tuple[list[Rank], list[Machine]]:
-        """Where all ranks are."""
+        """Return the hosts, devices and processes of all ranks."""
         group = self._group
         on_gpu = group.device.type == "cuda"
         facts = Rank(
@@ -145,32 +145,32 @@ class Journal:
         print(what, flush=True)
 
     def _tell_if_too_dear(self, roster: Roster) -> None:
-        """Replicas that drift go on so, however many they are now: what was chosen may cost more than it should."""
+        """Warn if DiLoCo, which cannot be changed during a run, would no longer be chosen for this many ranks."""
         assert self._manifest is not None
         spec, shape, sync = self._manifest.spec, self._manifest.shape, roster.sync
         if spec.train.sync != "auto" or shape is None or sync.kind != "diloco":
             return
         if why := no_more_chosen(roster, spec, shape):
-            these = plural(roster.world_size, "rank")
-            self._remark(f"--sync auto goes on with {sync}; it would not begin with it among {these}: {why}")
+            num_ranks = plural(roster.world_size, "rank")
+            self._remark(f"--sync auto keeps {sync}; it would not choose it again with {num_ranks}: {why}")
 
     def heard(self, records: Sequence[StepRecord]) -> None:
-        """All ranks have told of these steps."""
+        """Log an event if a lossy strategy's error in these steps exceeds what its cost was measured for."""
         for record in records if self._group.rank == 0 else ():
             error = None if record.fidelity is None else self._watch.hear(record.fidelity.error)
             if error is None:
                 continue
-            sync, most = self._watch.sync, self._watch.most
-            what = "what replicas learned" if sync.kind == "diloco" else "gradients"
+            sync, limit = self._watch.sync, self._watch.most
+            what = "parameter differences" if sync.kind == "diloco" else "gradients"
             why = (
-                f"what --sync {sync} makes of {what} is {error:.1%} off the exact sums; its cost in loss, as it was "
-                f"measured, holds up to {most:.1%}: compare the loss with ddp's"
+                f"--sync {sync}: the sums of {what} are {error:.1%} off the exact sums; its loss penalty was measured "
+                f"for up to {limit:.1%}: compare the loss with ddp's"
             )
             self._dir.add_event("sync.fidelity", step=record.step, error=error, why=why)
             print(f"step {record.step + 1}: {why}", flush=True)
 
     def changed(self, roster: Roster, was: Roster) -> None:
-        """Another Roster is in force: other shares, or another way to agree, which the next start has to know."""
+        """Log a new roster: other shares, or another sync strategy. The latter goes into the manifest for a resume."""
         if roster.sync != was.sync and self._group.keeps:
             assert self._manifest is not None
             self._manifest = msgspec.structs.replace(self._manifest, roster=roster, since=roster.from_step)
@@ -191,11 +191,11 @@ class Journal:
         self._dir.add_event(
             "rechosen", step=step, epoch=roster.epoch, sync=str(roster.sync), was=str(was.sync), why=why
         )
-        print(f"step {step + 1}: --sync {roster.sync} from here on: {why}", flush=True)
+        print(f"step {step + 1}: --sync {roster.sync} from now on: {why}", flush=True)
 
     def finish(self, verdict: str, step: int, last: StepRecord | None, val_loss: float | None, agree: bool | None,
                contention: Contention | None) -> None:  # fmt: skip
-        """The run has ended as it should."""
+        """Log the regular end of the run, and its result in the manifest."""
         on_gpu = self._group.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self._group.device) if on_gpu else peak_memory_bytes()
         peaks = [int(text) for text in self._group.gather(str(peak).encode())]
@@ -218,12 +218,12 @@ class Journal:
         self._group.barrier()
 
     def failed(self, error: BaseException) -> None:
-        """This rank fails: the event names it, as the cause or as one that only followed."""
+        """Log that this rank failed: as a cause ("failure") or because a peer had gone ("run.peer-exit")."""
         event = "run.peer-exit" if is_consequence(error) else "failure"
         hint = error.hint if isinstance(error, EvenerError) else ""
-        mine, of = self._group.number, getattr(error, "of_rank", None)
+        number, of_rank = self._group.number, getattr(error, "of_rank", None)
         with contextlib.suppress(OSError):  # it may not have a directory, or a disk
-            self._dir.add_event(event, rank=mine, of=mine if of is None else of, hint=hint,
+            self._dir.add_event(event, rank=number, of=number if of_rank is None else of_rank, hint=hint,
                                 error=str(error) or type(error).__name__, kind=type(error).__name__)  # fmt: skip
             ends = not self._group.is_in_world or (isinstance(error, EvenerError) and exit_status(error) == OVER)
             if self._group.keeps and self._manifest is not None and ends:
@@ -231,6 +231,6 @@ class Journal:
 
 
 def _kinds(ranks: Sequence[Rank]) -> str:
-    """`1 × NVIDIA H200, 8 threads a rank, 2 × cpu, 4 threads a rank`."""
+    """Return a text such as `1 × NVIDIA H200, 8 threads a rank, 2 × cpu, 4 threads a rank`."""
     kinds = Counter((rank.device, rank.threads) for rank in ranks)
     return ", ".join(f"{num} × {device}, {threads} threads a rank" for (device, threads), num in kinds.items())

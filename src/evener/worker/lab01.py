@@ -1,11 +1,11 @@
-"""What does DistributedDataParallel do, step by step? A first lab: stock PyTorch, two Gloo processes, everything timed.
+"""DDP baseline: stock DistributedDataParallel on two Gloo processes, with every phase of the step timed.
 
-Nothing of evener's own loop takes part, so that what is seen is PyTorch's doing: each rank reads its own shard
+It uses nothing of evener's own loop, so that PyTorch alone is measured: each rank reads its own shard
 (index % world size == rank), has its own seed (35000 + rank), averages gradients by DDP with all its defaults.
 
 The all-reduce is timed in two ways. Variant B, the hook: from the call for each bucket to its completion. Variant A,
 barrier brackets: backward between two barriers, with and without synchronization; the difference is what communication
-adds. Variant A has a backward of its own after the step, so that its barriers do not slow the step that is measured.
+adds. Variant A runs a backward of its own after the step, so that its barriers do not slow the step that is measured.
 
 Writes OUT/rank-R.jsonl and OUT/state-rank-R.pt.
 """
@@ -35,22 +35,22 @@ LR = 3e-4
 
 
 class Lab(msgspec.Struct, frozen=True, kw_only=True):
-    """What the lab is run with."""
+    """The arguments of the baseline run."""
 
     out: str
-    sentences: str  # JSON lines of {"ids": [...]} with the text beside them
+    sentences: str  # JSON lines of {"ids": [...], "text": ...}
     shape: GPTShape
     batch: int  # sentences a rank takes in one step
     threads: int
 
 
 def make_shard(sentences: list[Any], rank: int, world_size: int) -> list[Any]:
-    """Every sentence whose index is `rank` modulo `world_size`: no overlap, full coverage."""
+    """Return every sentence whose index is `rank` modulo `world_size`: no overlap, full coverage."""
     return sentences[rank::world_size]
 
 
 def batches(shard: list[list[int]], size: int, block_size: int, generator: torch.Generator) -> Any:
-    """Endless (tokens, targets) pairs of (size, block_size); -1 marks what is not to be predicted."""
+    """Yield (tokens, targets) endlessly, each (size, block_size); target -1 is ignored in the loss."""
     while True:
         order = torch.randperm(len(shard), generator=generator).tolist()
         for start in range(0, len(order) - size + 1, size):
@@ -64,7 +64,7 @@ def batches(shard: list[list[int]], size: int, block_size: int, generator: torch
 
 
 class Hook:
-    """Variant B: DDP's own all-reduce (a sum, divided by the world size), between two marks."""
+    """Variant B: DDP's own all-reduce (a sum, divided by the world size), timed per bucket."""
 
     def __init__(self, laps: Laps) -> None:
         self.laps = laps
@@ -88,7 +88,7 @@ def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def bracketed_s(model: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> float:
-    """Variant A: seconds of a backward between two barriers."""
+    """Variant A: return the seconds of a backward between two barriers."""
     loss = mean_loss(model, batch)
     dist.barrier()
     began = time.perf_counter()

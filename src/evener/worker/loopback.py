@@ -1,8 +1,8 @@
-"""What does an all-reduce cost the processors of this host, and how fast is one between two of its own ranks?
+"""Loopback benchmark: CPU cost and throughput of an all-reduce between two ranks on this host.
 
-Two ranks of Gloo in one process, joined by the loopback interface: no second interpreter has to start, and the
-process's own clock knows what both took. *Measured* with 64 MiB on 2 cores of an AMD EPYC (2026-11): 2.14 GB per
-processor second so, 2.10 GB between two processes.
+Two Gloo ranks in one process, connected by the loopback interface: no second interpreter has to start, and the
+process's own CPU clock counts both. *Measured* with 64 MiB on 2 cores of an AMD EPYC (2026-11): 2.14 GB per CPU second
+in one process, 2.10 GB between two processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from evener.core.units import median
 
-SIZE_BYTES = 64 << 20  # beyond most caches, as gradients are that a backward has just written
+SIZE_BYTES = 64 << 20  # larger than most caches, as are the gradients that a backward has just written
 LOOPBACK_S = 1.0
 MIN_TIMES = 3
 TIMEOUT = timedelta(seconds=60)
@@ -27,9 +27,9 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def loopback_rates() -> tuple[float, float]:
-    """(sync_Bps, loopback_Bps): bytes that a rank sends in an all-reduce of two, per processor second and per second.
+    """Measure (sync_Bps, loopback_Bps): bytes that a rank sends in an all-reduce of two, per CPU second and per second.
 
-    With two ranks each sends as much as the buffer has, receives as much, and adds half of it.
+    With two ranks each sends as many bytes as the buffer has, receives as many, and adds half of them.
     """
     ranks = _two_ranks()
     buffers = [torch.zeros(SIZE_BYTES // 4) for _ in ranks]
@@ -40,7 +40,7 @@ def loopback_rates() -> tuple[float, float]:
             work.wait()
         return time.perf_counter() - began, time.process_time() - cpu
 
-    once()  # memory is touched, connections find their pace
+    once()  # warm-up: memory is mapped, TCP connections ramp up
     took: list[tuple[float, float]] = []
     until = time.perf_counter() + LOOPBACK_S
     while len(took) < MIN_TIMES or time.perf_counter() < until:
@@ -50,26 +50,26 @@ def loopback_rates() -> tuple[float, float]:
 
 
 def _two_ranks() -> list[Any]:
-    """Two process groups that are each other's only peer. A rank waits for the other in its constructor."""
+    """Return two process groups that are each other's only peer. Each constructor waits for the other rank."""
     interface, before = (
         next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
         os.environ.get(INTERFACE),
     )
     os.environ[INTERFACE] = interface
     store = dist.HashStore()
-    made: dict[int, Any] = {}
+    process_groups: dict[int, Any] = {}
 
-    def make(rank: int) -> None:
-        made[rank] = dist.ProcessGroupGloo(store, rank, 2, TIMEOUT)
+    def connect(rank: int) -> None:
+        process_groups[rank] = dist.ProcessGroupGloo(store, rank, 2, TIMEOUT)
 
-    other = threading.Thread(target=make, args=(1,), daemon=True)
+    peer_thread = threading.Thread(target=connect, args=(1,), daemon=True)
     try:
-        other.start()
-        make(0)
-        other.join()
+        peer_thread.start()
+        connect(0)
+        peer_thread.join()
     finally:
         if before is None:
             del os.environ[INTERFACE]
         else:
             os.environ[INTERFACE] = before
-    return [made[0], made[1]]
+    return [process_groups[0], process_groups[1]]

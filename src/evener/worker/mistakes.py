@@ -1,4 +1,4 @@
-"""How does a program of the user's own end when evener refuses something? In words, at the line that asked for it."""
+"""Errors in a user's training program: print them as `error:` and `hint:` with the user's line; set the exit status."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ OURS = str(Path(__file__).parents[1])
 
 
 def tell_in_words() -> None:
-    """From now on an EvenerError that nobody catches is two lines and a place, not a traceback.
+    """Install an excepthook that prints an uncaught EvenerError as `error:`, `hint:` and `at:`, without a traceback.
 
-    Where hosts come and go, the program's exit status tells their agents whether another world would help.
+    With dynamic membership the exit status tells the agents whether a regroup would help.
     """
-    if sys.excepthook is sys.__excepthook__:  # somebody's own hook knows better
+    if sys.excepthook is sys.__excepthook__:  # never replace the user's own hook
         sys.excepthook = _tell
 
 
 def exit_status(error: EvenerError) -> int:
-    """Of a rank that ends with it. Where hosts come and go, it tells its agent whether another world would help, and
-    without whom: what a host refuses after others have trained is its own. How much room it has too little is written
-    down beside.
+    """Return the exit status of a rank that ends with this error.
+
+    With dynamic membership it tells the agent whether a regroup would help, and without which host: an error of usage
+    or data after others have trained is this host's own. For DiskSpaceError it writes the needed bytes to a file.
     """
     if not hosts_come_and_go():
         return error.exit_status
-    if isinstance(error, RunError) and error.of_rank is not None:  # another one's
+    if isinstance(error, RunError) and error.of_rank is not None:  # another rank's error
         return REGROUP
     if isinstance(error, UsageError | DataError) and not told_meeting().world.number:
         return OVER
@@ -47,7 +48,7 @@ def exit_status(error: EvenerError) -> int:
 
 
 def in_words(error: EvenerError) -> str:
-    """`error: …`, `hint:  …`, as every verb says it."""
+    """Format an error as `error: …` and `hint:  …`, as every command does."""
     return "\n".join([f"error: {error}", *([f"hint:  {error.hint}"] if error.hint else [])])
 
 
@@ -58,8 +59,9 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
             raise SystemExit(FOLLOWS)
         return
     print(in_words(error), file=sys.stderr)
-    theirs = list(itertools.takewhile(lambda frame: not frame.filename.startswith(OURS), traceback.extract_tb(trace)))
-    if theirs:  # the line that called us: what lies below may be torch's
-        print(f"at:    {theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}", file=sys.stderr)
+    frames = list(itertools.takewhile(lambda frame: not frame.filename.startswith(OURS), traceback.extract_tb(trace)))
+    if frames:  # the line that called us: the frames below may be torch's
+        frame = frames[-1]
+        print(f"at:    {frame.filename}:{frame.lineno}: {frame.line}", file=sys.stderr)
     if hosts_come_and_go():
-        raise SystemExit(exit_status(error))  # from the hook it is the program's
+        raise SystemExit(exit_status(error))  # raised in the hook, it becomes the program's exit status

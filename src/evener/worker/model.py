@@ -1,8 +1,8 @@
-"""What is trained: the GPT that a GPTShape describes.
+"""The GPT that a GPTShape describes: a decoder-only transformer.
 
 One model is both GPT-2 (learned positions, LayerNorm, GELU) and nanochat's (rotary positions, RMSNorm, ReLU², value
-embeddings). After Radford et al. 2019 and Karpathy's nanoGPT and nanochat. Reading order: GPT, Block, Attention, MLP;
-then Dropout and attend(), which are there for speed alone.
+embeddings). After Radford et al. 2019 and Karpathy's nanoGPT and nanochat. Reading order: GPT,
+TransformerBlock, Attention, MLP; then FastCpuDropout and causal_attention(), which exist for speed alone.
 
     B  sequences    T  positions    C  width    H  heads    D = C/H  head size    V  vocabulary
 """
@@ -29,8 +29,8 @@ STRIP_ROWS = 128  # 64 is as fast at T = 256 (measured, AMD EPYC)
 class GPT(nn.Module):
     """A decoder-only transformer with exactly the parameters that its shape counts.
 
-    `checkpoint_activations` keeps only what enters each block and computes the rest again in backward: the same
-    gradients, less memory, a third more arithmetic. The weights are drawn from torch's generator (`torch.manual_seed`).
+    `checkpoint_activations` stores only the input of each block and recomputes the rest in backward: the same
+    gradients, less memory, a third more FLOPs. The weights are drawn from torch's generator (`torch.manual_seed`).
     """
 
     def __init__(self, shape: GPTShape, *, checkpoint_activations: bool = False) -> None:
@@ -39,7 +39,7 @@ class GPT(nn.Module):
         self.shape = shape
         self.checkpoint_activations = checkpoint_activations
         device = torch.get_default_device()
-        with torch.device("meta"):  # modules would fill their weights here; init_weights does it, once
+        with torch.device("meta"):  # not initialized by the modules but once, by init_weights
             self.token_embedding = nn.Embedding(shape.vocab_size, shape.width)
             learned = shape.positions == "learned"
             self.position_embedding = nn.Embedding(shape.block_size, shape.width) if learned else None
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """GPT-2's: N(0, 0.02²), for what enters the residual stream divided by √(2·layers); biases 0, norms 1."""
+        """Initialize as GPT-2: N(0, 0.02²), residual projections divided by √(2·layers); biases 0, norms 1."""
         for name, weight in sorted(self.named_parameters()):  # by name: the order of construction does not matter
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
@@ -64,9 +64,10 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=INIT_STD)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T); with targets (B, T; -1 = ignored) the *sum* of the token losses, in fp32.
+        """Return logits (B, T, V) of tokens (B, T); with targets (B, T; -1 = ignored) the fp32 *sum* of token losses.
 
-        A sum, because the parts of a batch then add up however it is split; the caller divides by the global count.
+        A sum, because the micro-batches of a batch then add up however it is split; the caller divides by the global
+        count.
         """
         logits = self.logits(self.features(tokens))
         if targets is None:
@@ -74,7 +75,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum")
 
     def features(self, tokens: Tensor) -> Tensor:
-        """What the head reads, (B, T, C), of tokens (B, T)."""
+        """Return the input of the head, (B, T, C), of tokens (B, T)."""
         T = tokens.shape[1]
         assert self.shape.block_size >= T, f"{T} tokens in a block of {self.shape.block_size}"
         x = self.token_embedding(tokens)  # (B, T, C)
@@ -96,16 +97,17 @@ class GPT(nn.Module):
         return F.linear(x, head.weight)  # (B, T, V)
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """For an optimizer: matrices decay; biases and norms, which have one dimension, do not (nanoGPT's rule)."""
+        """Return groups for an optimizer: matrices decay; vectors (biases and norms) do not (nanoGPT's rule)."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
     def compile_blocks(self) -> None:
-        """torch.compile each block by itself: equal blocks share one compilation.
+        """Compile each block with torch.compile: equal blocks share one compilation.
 
-        Under DistributedDataParallel gradients then still arrive block by block, so buckets leave during backward.
+        Under DistributedDataParallel gradients are then still ready block by block, so that the all-reduce of buckets
+        overlaps with backward.
         """
         for block in self.blocks:
             block.compile()
@@ -119,7 +121,7 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """tokens (B, T) continued to (B, T + num_new). Temperature 0 always takes the likeliest token."""
+        """Continue tokens (B, T) to (B, T + num_new). Temperature 0 always takes the likeliest token."""
         was_training = self.training
         self.eval()
         for _ in range(num_new):
@@ -203,23 +205,23 @@ def make_norm(shape: GPTShape) -> nn.Module:
 
 
 def rotary_angles(num_positions: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position · frequency, (T, 1, D/2) each: the same for every head."""
+    """Return cosine and sine of position · frequency, (T, 1, D/2) each: the same for every head."""
     frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)  # (D/2)
     angles = torch.outer(torch.arange(num_positions, device=device), frequencies)  # (T, D/2)
     return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i+D/2}) by their position's angles: products q·k then depend on the distance alone."""
+    """Rotate the pairs (x_i, x_{i+D/2}) by their position's angles: products q·k then depend on the distance alone."""
     a, b = x.chunk(2, dim=-1)  # (B, T, H, D/2) each
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x)  # (B, T, H, D)
 
 
 class Dropout(nn.Dropout):
-    """Dropout that is not slow on a CPU.
+    """Dropout that is fast on a CPU.
 
     torch draws a number for each element, one after the other: 8 ns an element. Sixteen bits are enough for a decision,
-    so here a 64-bit draw makes four: 3 ns (both measured on an AMD EPYC). p is rounded to a multiple of 2⁻¹⁶.
+    so a 64-bit draw makes four here: 3 ns (both measured on an AMD EPYC). p is rounded to a multiple of 2⁻¹⁶.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,11 +234,11 @@ class Dropout(nn.Dropout):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
-    """softmax(q·kᵀ/√D)·v over the present and earlier positions, (B, H, T, D) each, with dropout on the weights.
+    """Return softmax(q·kᵀ/√D)·v over the present and earlier positions, (B, H, T, D) each, with dropout on the weights.
 
-    torch's fused CPU kernel knows no dropout, and its fallback computes the future half of the weights, to throw it
-    away. So with dropout on a CPU it is written out, in strips of queries that end at the diagonal: 1.7 times as fast
-    (measured forward and backward, T = 256, AMD EPYC).
+    torch's fused CPU kernel has no dropout, and its fallback computes the masked half of the weights too. So with
+    dropout on a CPU it is written out, in strips of queries that end at the diagonal: 1.7 times as fast (measured
+    forward and backward, T = 256, AMD EPYC).
     """
     p = dropout.p if dropout.training else 0.0
     if p == 0 or q.device.type != "cpu":

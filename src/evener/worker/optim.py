@@ -1,4 +1,4 @@
-"""How do the weights move: learning rate and AdamW?"""
+"""Optimizer: AdamW and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.worker.model import GPT
 
 
 def learning_rate(step: int, spec: TrainSpec) -> float:
-    """Linear warmup, then a cosine from lr to min_lr at the last step.   [Loshchilov & Hutter 2017, as in nanoGPT]
+    """Return linear warmup, then a cosine to min_lr at the last step.   [Loshchilov & Hutter 2017, as in nanoGPT]
 
     >>> spec = TrainSpec(steps=11, lr=1.0, min_lr=0.0, warmup=0)
     >>> learning_rate(0, spec), round(learning_rate(5, spec), 6), learning_rate(10, spec)
@@ -26,14 +26,14 @@ def learning_rate(step: int, spec: TrainSpec) -> float:
 
 
 def adamw(model: GPT, spec: TrainSpec) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves vectors alone, in one fused pass over memory."""
+    """Return a fused AdamW that decays matrices but not vectors."""
     return torch.optim.AdamW(
         model.param_groups(spec.weight_decay), lr=spec.lr, betas=(spec.beta1, spec.beta2), fused=True
     )
 
 
 def set_hyperparameters(optimizer: torch.optim.AdamW, step: int, spec: TrainSpec) -> None:
-    """What the flags say of this step: they win over what a resumed run's checkpoint remembers."""
+    """Set this step's hyperparameters from the flags, which override those of a resumed run's checkpoint."""
     for group in optimizer.param_groups:
         group["lr"], group["betas"] = learning_rate(step, spec), (spec.beta1, spec.beta2)
         group["weight_decay"] = spec.weight_decay if group["params"][0].dim() >= 2 else 0.0

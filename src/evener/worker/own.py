@@ -1,11 +1,11 @@
-"""What does one rank alone remember, and where is it kept? Where it trains, beside the checkpoints that rank 0 writes.
+"""Per-rank state: save and load, on each rank's own host, what one rank alone must keep to resume bit for bit.
 
     RUN/own/rank-1/step-000100.safetensors    tensors by name; the tree of the state in the file's metadata
 
-Rank 0's checkpoint holds all that replicas have in common. What is a rank's own, such as gradients that a code has not
-sent yet, is as large as the model: it does not travel, but stays on the rank's machine. A run that goes on with the
-same ranks goes on bit for bit. Ranks that are no more, or have another number, leave theirs to the first rank of their
-machine: what had not been sent yet of gradients any rank may send.
+Rank 0's checkpoint contains everything that replicas have in common. Per-rank state, such as the residuals of a codec,
+is as large as the model: it is not sent, but stays on the rank's host. A run that resumes with the same ranks resumes
+bit for bit. The state of a rank that has left, or has another number, goes to the first rank of its host: any rank may
+send the residuals.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from evener.core.rundir import RunDir
 from evener.worker.checkpoint import write_tensors
 from evener.worker.statetree import pack, unpack
 
-KEPT = 2  # newest: one more than is needed, for a rank may die while rank 0 writes its checkpoint
+KEPT = 2  # the newest ones: one more than needed, since a rank may die while rank 0 writes its checkpoint
 
 
 def save_own(rundir: RunDir, rank: int, step: int, state: dict[str, Any]) -> None:
-    """Keep this rank's state of a step; RunError where the disk refuses."""
+    """Save this rank's state of a step; raise RunError if the disk refuses."""
     folder = _folder(rundir, rank)
     tree, tensors = pack(state, "own")
     path = _path(folder, step)
@@ -41,14 +41,15 @@ def save_own(rundir: RunDir, rank: int, step: int, state: dict[str, Any]) -> Non
         unfinished.replace(path)
         for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT]:
             old.unlink()
-    except (OSError, SafetensorError) as error:  # a full disk is either
+    except (OSError, SafetensorError) as error:  # a full disk raises either
         unfinished.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RunError(f"{folder}: {why}", hint="the last complete checkpoint is untouched; --resume goes on") from None
+        hint = "the last complete checkpoint is untouched; --resume continues from it"
+        raise RunError(f"{folder}: {why}", hint=hint) from None
 
 
 def load_own(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | None:
-    """What a rank remembered after so many steps; None where it left nothing here."""
+    """Load a rank's state after `step` steps; return None if this host has none."""
     path = _path(_folder(rundir, rank), step)
     if not path.exists():
         return None
@@ -57,37 +58,39 @@ def load_own(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | None:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             state: dict[str, Any] = unpack(from_json(file.metadata()["state"], dict[str, Any]), tensors)
     except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}", hint="removed, the run goes on without it") from None
+        raise CheckpointError(f"{path}: damaged: {error}", hint="delete it, and the run resumes without it") from None
     return state
 
 
 def forget_after(rundir: RunDir, step: int) -> None:
-    """What ranks remembered of later steps, which a run that goes back to this one takes again, is not so any more."""
+    """Delete per-rank states of steps after `step`: a run that rolls back to it takes these steps again."""
     for path in (rundir.path / "own").glob("*/step-*.safetensors"):
         if path.name > _name(step):
             path.unlink(missing_ok=True)
 
 
 def ranks_that_kept(rundir: RunDir, step: int) -> list[int]:
-    """Ranks whose own state of this step is here."""
-    found = (re.fullmatch(r"rank-(\d+)", path.parent.name) for path in (rundir.path / "own").glob(f"*/{_name(step)}"))
-    return sorted(int(name[1]) for name in found if name)
+    """Return the ranks whose state of this step is on this host."""
+    matches = (re.fullmatch(r"rank-(\d+)", path.parent.name) for path in (rundir.path / "own").glob(f"*/{_name(step)}"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def heirs(numbers: Sequence[int], seen: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Whose own state each rank takes up beside its own, by place: that of ranks that are no more, or have another
-    number, goes to the first rank that sees it. `numbers`: the ranks'; `seen`: by ranks_that_kept, what each sees.
+    """Assign each orphaned state, of a rank that left or has another number, to the first rank that can read it.
+
+    Return, for each rank, the numbers whose states it loads besides its own. `member_ranks`: the number of each rank;
+    `available`: for each rank, `ranks_with_state` on its host.
 
     >>> heirs([0, 1], [[0, 1, 2], [0, 1, 2]])  # on one machine: one rank less
     [[2], []]
     >>> heirs([0, 1], [[1], [2]])  # on two of three machines
     [[1], [2]]
     """
-    owned = {number for number, one in zip(numbers, seen, strict=True) if number in one}
-    found: list[list[int]] = [[] for _ in numbers]
-    for number in sorted({number for one in seen for number in one} - owned):
-        found[next(rank for rank, one in enumerate(seen) if number in one)].append(number)
-    return found
+    owned = {number for number, on_host in zip(numbers, seen, strict=True) if number in on_host}
+    assigned: list[list[int]] = [[] for _ in numbers]
+    for number in sorted({number for on_host in seen for number in on_host} - owned):
+        assigned[next(rank for rank, on_host in enumerate(seen) if number in on_host)].append(number)
+    return assigned
 
 
 def _folder(rundir: RunDir, rank: int) -> Path:

@@ -1,7 +1,7 @@
-"""What does torch itself see of a few steps? Its profiler's events, on the ranks of which they are wanted.
+"""Run torch's profiler for a few steps on the selected ranks.
 
-They are written as torch writes them, with what joins their clock to that of the spans: a mark in them, and when it was
-made.
+The trace is written in torch's format, plus what aligns its clock with that of the spans: a mark in the trace, and the
+time at which it was made.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from evener.core.rundir import RunDir
 from evener.core.spans import MARK, Joint
 from evener.core.spec import RunSpec
 
-SETTLES = 3  # steps of a start that come before the profiled ones, where there are so many
-MARKS = 3  # of which the quickest counts: the first one is slow
+SETTLES = 3  # steps before the profiled ones, if there are that many
+MARKS = 3  # the shortest one counts: the first is slow
 
 
 def profiler(spec: RunSpec, rundir: RunDir, rank: int, first: int) -> Profiler | None:
-    """For a rank that begins with step `first`; None where nobody wants to know."""
-    wanted = spec.machine.profile
+    """Return a profiler for a rank whose next step is `first_step`; None if the rank is not profiled."""
+    num_steps = spec.machine.profile
     if not spec.machine.is_profiled(rank):
         return None
-    return Profiler(rundir.profile_path(rank), wanted, max(0, min(SETTLES, spec.train.steps - first - wanted)))
+    return Profiler(rundir.profile_path(rank), num_steps, max(0, min(SETTLES, spec.train.steps - first - num_steps)))
 
 
 class Profiler:
-    """Of so many steps of one rank; the others' steps go on as ever."""
+    """Profiles `num_steps` steps of one rank."""
 
     def __init__(self, path: Path, num_steps: int, settles: int) -> None:
-        """`settles`: steps that come before."""
+        """`num_warmup_steps` steps come before the profiled ones."""
         self._path, self._left, self._settles = path, num_steps, settles
         self._running: Any = None
-        self._marks: list[tuple[float, float]] = []  # between which moments each was made
+        self._marks: list[tuple[float, float]] = []  # the host times before and after each mark
         self._steps: list[int] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start profiling with this step if the warm-up is over."""
         if self._settles or self._running is not None or not self._left:
             return
         from torch.profiler import ProfilerActivity, profile, record_function
@@ -54,7 +54,7 @@ class Profiler:
                 self._marks.append((before, time.perf_counter()))
 
     def end(self, step: int, origin: float) -> bool:
-        """It has ended: was it profiled? `origin`: of the clock of the spans, see StepSpans."""
+        """End a step; return whether it was profiled. `origin`: the origin of the spans' clock, see StepSpans."""
         self._settles = max(0, self._settles - 1)
         if self._running is None:
             return False
@@ -65,7 +65,7 @@ class Profiler:
         return True
 
     def close(self, origin: float) -> None:
-        """Write what there is."""
+        """Stop profiling and write the trace, if there is one."""
         running, self._running, self._left = self._running, None, 0
         if running is None:
             return

@@ -1,8 +1,8 @@
-"""What is this rank doing right now? A thread of its own writes it every second: a rank that hangs cannot say it.
+"""Heartbeat: a thread writes every second what this rank is doing, since a hanging rank cannot report it.
 
     RUN/host/pulse/LOCAL_RANK   {"pid", "where": "data.py:33 in read", "waits": false, "moved": 43000000}
 
-Standard library only, so that it begins before torch is imported, which may hang itself.
+Standard library only, so that it starts before torch is imported, which may itself hang.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from types import FrameType
 EVERY_S = 1.0
 EXCHANGES = ("torch.", "evener.worker.sync.", "evener.worker.record", "evener.worker.group")
 TCP_INFO = 11  # of <linux/tcp.h>
-ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # bytes, in its answer
+ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # tcpi_bytes_acked and tcpi_bytes_received, in the result
 _began = threading.Lock()
 
 
 def begin_pulse() -> None:
-    """Write the pulse of this process from now on, where a launcher wants to have it; once."""
+    """Start the heartbeat of this process if a launcher has requested it; further calls do nothing."""
     folder = os.environ.get("EVENER_PULSE")
     if folder is not None and _began.acquire(blocking=False):
         path = Path(folder) / os.environ.get("LOCAL_RANK", "0")
@@ -35,24 +35,24 @@ def begin_pulse() -> None:
 
 def _beat(path: Path) -> None:
     main = threading.main_thread().ident
-    told = ""
-    with contextlib.suppress(OSError):  # a full disk: what it does then is told by the supervisor
+    written = ""
+    with contextlib.suppress(OSError):  # a full disk: the supervisor reports it
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             frame = sys._current_frames().get(main or 0)
-            now = json.dumps({"pid": os.getpid(), "where": where(frame), "waits": waits(frame),
-                              "moved": moved()})  # fmt: skip
-            if now != told:
+            text = json.dumps({"pid": os.getpid(), "where": where(frame), "waits": waits(frame),
+                               "moved": moved()})  # fmt: skip
+            if text != written:
                 temporary = path.with_name(f".{path.name}")
-                temporary.write_text(now)
+                temporary.write_text(text)
                 temporary.replace(path)
-                told = now
+                written = text
             del frame
             time.sleep(EVERY_S)
 
 
 def where(frame: FrameType | None) -> str:
-    """The innermost line of Python that is neither torch's nor the standard library's.
+    """Return the innermost line of Python that is neither in torch nor in the standard library.
 
     >>> where(sys._getframe()).endswith("in <module>")
     True
@@ -65,7 +65,7 @@ def where(frame: FrameType | None) -> str:
 
 
 def waits(frame: FrameType | None) -> bool:
-    """Is it in what exchanges with other ranks: torch itself, but for what loads data, or our own exchanges?"""
+    """Return whether the innermost frame, standard library aside, may communicate: torch, or our own collectives."""
     while frame is not None and _top(frame) in sys.stdlib_module_names and frame.f_back is not None:
         frame = frame.f_back
     name = _module(frame)
@@ -73,22 +73,22 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def moved() -> int | None:
-    """Bytes that others have acknowledged to this process's connections, or sent it. None where the kernel says
-    nothing, where there are no connections, and where a GPU works for it: what that moves and does is not seen here.
+    """Return the bytes that peers have acknowledged or sent on this process's TCP connections.
 
-    The figure falls when one is closed: that is a movement too.
+    None if the kernel does not report them, if there are no connections, or if the process uses a GPU, whose transfers
+    and work are not visible here. The figure falls when a connection is closed: that is a change too.
     """
-    cuda = sys.modules.get("torch.cuda")  # which may be half imported
+    cuda = sys.modules.get("torch.cuda")  # it may be half imported
     if sys.platform != "linux" or getattr(cuda, "is_initialized", bool)():
         return None
     total = None
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, struct.error):  # no socket, or closed a moment ago; a kernel before 4.2
+        with contextlib.suppress(OSError, struct.error):  # not a socket, or just closed; Linux before 4.2
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                        told = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKED_AND_RECEIVED.size)
-                        total = (total or 0) + sum(ACKED_AND_RECEIVED.unpack(told))
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                        info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKED_AND_RECEIVED.size)
+                        total = (total or 0) + sum(ACKED_AND_RECEIVED.unpack(info))
     return total
 
 

@@ -1,7 +1,7 @@
-"""What do some steps of a run come to on one process here? `python -m evener.worker.replay REQUEST` prints a line a
-step: {"step", "loss", "grad_norm", "lr"}; before them one of what it begins with.
+"""Replay some steps of a run in one process on this host: `python -m evener.worker.replay REQUEST`.
 
-The steps are the run's own: its Step, model, optimizer and batches. Nothing is written but to a folder that is removed.
+It prints a line about the start, then one for each step: {"step", "loss", "grad_norm", "lr"}. The steps are the run's
+own: its Step, model, optimizer and batches. It writes only to a temporary folder.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from evener.worker.verify import differences, hash_tensors
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Which steps, of what."""
+    """Which steps to replay, of which run."""
 
     run_dir: str
-    first: int  # step; 0: from the weights that the seed gives
+    first: int  # step; 0: from the initial weights, by the seed
     num_steps: int
     dtype: Dtype
     micro_batch: int
@@ -61,7 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replay:
-    """A run as it was before a step, on one process."""
+    """A run restored to the state before a step, in one process."""
 
     def __init__(self, request: Request, scratch: Path) -> None:
         torch.set_num_threads(request.spec.machine.threads or this_machine().cores)
@@ -83,14 +83,14 @@ class Replay:
         recorder = Recorder(rundir, 0, self.roster, clock, group.control, Spans(rundir, 0, clock))
         sync = make_sync(self.roster, group, clock, recorder.lap, self.model)
         self.trained.add_state("sync", sync)
-        self.unlike: str | None = None  # a tensor of the checkpoint that is not what the ranks had hashed
+        self.unlike: str | None = None  # a tensor of the checkpoint that differs from the ranks' hashes
         rng.begin(self.spec.train.seed, request.first, 0)
         if folder and checkpoint:
             self.trained.load(folder)
             weights = load_file(folder / "weights.safetensors")
             stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
-            found = differences(checkpoint.tensor_names, [*checkpoint.replica_hashes, list(stored.values())])
-            self.unlike = found[0].tensor if found else None
+            mismatches = differences(checkpoint.tensor_names, [*checkpoint.replica_hashes, list(stored.values())])
+            self.unlike = mismatches[0].tensor if mismatches else None
             if checkpoint.world_size == 1:
                 rng.restore(rng.of_rank(folder / "rng.safetensors", 0), self.device)
         sync.wrap(self.model, uses_all=True)
@@ -99,7 +99,7 @@ class Replay:
                              is_compiled=False)  # fmt: skip
 
     def records(self) -> Iterator[StepRecord]:
-        """Of its steps, each when it is known; the last has a loss that is not finite, if any has."""
+        """Yield the record of each step as it completes; stop after a non-finite one."""
         recorder, first = self.engine.recorder, self.request.first
         for index in range(first, first + self.request.num_steps):
             recorder.begin()
@@ -109,7 +109,7 @@ class Replay:
             step.end(wish=0.0, weight=math.nan)
             try:
                 recorder.flush()
-            except EvenerError:  # not finite
+            except EvenerError:  # non-finite loss or gradient
                 assert recorder.last is not None
                 yield recorder.last
                 return
@@ -118,7 +118,7 @@ class Replay:
 
 
 def _of_one(request: Request) -> RunSpec:
-    """The run's spec for one process: whatever its ranks did, the whole batch, in their arithmetic."""
+    """Return the run's spec for one process: the whole batch on one rank, in the run's dtype."""
     spec, replace = request.spec, msgspec.structs.replace
     machine = replace(spec.machine, ranks=1, shares="auto", backend="auto")
     model = replace(spec.model, dtype=request.dtype)

@@ -1,4 +1,4 @@
-"""What does a trained model write? `python -m evener.worker.sample REQUEST` prints a token id a line.
+"""Generate text from a checkpoint. `python -m evener.worker.sample REQUEST` prints a token id a line.
 
 REQUEST is JSON: {"checkpoint", "shape", "prompt": [ids], "num_tokens", "temperature", "top_k", "seed"}.
 """
@@ -18,7 +18,7 @@ from evener.worker.model import GPT
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be written."""
+    """What to generate, and from which checkpoint."""
 
     checkpoint: str
     shape: GPTShape

@@ -1,16 +1,16 @@
-"""Which items of a data set are read at a step? Two ways, both pure functions: there is no sampler state.
+"""Samplers: which items of a data set a step reads. Both are pure functions: there is no sampler state.
 
     uniform   every item of every step is drawn from all items, independently
-    epochs    every item comes once before any comes again, in an order of its own in each epoch
+    epochs    every item comes once before any comes again, in a new random order each epoch
 
-Items are numbers from 0, so that a data set of anybody's own can be read as evener's loop reads a corpus. The items of
-a step are
+Items are integers from 0, so that any indexable data set can be read as evener's loop reads a corpus. The items of a
+step are
 
     epoch_indices(len(dataset), seed, first=step * batch, count=batch)
 
-All randomness is Philox's, keyed by the seed. Its counter has four words and counts in the lowest; the highest names
-the step or the epoch, the one below it which of the two: no stream ever runs into another. Raw words are used, which
-numpy promises to keep as they are, and not the draws of its Generator, which may change with its version.
+All randomness comes from Philox, keyed by the seed. Its counter has four words and counts in the lowest; the highest
+is the step or the epoch, the one below it says which of the two: streams never overlap. Raw words are used, whose
+stability numpy guarantees, and not the draws of its Generator, which may change with numpy's version.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import math
 
 import numpy as np
 
-STEP, EPOCH = 0, 1  # what the highest word of Philox's counter is a number of
+STEP, EPOCH = 0, 1  # what the highest word of Philox's counter counts
 ROUNDS = 10  # as in NIST's FF1, a cipher for small domains
 
 
 def uniform_indices(num_items: int, seed: int, step: int, count: int) -> np.ndarray:
-    """Items of a step: (count,) int64 in [0, num_items), each equally likely, drawn with replacement.
+    """Return the items of a step: (count,) int64 in [0, num_items), each equally likely, drawn with replacement.
 
     Steps, and seeds, are independent of each other. (A remainder of 64 random bits prefers low items by less than
     num_items / 2**64.)
@@ -33,11 +33,11 @@ def uniform_indices(num_items: int, seed: int, step: int, count: int) -> np.ndar
 
 
 def epoch_indices(num_items: int, seed: int, first: int, count: int) -> np.ndarray:
-    """Items number first … first+count-1 of an endless reading in epochs: (count,) int64 in [0, num_items).
+    """Return items number first … first+count-1 of endless epochs: (count,) int64 in [0, num_items).
 
     Guaranteed: numbers e·num_items … (e+1)·num_items - 1, which are epoch e, are a permutation of all items, so each
-    item comes exactly once; the permutations of different epochs, and of different seeds, are independent; the answer
-    depends on the four arguments alone, so it may be asked for in any parts and any order. A batch may lie across the
+    item comes exactly once; the permutations of different epochs, and of different seeds, are independent; the result
+    depends on the four arguments alone, so that it can be computed in any chunks and any order. A batch may span the
     end of an epoch, or be longer than one. Memory grows with `count`, not with the data set.
 
     >>> sorted(epoch_indices(5, seed=1, first=10, count=5).tolist())
@@ -49,12 +49,12 @@ def epoch_indices(num_items: int, seed: int, first: int, count: int) -> np.ndarr
 
 
 def epoch_positions(num_positions: int, block_size: int, seed: int, first: int, count: int) -> np.ndarray:
-    """Where blocks number first … first+count-1 of an endless reading begin: (count,) int64 in [0, num_positions).
+    """Return where blocks number first … first+count-1 of endless epochs begin: (count,) int64 in [0, num_positions).
 
     An epoch reads num_positions // block_size blocks (at least one) that do not overlap, each exactly once, as
-    `epoch_indices` says. They lie end to end from an offset that each epoch draws anew, equally likely from all with
-    which they fit: the borders of blocks move, and the first position as well as the last is reached. What an epoch
-    leaves out are less than two blocks at the ends.
+    in `epoch_indices`. They lie end to end from an offset that each epoch draws anew, uniformly from all with which
+    they fit: so block boundaries move, and the first and the last position are reached. An epoch leaves out less than
+    two blocks at the ends.
     """
     num_blocks = max(1, num_positions // block_size)
     num_offsets = num_positions - (num_blocks - 1) * block_size
@@ -65,12 +65,12 @@ def epoch_positions(num_positions: int, block_size: int, seed: int, first: int, 
 
 
 def _words(seed: int, kind: int, number: int, count: int) -> np.ndarray:
-    """The first `count` words of the stream of this step or epoch: (count,) uint64."""
+    """Return the first `count` words of the stream of this step or epoch: (count,) uint64."""
     return np.random.Philox(key=seed, counter=[0, 0, kind, number]).random_raw(count)
 
 
 def _epoch_words(seed: int, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For (count,) ascending epochs the keys of their permutations, (ROUNDS, count), and one more word, (count,)."""
+    """Return the permutation keys, (ROUNDS, count), of (count,) ascending epochs, and one more word, (count,)."""
     numbers, which = np.unique(epoch, return_inverse=True)
     by_epoch = [_words(seed, EPOCH, int(number), ROUNDS + 1) for number in numbers]
     words = np.array(by_epoch, dtype=np.uint64).reshape(-1, ROUNDS + 1).T[:, which]
@@ -78,10 +78,10 @@ def _epoch_words(seed: int, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _permute(items: np.ndarray, num_items: int, keys: np.ndarray) -> np.ndarray:
-    """Each of (count,) items mapped by the permutation of [0, num_items) that its column of keys (ROUNDS, count) names.
+    """Permute each of (count,) items by the permutation of [0, num_items) given by its column of keys (ROUNDS, count).
 
-    A Feistel network on the cells of a table with at least num_items cells and less than a row too many; who lands on a
-    cell too many walks on. Both steps are bijections whatever the keys.   [Black & Rogaway 2002, methods 2 and 3]
+    A Feistel network on the cells of a table with at least num_items cells, and less than a row more; an item that
+    lands beyond num_items is mapped again. Both are bijections for any keys.   [Black & Rogaway 2002, methods 2 and 3]
     """
     num_columns = math.isqrt(num_items - 1) + 1
     num_rows = -(-num_items // num_columns)
@@ -98,7 +98,7 @@ def _permute(items: np.ndarray, num_items: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Every bit of (count,) uint64 depends on every bit of x.   [SplitMix64's finalizer, Steele et al. 2014]"""
+    """Mix (count,) uint64: every output bit depends on all of x.   [SplitMix64's finalizer, Steele et al. 2014]"""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     mixed: np.ndarray = x ^ (x >> 31)

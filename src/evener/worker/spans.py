@@ -1,8 +1,8 @@
-"""When did what happen within a step, on this rank? Kept of the last steps, and of every hundredth written down.
+"""Span recorder: this rank's timeline of the last steps in memory, and of every 100th step on disk.
 
-What is kept are marks that are made anyway: the laps of the step, and both ends of each bucket's exchange. They become
-numbers when a step is written: when it is one of the hundredths and LAST steps old, at a checkpoint and at the end.
-Of the hundredths alone it is marked, too, when each group of layers begins and ends.
+It keeps marks that are made anyway: the laps of the step, and both ends of each bucket's exchange. They are converted
+to seconds when a step is written: every 100th step once it is LAST steps old, and all steps in memory at a checkpoint
+and at the end. Every 100th step also has marks at the begin and the end of each group of layers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from evener.worker.clock import Clock, Laps
 from evener.worker.profiler import Profiler
 from evener.worker.sync import Exchanged
 
-MOST_GROUPS = 8  # of the layers of one list
-DIGITS = 7  # of seconds: a tenth of a microsecond
-Group = tuple[str, nn.Module, nn.Module]  # of layers: its name, the first and the last of them
+MOST_GROUPS = 8  # of the layers of one list or Sequential
+DIGITS = 7  # of seconds: 0.1 µs
+Group = tuple[str, nn.Module, nn.Module]  # name, first layer and last layer
 
 
 @dataclass
 class Kept:
-    """A step, as long as nobody has read its marks."""
+    """The marks of a step that are not yet converted to seconds."""
 
     step: int
     epoch: int
@@ -55,13 +55,13 @@ class Spans:
         self._origin = time.time() - time.perf_counter()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._asides = []
         if self._profiler is not None:
             self._profiler.begin()
 
     def add(self, step: Kept) -> None:
-        """It has ended."""
+        """Keep the marks of a step that has ended; write the oldest if it is due."""
         step.asides = self._asides
         if self._profiler is not None:
             step.is_profiled = self._profiler.end(step.step, self._origin)
@@ -72,7 +72,7 @@ class Spans:
                 self._write([oldest])
 
     def heard(self, step: int, begin: float, end: float) -> None:
-        """The news of a step went out, and those of all ranks came."""
+        """Record the interval of a step's exchange of step reports."""
         for kept in reversed(self._kept):
             if kept.step == step:
                 kept.news.append((begin, end))
@@ -80,7 +80,7 @@ class Spans:
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """What is done after the updates of the newest step and before the next one's begin."""
+        """Record a span between the update of the newest step and the begin of the next one."""
         begin = time.perf_counter()
         try:
             yield
@@ -88,14 +88,14 @@ class Spans:
             self._asides.append((what, begin, time.perf_counter()))
 
     def flush(self) -> None:
-        """Write what is kept."""
+        """Write all steps that are in memory."""
         kept, self._kept = [*self._kept], deque()
-        if kept and self._asides is not kept[-1].asides:  # of a step that was not taken
+        if kept and self._asides is not kept[-1].asides:  # recorded since a step began that was then not taken
             kept[-1].asides, self._asides = kept[-1].asides + self._asides, []
         self._write(kept)
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Stop the profiler and write all steps."""
         try:
             if self._profiler is not None:
                 self._profiler.close(self._origin)
@@ -109,7 +109,7 @@ class Spans:
             file.write(b"".join(msgspec.json.encode(self._read(step)) + b"\n" for step in steps))
 
     def _read(self, kept: Kept) -> StepSpans:
-        """With numbers for its marks."""
+        """Convert marks to seconds."""
         marks = kept.laps.marks
         first, seconds = marks[0][1], self._clock.seconds
         begun_s = self._clock.at(first)
@@ -126,8 +126,8 @@ class Spans:
             clock=self._origin,
             begun_s=round(begun_s, DIGITS),
             laps=[Lap(part, *span(begin, end)) for (_, begin), (part, end) in pairwise(marks)],
-            exchanges=[Exchange(one.bucket, *span(one.begin, one.end), one.size_bytes, one.sent_bytes)
-                       for one in kept.exchanges],
+            exchanges=[Exchange(event.bucket, *span(event.begin, event.end), event.size_bytes, event.sent_bytes)
+                       for event in kept.exchanges],
             passes=[Pass(group, is_backward, *span(begin, end)) for group, is_backward, begin, end in kept.passes],
             asides=[Aside(what, *host(begin, end)) for what, begin, end in kept.asides],
             news=[host(begin, end) for begin, end in kept.news],
@@ -135,10 +135,10 @@ class Spans:
 
 
 class Passes:
-    """Marks when forward and backward go through each group of layers, while it is entered.
+    """Context manager that records a span for each forward and backward of a group of layers.
 
-    Forward's are those of the modules; that of a backward lasts until the next group's begins, or the lap ends. What is
-    compiled, or computed again in backward, is not marked.
+    A forward span is that of the modules; a backward span lasts until the next group's begins, or the lap ends.
+    Compiled modules, and forwards recomputed in backward, are not traced.
     """
 
     def __init__(self, groups: Sequence[Group], clock: Clock) -> None:
@@ -159,7 +159,7 @@ class Passes:
             hook.remove()
 
     def end_lap(self, mark: Any) -> None:
-        """No backward goes on beyond the end of a lap."""
+        """End the open backward span: none extends beyond the end of a lap."""
         if self._backward is not None:
             name, begin = self._backward
             self.found.append((name, True, begin, mark))
@@ -176,10 +176,10 @@ class Passes:
     def _ends(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             mark = self._clock.mark()
-            if self._backward is None and any(name == one for one, _ in self._open):
-                while True:  # what began within it and did not end is forgotten: spans nest
-                    one, begin = self._open.pop()
-                    if one == name:
+            if self._backward is None and any(name == group for group, _ in self._open):
+                while True:  # drop spans that began within it and did not end: spans nest
+                    group, begin = self._open.pop()
+                    if group == name:
                         break
                 self.found.append((name, False, begin, mark))
             tensor = _differentiable(output)
@@ -191,13 +191,13 @@ class Passes:
     def _backward_begins(self, name: str) -> None:
         mark = self._clock.mark()
         if self._backward is not None:
-            was, begin = self._backward
-            self.found.append((was, True, begin, mark))
+            group, begin = self._backward
+            self.found.append((group, True, begin, mark))
         self._backward = name, mark
 
 
 def layer_groups(module: nn.Module) -> list[Group]:
-    """Those of a module's parts, of long lists by as many as make MOST_GROUPS; none of what is compiled.
+    """Return the layer groups of a module: its children, long lists split into MAX_LAYER_GROUPS; [] if compiled.
 
     >>> [name for name, *_ in layer_groups(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Sequential(nn.ReLU())}))]
     ['a', 'b.0']
@@ -224,11 +224,11 @@ def _is_compiled(module: nn.Module) -> bool:
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or isinstance(module, torch.jit.ScriptModule)
-        or type(module).__name__ == "OptimizedModule"  # torch._dynamo's, which nobody loads in vain
+        or type(module).__name__ == "OptimizedModule"  # torch._dynamo's class; importing it is slow
     )
 
 
 def _differentiable(output: Any) -> Tensor | None:
-    """The first tensor of what a module returns whose gradient says that its backward begins; not a parameter."""
+    """Return the first output tensor with a grad_fn: its gradient marks the begin of the backward; None if none has."""
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else [output]
-    return next((one for one in values if isinstance(one, Tensor) and one.grad_fn is not None), None)
+    return next((value for value in values if isinstance(value, Tensor) and value.grad_fn is not None), None)

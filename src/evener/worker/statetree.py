@@ -1,15 +1,15 @@
-"""How does any state_dict become JSON and tensors, and back?
+"""State serialization: convert any state_dict to JSON plus a table of tensors, and back, without pickle.
 
-A state is a tree of dicts, lists and tuples; its leaves are tensors, numpy's arrays, numbers, text and None. Tensors
-and arrays go into a table of their own, the rest becomes JSON from which the same types come back: an int stays an int,
-a tuple a tuple, and 0 and "0" are two keys. Reading runs nothing, as reading a pickle would.
+A state is a tree of dicts, lists and tuples; its leaves are tensors, numpy arrays, numbers, text and None. Tensors and
+arrays go into a table of their own; the rest becomes JSON that preserves types: an int stays an int, a tuple a tuple,
+and 0 and "0" are two keys. Unlike a pickle, reading it executes no code.
 
     null, true, 1, 1.5, "text"     themselves
     [NODE, …]                      a list
-    {"dict": [[NODE, NODE], …]}    keys and values in their order; so Counter and OrderedDict
+    {"dict": [[NODE, NODE], …]}    keys and values in order; likewise Counter and OrderedDict
     {"tuple": [NODE, …]}
-    {"float": "nan"}               what JSON has no number for
-    {"tensor": KEY}                torch's, under this key of the table; numpy's: array, scalar
+    {"float": "nan"}               a number that JSON cannot represent
+    {"tensor": KEY}                a torch tensor, under this key of the table; for numpy: array, scalar
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ KEYS = (str, int, float, bool, tuple, type(None))
 
 
 def pack(state: object, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """`state` as JSON (builtins that msgspec writes) and the table of its tensors, under keys that begin with `name`.
+    """Convert `state` to JSON (builtins that msgspec writes) and a table of its tensors, with keys prefixed by `name`.
 
-    Tensors are the state's own, not copies; one that stands in it twice is two when it comes back. UsageError names the
-    first leaf that is neither tensor, number nor text.
+    Tensors are not copied; one that occurs twice comes back as two. Raise UsageError for the first leaf that is neither
+    a tensor, a number nor text.
 
     >>> pack({"last_epoch": 3, "base_lrs": (0.1,)}, "scheduler")
     ({'dict': [['last_epoch', 3], ['base_lrs', {'tuple': [0.1]}]]}, {})
@@ -48,7 +48,7 @@ def pack(state: object, name: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(node: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state of which `pack` made this.
+    """Convert JSON and tensors back to the state; the inverse of `flatten_state`.
 
     >>> unpack(*pack({0: [1, 1.0, True], "0": (None, float("inf"))}, "mine"))
     {0: [1, 1.0, True], '0': (None, inf)}
@@ -75,7 +75,7 @@ def unpack(node: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _pack(value: object, name: str, path: Path, tensors: dict[str, Tensor]) -> Any:
-    kind = type(value)  # exactly: a subclass would come back as something else
+    kind = type(value)  # exactly: a subclass would not come back as itself
     if isinstance(value, str | int | bool | None) and kind in KEYS:
         return value
     if isinstance(value, float) and kind is float:
@@ -84,8 +84,8 @@ def _pack(value: object, name: str, path: Path, tensors: dict[str, Tensor]) -> A
         nodes = [_pack(child, name, (*path, i), tensors) for i, child in enumerate(value)]
         return nodes if kind is list else {"tuple": nodes}
     if isinstance(value, dict) and kind in DICTS.values():
-        if strange := next((key for key in value if type(key) not in KEYS), None):
-            raise _refusal(name, (*path, strange), f"the key {strange!r}")
+        if bad_key := next((key for key in value if type(key) not in KEYS), None):
+            raise _refusal(name, (*path, bad_key), f"the key {bad_key!r}")
         return {kind.__name__: [[_pack(key, name, path, tensors), _pack(child, name, (*path, key), tensors)]
                                 for key, child in value.items()]}  # fmt: skip
     if isinstance(value, Tensor) and kind in (Tensor, nn.Parameter, nn.Buffer):
@@ -102,10 +102,10 @@ def _pack(value: object, name: str, path: Path, tensors: dict[str, Tensor]) -> A
 
 
 def check_storable(tensor: Tensor, name: str, path: Path = ()) -> None:
-    """UsageError where a checkpoint cannot hold this tensor."""
+    """Raise UsageError if a checkpoint cannot hold this tensor."""
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-        odd = tensor.layout if tensor.dtype in DTYPES else tensor.dtype
-        raise _refusal(name, path, f"a tensor of {odd}")
+        problem = tensor.layout if tensor.dtype in DTYPES else tensor.dtype
+        raise _refusal(name, path, f"a tensor of {problem}")
 
 
 def _add(tensor: Tensor, name: str, path: Path, tensors: dict[str, Tensor]) -> str:

@@ -1,7 +1,8 @@
-"""What does a model preset do on this device when it trains without a stop?
+"""Sustained benchmark: train a model preset on this device without pause and measure throughput and its decline.
 
-Large micro-batches most of the time, for whoever trains long trains hot. Smaller ones between them, in the same
-minutes, say what a pass costs apart from its tokens. After each pass the update that a step of training ends with.
+Most of the time it runs large micro-batches, because long training runs hot. Smaller ones in between, in the same
+minutes, give the time of a pass that does not depend on its tokens. An optimizer update follows each pass, as in
+training.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from evener.worker.arithmetic import TORCH_DTYPES, has_bf16
 from evener.worker.model import GPT
 from evener.worker.optim import adamw
 
-LARGE_SHARE = 1 / 8  # of the time: a micro-batch that takes more than this is too large
-TRIED_SHARE = 1 / 40  # of the time: a pass that takes so long tells how long larger ones take
+LARGE_SHARE = 1 / 8  # of the time: a micro-batch that takes longer is too large
+TRIED_SHARE = 1 / 40  # of the time: a pass this long predicts larger ones
 TRIES = 3
 MIN_PASSES = 3
 SMALLER_SHARE = 0.2  # of the time, at most, for smaller micro-batches
-ONES, BETWEENS = 3, 2  # passes of a round of them
+ONES, BETWEENS = 3, 2  # passes per round of smaller micro-batches
 
 
 class Trainer:
-    """A preset with its optimizer, in the arithmetic that a run would choose."""
+    """A model preset with its optimizer, in the dtype that a run would choose."""
 
     def __init__(self, spec: DeviceRatesSpec, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -46,12 +47,12 @@ class Trainer:
         self._spec = TrainSpec()
         self._module = GPT(self.shape).to(device)
         self._optimizer = adamw(self._module, self._spec)
-        self.most = max(1, MICRO_BATCH_TOKENS // self.shape.block_size)  # sequences: a run takes no more at once
+        self.most = max(1, MICRO_BATCH_TOKENS // self.shape.block_size)  # in sequences, as in a run
         sequences = torch.randint(self.shape.vocab_size, (self.most, self.shape.block_size + 1))
         self._sequences = sequences.to(device)
 
     def step(self, micro_batch: int) -> tuple[float, float, float]:
-        """(seconds of forward and backward, processor seconds of these, seconds of the update)."""
+        """Train one step. Return (seconds of forward and backward, CPU seconds of these, seconds of the update)."""
         began, cpu = time.perf_counter(), time.process_time()
         with torch.autocast(self.device.type, TORCH_DTYPES[self.dtype], enabled=self.dtype != "fp32"):
             loss = self._module(self._sequences[:micro_batch, :-1], self._sequences[:micro_batch, 1:])
@@ -66,7 +67,7 @@ class Trainer:
 
 
 def train(spec: DeviceRatesSpec, device: torch.device, say: Callable[[str], None]) -> Sustained:
-    """Train a preset for about `spec.seconds`, MIN_PASSES large passes at least; `say` is told if it takes longer."""
+    """Train a preset for about `spec.seconds`, at least MIN_PASSES large passes; call `notify` if it takes longer."""
     trainer, seconds = Trainer(spec, device), spec.seconds
     large = _large(trainer, seconds, say)
     between = 1 << (large.bit_length() - 1) // 2
@@ -74,7 +75,7 @@ def train(spec: DeviceRatesSpec, device: torch.device, say: Callable[[str], None
     for micro_batch in dict.fromkeys(round_of):
         trainer.step(micro_batch)
 
-    passes: list[tuple[float, float, float]] = []  # large ones: when it ended, how long it took, processor seconds
+    passes: list[tuple[float, float, float]] = []  # large ones: end, duration, CPU seconds
     smaller: dict[int, list[float]] = {micro_batch: [] for micro_batch in sorted(set(round_of))}
     updates: list[float] = []
     clocks: list[tuple[float, float]] = []
@@ -103,7 +104,7 @@ def train(spec: DeviceRatesSpec, device: torch.device, say: Callable[[str], None
         )
 
     whole_s = passes[-1][0]
-    thirds = [[one for one in passes if lo <= one[0] / whole_s <= hi] or passes for lo, hi in ((0, 1 / 3), (2 / 3, 1))]
+    thirds = [[run for run in passes if lo <= run[0] / whole_s <= hi] or passes for lo, hi in ((0, 1 / 3), (2 / 3, 1))]
     first_Hz, last_Hz = (
         median([clock for at, clock in clocks if lo <= at / whole_s <= hi]) for lo, hi in ((0, 1 / 3), (2 / 3, 1))
     )
@@ -127,8 +128,8 @@ def train(spec: DeviceRatesSpec, device: torch.device, say: Callable[[str], None
 
 
 def _large(trainer: Trainer, seconds: float, say: Callable[[str], None]) -> int:
-    """Sequences of a large micro-batch: a run's, or the most that a share of the time has room for. It has run once."""
-    first_s, _, _ = trainer.step(1)  # slow by itself: memory is touched, AdamW makes its moments
+    """Return the sequences of a large micro-batch: as in a run, or the most that fit LARGE_SHARE; warmed up."""
+    first_s, _, _ = trainer.step(1)  # always slow: memory is mapped, AdamW allocates its moments
     if seconds / MIN_PASSES < first_s < seconds:
         first_s = trainer.step(1)[0]
     if first_s > seconds / MIN_PASSES:
@@ -147,13 +148,13 @@ def _large(trainer: Trainer, seconds: float, say: Callable[[str], None]) -> int:
 
 
 def _shortest(trainer: Trainer, micro_batch: int) -> float:
-    """Seconds of a pass that is neither the first nor disturbed, as far as a few can tell."""
+    """Return the minimum seconds of a few passes after a warm-up pass."""
     trainer.step(micro_batch)
     return min(trainer.step(micro_batch)[0] for _ in range(TRIES))
 
 
 def repeat(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Median seconds of the work, after one that is not counted."""
+    """Return the median seconds of the work, after one warm-up call."""
     work()
     wait_for(device)
     took: list[float] = []
@@ -167,7 +168,7 @@ def repeat(work: Callable[[], object], device: torch.device, seconds: float) -> 
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done all that it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -177,7 +178,7 @@ def _cpus(passes: list[tuple[float, float, float]]) -> float:
 
 
 def _clock_Hz() -> float | None:
-    """Mean clock of the processors now; None where the system does not tell."""
+    """Return the current mean clock of the cores; None if the system does not report it."""
     paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq")
     try:
         clocks = [1e3 * int(path.read_text()) for path in paths]

@@ -1,4 +1,4 @@
-"""How are one host's ranks started and watched? torchrun itself, with five things that it leaves open settled.
+"""Start and monitor one host's ranks: torchrun with a failure detector and four other additions.
 
     python -m evener.worker.torchrun --nnodes=2 --rdzv-backend=evener --rdzv-endpoint=ADDRESS:PORT
                                      --rdzv-conf=rank=1 -m X
@@ -6,17 +6,17 @@
 - The rendezvous is static (node rank = rank in --rdzv-conf), and its store listens on ADDRESS alone, where torch's own
   listens on every interface.
 - Exit codes of ranks are written to the descriptor $EVENER_FAILURES as JSON, not only into a log.
-- When a host has failed, whatever the way, the agents of the others hear it through the store and end their ranks:
-  nobody waits half an hour for a rank that is gone, and no controller is needed for it.
-- The first host, which has the store, stays until nobody needs it, however much longer the others' ranks take.
-- Where torch has no accelerator accelerate hears it, as `accelerate launch --cpu` has it: else each rank would be a
-  world of its own, train a model alone, and say nothing.
+- When a host has failed, for whatever reason, the agents of the others learn it from the store and end their ranks:
+  they do not wait half an hour for a lost rank, and need no controller.
+- The first host, which hosts the store, stays until no other needs it, however much longer the others' ranks take.
+- If torch has no accelerator, accelerate is told to use the CPU, as by `accelerate launch --cpu`: otherwise each rank
+  would silently train a model alone, in a world of size 1.
 
-What the store says, under evener/RUN:
+Keys in the store, under evener/RUN:
 
-    node/RANK        how many agents came as this node           beat/RANK   grows as long as the agent runs
-    node/RANK/host   the name of the (first) host that did       left/RANK   the agent has ended, or heard of a failure
-    failed           the first failure: whose it is, and why
+    node/RANK        number of agents that joined as this node   beat/RANK   heartbeat: a counter, as long as it runs
+    node/RANK/host   name of the (first) host that did           left/RANK   the agent has ended, or knows of a failure
+    failed           the first failure: host and reason
 """
 
 from __future__ import annotations
@@ -52,44 +52,44 @@ from evener.worker.group import leave
 
 FAILED = "failed"
 LOOK_EVERY_S = 0.5
-JOIN_S = 180.0  # that hosts wait for each other at the start: Python and torch may come from a cold, slow disk
-REFUSED_S = 10.0  # the first host's agent is gone when its port has refused for so long
-# A peer that says nothing may only be out of reach. A run must outlive 30 s without a link. TCP waits twice as long
-# between attempts each time, so that such a peer can take 60 s to be heard again; and half as much for good measure.
+JOIN_S = 180.0  # for all hosts to join: Python and torch may load from a cold, slow disk
+REFUSED_S = 10.0  # the first host's agent is dead when its port has refused connections this long
+# A silent peer may only be unreachable. A run must survive 30 s without a link. TCP doubles its wait between attempts,
+# so that such a peer can take 60 s to be reachable again; half as much is added as a margin.
 SILENT_S = 90.0
-END_S = 15.0  # for torchrun to end its ranks, which takes its --shutdown-timeout at most
-LINGER_S = 5.0  # that the first host keeps its store after a failure, so that the others can hear of it
-LATE_S = 30.0  # the same while there are hosts that have not come yet
+END_S = 15.0  # for torchrun to end its ranks, which takes at most its --shutdown-timeout
+LINGER_S = 5.0  # that the first host keeps the store after a failure, so that the others can read it
+LATE_S = 30.0  # the same while some hosts have not joined yet
 EXIT_STATUS_STOPPED = 128 + signal.SIGTERM
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous with a store that listens on one address, and that knows who failed.
+    """torch's static rendezvous with a store on one address, heartbeats and a failure detector.
 
-    torch's calls to a store whose host has vanished never return. Hence three threads: torchrun's own; one that looks
-    into the store; and one that judges by what the other saw, and when.
+    torch's calls to a store whose host has vanished never return. Hence three threads: torchrun's own; one that reads
+    and writes the store; and one that decides from what the second one has seen, and when.
     """
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str, timeout_s: int) -> None:
         super().__init__(address, port, rank, num_nodes, run_id, timeout_s)
         self._ended = False
-        self._hear_by = 0.0  # when the store must have been heard again
+        self._hear_by = 0.0  # deadline for the next successful store operation
         self._refused_since: float | None = None
-        self._failure: str | None = None  # that was heard of
+        self._failure: str | None = None  # of another host, from the store
         self.verdict: str | None = None  # why this host's ranks are ended
-        self._beats: dict[int, tuple[int, float]] = {}  # on the first host, of the others: the last one, and when
+        self._beats: dict[int, tuple[int, float]] = {}  # on the first host: the others' last counter, and when it grew
 
     def get_backend(self) -> str:
         return "evener"
 
     def open(self) -> None:
-        """Start the store, or find it, and look into it from now on."""
+        """Start the store or connect to it, then start the heartbeats and the failure detector."""
         self._hear_by = time.monotonic() + self.timeout.total_seconds() + REFUSED_S
         threading.Thread(target=self._judge, daemon=True).start()
         server = self.rank == 0
         listener = _listen(self.master_addr, self.master_port) if server else None
         if listener is not None:
-            self.master_port = listener.getsockname()[1]  # a host that is alone asks for 0: any that is free
+            self.master_port = listener.getsockname()[1]  # a single host asks for 0: any free port
         try:
             store = TCPStore(
                 self.master_addr,
@@ -101,8 +101,8 @@ class Rendezvous(StaticTCPRendezvous):
                 master_listen_fd=None if listener is None else listener.detach(),
             )
         except RuntimeError as error:
-            told = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
-            raise SystemExit(f"error: net.no-store: {told}: {str(error).splitlines()[0]}") from None
+            problem = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
+            raise SystemExit(f"error: net.no-store: {problem}: {str(error).splitlines()[0]}") from None
         self._store = store
         self._introduce(self._ours(store))
         self._hear_by = time.monotonic() + SILENT_S
@@ -118,16 +118,16 @@ class Rendezvous(StaticTCPRendezvous):
         )
 
     def stay(self) -> None:
-        """On the first host, return when no other needs the store any more. torchrun itself waits 300 s at most."""
+        """On the first host, wait until no other node needs the store. torchrun itself waits at most 300 s."""
         assert self._store is not None
         while self.rank == 0 and self._remaining(self._ours(self._store)):
             time.sleep(LOOK_EVERY_S / 5)
 
     def close(self, why: str | None) -> None:
-        """Let the other hosts know that this one leaves, and why if it failed; the first stays until they do."""
+        """Announce that this host leaves, and why if it failed; the first host then waits for the others to leave."""
         self._ended = True
         keeps_store = self.rank == 0 and self._store is not None
-        is_early = self.rank > 0 and self._store is None and why is not None  # perhaps earlier than the store
+        is_early = self.rank > 0 and self._store is None and why is not None  # the store may not be up yet
         leaving = threading.Thread(target=self._leave, args=(why, keeps_store, is_early), daemon=True)
         leaving.start()
         leaving.join(LATE_S if keeps_store or is_early else LINGER_S)
@@ -152,16 +152,17 @@ class Rendezvous(StaticTCPRendezvous):
                 time.sleep(LOOK_EVERY_S / 10)
 
     def _remaining(self, store: Store) -> list[int]:
-        """Other nodes that may still need the store."""
+        """Return the other nodes that may still need the store."""
         return [rank for rank in range(self.world_size) if rank != self.rank and not store.check([f"left/{rank}"])]
 
     def _ours(self, store: Store) -> Store:
-        """Should another run's store be on this port, neither will mistake the other's failures for its own."""
+        """Return a view of the store with this run's prefix: another run's store may be on this port."""
         return PrefixStore(f"evener/{self.run_id}", store)
 
     def _connect(self, timeout_s: float) -> Store:
-        """A connection of a thread's own. OSError or RuntimeError, torch's name for a store that is gone."""
-        socket.create_connection((self.master_addr, self.master_port), timeout_s).close()  # torch insists, and loudly
+        """Connect to the store, once per thread. Raise OSError, or RuntimeError where torch finds the store gone."""
+        # torch would retry a refused connection, and log each attempt.
+        socket.create_connection((self.master_addr, self.master_port), timeout_s).close()
         return self._ours(
             TCPStore(
                 self.master_addr,
@@ -174,7 +175,7 @@ class Rendezvous(StaticTCPRendezvous):
         )
 
     def _introduce(self, store: Store) -> None:
-        """Two agents with one node rank would both start the same ranks and hang: name both instead."""
+        """Register this node. Two agents with one node rank would start the same ranks and hang: name both hosts."""
         if store.add(f"node/{self.rank}", 1) > 1:
             other = store.get(f"node/{self.rank}/host").decode()
             raise SystemExit(f"error: rank.duplicate: {_host()} and {other} were both started as node {self.rank}")
@@ -186,7 +187,7 @@ class Rendezvous(StaticTCPRendezvous):
             raise SystemExit(f"error: port.in-use: the store on {where} is that of another run") from None
 
     def _look(self) -> None:
-        """Beat, and hear of failures; the first host also listens to the others' beats."""
+        """Send heartbeats and read failures; the first host also checks the others' heartbeats."""
         store = None
         while not self._ended:
             try:
@@ -217,7 +218,7 @@ class Rendezvous(StaticTCPRendezvous):
                 _fail(store, host, f"nothing was heard of it for {SILENT_S:.0f} s")
 
     def _judge(self) -> None:
-        """End this host's ranks when another host has failed, or when the first host is gone."""
+        """End this host's ranks when another host has failed or the store is gone."""
         where = f"the store on {self.master_addr}:{self.master_port}"
         while self.verdict is None:
             time.sleep(LOOK_EVERY_S / 5)
@@ -233,22 +234,22 @@ class Rendezvous(StaticTCPRendezvous):
         self._end_ranks(self.verdict)
 
     def _end_ranks(self, why: str) -> None:
-        """SIGTERM makes torchrun end its ranks. Then it may itself wait for the other hosts, deaf to signals."""
+        """End the ranks by SIGTERM to torchrun, then exit: torchrun may wait for other hosts and ignore signals."""
         print(f"evener: ending the ranks on {_host()}: {why}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + END_S
         while psutil.Process().children() and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(1.0)  # the usual way out is the better one
+        time.sleep(1.0)  # prefer the regular exit
         self.close(None)
         leave(EXIT_STATUS_STOPPED)
 
 
 def main() -> int:
-    """torchrun's main; the exit status is 0, 1 for a rank or an agent that failed, 143 when told to stop."""
+    """Run torchrun. Return 0, 1 if a rank or this agent failed, or 143 (128 + SIGTERM) if it was asked to stop."""
     args = parse_args(sys.argv[1:])
     address, port = parse_rendezvous_endpoint(args.rdzv_endpoint, -1)
-    settings = dict(one.split("=", 1) for one in args.rdzv_conf.split(","))
+    settings = dict(setting.split("=", 1) for setting in args.rdzv_conf.split(","))
     timeout_s = int(settings.get("timeout", JOIN_S))
     rendezvous = Rendezvous(address, port, int(settings["rank"]), int(args.nnodes), args.rdzv_id, timeout_s)
     handler_registry.register("evener", lambda parameters: rendezvous)
@@ -260,7 +261,7 @@ def main() -> int:
     try:
         status, why = _take_part(rendezvous, args)
     except SignalException:
-        status, why = EXIT_STATUS_STOPPED, rendezvous.verdict or "it was told to stop"
+        status, why = EXIT_STATUS_STOPPED, rendezvous.verdict or "it was asked to stop"
     except SystemExit as error:
         print(error, file=sys.stderr)
         status, why = 1, str(error).removeprefix("error: ")
@@ -274,7 +275,7 @@ def main() -> int:
 
 
 def _take_part(rendezvous: Rendezvous, args: Namespace) -> tuple[int, str | None]:
-    """Exit status, and why the others must end, too."""
+    """Return the exit status, and why the other hosts must end too."""
     try:
         rendezvous.open()
         run(args)
@@ -283,12 +284,12 @@ def _take_part(rendezvous: Rendezvous, args: Namespace) -> tuple[int, str | None
         failures: list[dict[str, Any]] = [
             {
                 "rank": rank,
-                "local_rank": one.local_rank,
-                "pid": one.pid,
-                "exitcode": one.exitcode,
-                "time": one.timestamp,
+                "local_rank": failure.local_rank,
+                "pid": failure.pid,
+                "exitcode": failure.exitcode,
+                "time": failure.timestamp,
             }
-            for rank, one in sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+            for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         ]
         if "EVENER_FAILURES" in os.environ:
             os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(failures).encode())  # no file: a disk may be full
@@ -301,31 +302,33 @@ def _stop(signum: int, frame: Any) -> None:
 
 
 def _let_signals_through_logging() -> None:
-    """logging prints an exception that comes while it writes a line, and goes on. One that a signal raises is an order:
-    printed it is 37 lines that look like a failure, and nobody obeys it.
+    """Make logging re-raise SignalException instead of printing it.
+
+    logging prints an exception raised while it writes a line, and continues: a stop signal would become 37 lines that
+    look like a failure, and be ignored.
     """
-    tell = logging.Handler.handleError
+    default_handle_error = logging.Handler.handleError
 
     def handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), SignalException):
             raise  # what emit() caught
-        tell(handler, record)
+        default_handle_error(handler, record)
 
     logging.Handler.handleError = handle_error  # type: ignore[method-assign, assignment]
 
 
 def _fail(store: Store, host: str, why: str) -> None:
-    """Only the first failure is kept."""
+    """Publish a failure; the store keeps the first one only."""
     store.compare_set(FAILED, "", json.dumps({"host": host, "why": why}))
 
 
 def _failure_in(told: bytes) -> str:
-    """What `_fail` wrote. The store has no password: it may be anything."""
+    """Describe what `_publish_failure` wrote. The store has no password: the payload may be anything."""
     try:
         first = json.loads(told)
         return f"{first['host']} failed: {first['why']}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return f"the store says that a host failed, in words that are none of ours: {told[:80]!r}"
+        return f"the store holds a failure in an unknown format: {told[:80]!r}"
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -335,8 +338,8 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            told = f"{_host()} was started as node 0, whose address {address} is not its own"
-            raise SystemExit(f"error: rank.duplicate: {told}") from None
+            problem = f"{_host()} was started as node 0, whose address {address} is not its own"
+            raise SystemExit(f"error: rank.duplicate: {problem}") from None
         raise SystemExit(f"error: port.in-use: {address}:{port}: {error.strerror}") from None
     listener.listen(1024)
     return listener

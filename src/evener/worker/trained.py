@@ -1,4 +1,4 @@
-"""What does a run train, and what of it must a checkpoint hold? Models, optimizers, and what else has a state."""
+"""Training state: the models, the optimizers and every other stateful object that a checkpoint must contain."""
 
 from __future__ import annotations
 
@@ -18,46 +18,45 @@ from evener.worker.statetree import pack
 
 
 class Stateful(Protocol):
-    """Anything that can say what it is and become it again: a scheduler, an average of weights, a counter."""
+    """An object with a state_dict: a learning-rate scheduler, an average of weights, a counter."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state: tensors, numbers, text."""
+        """Return the state: tensors, numbers, text."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Take up a state."""
+        """Load a state that `state_dict` returned."""
 
 
-USER = "user/"  # begins the names of states that the program named
+USER = "user/"  # prefix of the states that the training program named
 Thing = TypeVar("Thing", bound=Stateful)
 
 
 class Trained:
-    """The models and optimizers of one rank, in the order in which the program named them."""
+    """The models, optimizers and other states of one rank, in the order in which the program registered them."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.states: dict[str, Stateful] = {"scaler": scaler}
         self.scaler = scaler
-        self.learns = True  # where not, its optimizers stand still: a replica that drifts, and has no share now
+        self.learns = True  # False: a drifting replica without a share of the batch; its optimizers do not step
 
     @property
     def module(self) -> nn.Module:
-        """The model; several as one, so that names of parameters begin with a model's number."""
+        """The model; several are wrapped in one ModuleList, so that parameter names begin with the model's index."""
         return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Of all models, once no model comes any more."""
+        """The parameters of all models; cached, so read it only after the last model was added."""
         return list(self.module.parameters())
 
     @property
     def num_params(self) -> int:
-        """Of all models."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember it; UsageError for one that wants to run forward itself."""
+        """Register an optimizer; raise UsageError if its step() requires a closure."""
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(
@@ -69,18 +68,18 @@ class Trained:
         self.add_state("optimizer" if len(self.optimizers) == 1 else f"optimizer-{len(self.optimizers)}", optimizer)
 
     def add_state(self, name: str, thing: Stateful) -> None:
-        """Remember whatever has a state; UsageError where that cannot be saved under this name."""
+        """Register a stateful object; raise UsageError if it cannot be saved under this name."""
         if name in self.states:
-            raise UsageError(f"run.state({name!r}): there is one of that name", hint="another name")
+            raise UsageError(f"run.state({name!r}): this name is taken", hint="another name")
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             raise UsageError(
                 f"run.state({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict",
-                hint="give what it knows as an object with these two methods",
+                hint="pass an object that has these two methods",
             )
         self.states[name] = thing
 
     def check(self) -> None:
-        """UsageError where a program has nothing to train, or what it has could not be saved."""
+        """Raise UsageError if there is nothing to train, or a state that could not be saved."""
         if not self.models:
             raise UsageError("run.steps: no model was given", hint="model = run.model(MyModel()) comes first")
         if not self.optimizers:
@@ -106,42 +105,42 @@ class Trained:
         for name, state in self.state_dicts().items():
             pack(state, name)
         for optimizer in self.optimizers:
-            # torch's schedulers mark the step that they count.
+            # torch's schedulers mark the step() that they wrap.
             if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._holds_scheduler_of(optimizer):
                 raise UsageError(
                     f"run.steps: {type(optimizer).__name__} has a learning-rate scheduler that checkpoints would not "
-                    "hold: a resumed run would begin its schedule again",
+                    "contain: a resumed run would restart the schedule",
                     hint='scheduler = run.state("scheduler", scheduler)',
                 )
 
     def _holds_scheduler_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Is one of the program's states its scheduler, or an object that holds a scheduler's state?"""
-        things = [thing for name, thing in self.states.items() if name.startswith(USER)]
-        if any(getattr(thing, "optimizer", None) is optimizer for thing in things):
+        """Return whether a registered state is this optimizer's scheduler, or contains a scheduler's state."""
+        states = [state for name, state in self.states.items() if name.startswith(USER)]
+        if any(getattr(state, "optimizer", None) is optimizer for state in states):
             return True
-        others = [thing for thing in things if not isinstance(getattr(thing, "optimizer", None), torch.optim.Optimizer)]
-        return any(_has_key(thing.state_dict(), "_last_lr") for thing in others)
+        others = [state for state in states if not isinstance(getattr(state, "optimizer", None), torch.optim.Optimizer)]
+        return any(_has_key(state.state_dict(), "_last_lr") for state in others)
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name: what replicas are compared by, and what is saved."""
+        """Return parameters and buffers by name: what is compared across replicas and saved."""
         return checkpoint.weights_of(self.module)
 
     def state_dicts(self) -> dict[str, Any]:
-        """What is saved beside the weights."""
-        return {name: thing.state_dict() for name, thing in self.states.items()}
+        """Return the state of every registered object by name: what is saved with the weights."""
+        return {name: state.state_dict() for name, state in self.states.items()}
 
     def user_states(self) -> dict[str, Any]:
-        """Of what the program named by itself."""
-        return {name: thing.state_dict() for name, thing in self.states.items() if name.startswith(USER)}
+        """Return the states of the objects that the program registered by a name of its own."""
+        return {name: state.state_dict() for name, state in self.states.items() if name.startswith(USER)}
 
     def load_states(self, states: dict[str, Any]) -> None:
-        """Become what some of `state_dicts` say."""
+        """Load some or all of the states that `state_dicts` returned."""
         for name, state in states.items():
-            if state or self.states[name] is not self.scaler:  # one that scales nothing has nothing to say
+            if state or self.states[name] is not self.scaler:  # a disabled scaler refuses its empty state
                 self.states[name].load_state_dict(state)
 
     def load(self, folder: Path) -> None:
-        """Become what a checkpoint holds; CheckpointError where it is of another program."""
+        """Load a checkpoint; raise CheckpointError if its states or weights are those of another program."""
         saved = checkpoint.load(folder)
         for name in sorted(saved.states.keys() ^ self.states.keys()):
             has, lacks = ("it", "this program") if name in saved.states else ("this program", "it")
@@ -150,36 +149,35 @@ class Trained:
         self.load_states(saved.states)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for model in self.models:
             model.zero_grad()
 
 
 def _has_key(state: Any, key: str) -> bool:
-    """Somewhere in the dicts and lists of a state."""
+    """Return whether a dict anywhere in `state` has this key."""
     if isinstance(state, dict):
         return key in state or any(_has_key(value, key) for value in state.values())
     return isinstance(state, list | tuple) and any(_has_key(value, key) for value in state)
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """Their names."""
+    """Return the names of the BatchNorm modules."""
     return [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
 
 
 def check_batch_norm(module: nn.Module, roster: Roster) -> None:
-    """UsageError where batch statistics would depend on how many ranks there are.
+    """Raise UsageError if the batch statistics would depend on the number of ranks.
 
-    BatchNorm normalizes over a micro-batch. Any split of the machines trains the same model as long as all
-    micro-batches have one size: on one rank that of the whole batch will do, on several what --micro-batch says.
+    BatchNorm normalizes over a micro-batch. Any split over the machines trains the same model as long as all
+    micro-batches have one size: on one rank any size will do, on several it must be that of --micro-batch.
     """
     names = batch_norms(module)
     sizes = {size for member in roster.members for size in member.micro_batches}
     one_size = roster.members[0].micro_batch if roster.world_size > 1 else max(sizes)
     if names and sizes != {one_size}:
-        told = " and ".join(map(str, sorted(sizes)))
+        sizes_text = " and ".join(map(str, sorted(sizes)))
         raise UsageError(
             f"{names[0]} is a BatchNorm: it normalizes over a micro-batch; with {plural(roster.world_size, 'rank')} "
-            f"these are of {told} sequences: another division would train another model",
+            f"micro-batches have {sizes_text} sequences: another split of the batch would train another model",
             hint="--micro-batch N that divides every rank's share of --batch; or GroupNorm, which needs no batch",
         )

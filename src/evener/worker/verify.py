@@ -1,4 +1,4 @@
-"""Do the replicas hold the same bits, and if not, which rank differs, and where first?"""
+"""Replica hashes: find out whether replicas are bitwise equal, and which rank differs in which tensor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that disagrees."""
+    """A tensor in which a rank's replica differs from the others."""
 
     rank: int
     tensor: str
 
 
 def tensor_hash(tensor: Tensor) -> int:
-    """Σ wᵢ·xᵢ mod 2^64 of the tensor's bits, with fixed odd random weights; on the tensor's own device.
+    """Return Σ wᵢ·xᵢ mod 2^64 of the tensor's bits, with fixed odd random weights; computed on the tensor's device.
 
-    One changed element always changes it (an odd weight has an inverse), any other change all but surely: the family is
-    universal.   [Carter & Wegman 1979]
+    One changed element always changes the hash (an odd weight has an inverse), any other change almost surely: the
+    family is universal.   [Carter & Wegman 1979]
     """
     bits = tensor.detach().contiguous().view(-1).view(_INT[tensor.element_size()])
     generator = torch.Generator().manual_seed(0x5EED)
@@ -39,25 +39,25 @@ def tensor_hash(tensor: Tensor) -> int:
 
 
 def hash_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Hashes by name, as hex."""
+    """Return the hash of each tensor by name, as 16 hex digits."""
     return {name: f"{tensor_hash(tensor) % 2**64:016x}" for name, tensor in named}
 
 
 def gather_hashes(hashes: dict[str, str], world_size: int, group: Any) -> list[list[str]]:
-    """[rank][tensor]: every rank's hashes, on every rank."""
+    """Gather every rank's hashes on every rank: [rank][tensor]."""
     mine = torch.tensor([int(value, 16) - 2**63 for value in hashes.values()], dtype=torch.int64)
     if world_size == 1:
         return [list(hashes.values())]
-    everyone = torch.empty(world_size, len(mine), dtype=torch.int64)
-    dist.all_gather_single(everyone, mine[None], group=group)
-    return [[f"{value + 2**63:016x}" for value in row] for row in everyone.tolist()]
+    all_hashes = torch.empty(world_size, len(mine), dtype=torch.int64)
+    dist.all_gather_single(all_hashes, mine[None], group=group)
+    return [[f"{value + 2**63:016x}" for value in row] for row in all_hashes.tolist()]
 
 
 @torch.no_grad()
 def take_over(named: Mapping[str, Tensor], group: Any, is_first: bool) -> tuple[str, float]:
-    """Take rank 0's tensors: (where ours differed most, by how much, relative to the tensor's largest number).
+    """Broadcast rank 0's tensors into this rank's; all ranks call it.
 
-    All ranks call it together.
+    Return (the tensor that differed most, by how much, relative to the tensor's largest number).
     """
     worst, at = 0.0, ""
     for name, tensor in named.items():
@@ -65,17 +65,18 @@ def take_over(named: Mapping[str, Tensor], group: Any, is_first: bool) -> tuple[
         theirs = theirs if is_first else torch.empty_like(theirs)
         dist.broadcast(theirs, src=0, group=group)
         if not is_first:
-            here = theirs.to(tensor.device)
-            apart = float((tensor - here).abs().max()) if tensor.is_floating_point() else float((tensor != here).any())
-            largest = max(LEAST, float(here.abs().max())) if tensor.is_floating_point() else 1.0
-            if not apart <= worst * largest:  # NaN, too
-                worst, at = apart / largest, name
-            tensor.copy_(here)
+            source = theirs.to(tensor.device)
+            is_float = tensor.is_floating_point()
+            diff = float((tensor - source).abs().max()) if is_float else float((tensor != source).any())
+            largest = max(LEAST, float(source.abs().max())) if is_float else 1.0
+            if not diff <= worst * largest:  # NaN, too
+                worst, at = diff / largest, name
+            tensor.copy_(source)
     return at, worst
 
 
 def odd_ones(replica_hashes: list[list[str]]) -> list[int]:
-    """Ranks that do not hold what more than half of all hold; [] where there is no such half.
+    """Return the ranks that differ from the majority (more than half of all); [] if there is no majority.
 
     >>> odd_ones([["1", "2"], ["1", "3"], ["1", "2"]]), odd_ones([["1"], ["2"]])
     ([1], [])
@@ -85,14 +86,14 @@ def odd_ones(replica_hashes: list[list[str]]) -> list[int]:
 
 
 def differences(names: list[str], replica_hashes: list[list[str]]) -> list[Difference]:
-    """Every (rank, tensor) that is not what most ranks hold; of two ranks it is the second that is named.
+    """Return every (rank, tensor) that differs from most ranks; of two ranks the second is named.
 
     >>> differences(["a", "b"], [["1", "2"], ["1", "3"], ["1", "2"]])
     [Difference(rank=1, tensor='b')]
     """
-    found = []
+    mismatches = []
     for i, name in enumerate(names):
-        held = [row[i] for row in replica_hashes]
-        usual = Counter(held).most_common(1)[0][0]  # ties go to the lowest rank
-        found += [Difference(rank=rank, tensor=name) for rank, value in enumerate(held) if value != usual]
-    return found
+        hashes = [row[i] for row in replica_hashes]
+        usual = Counter(hashes).most_common(1)[0][0]  # ties go to the lowest rank
+        mismatches += [Difference(rank=rank, tensor=name) for rank, value in enumerate(hashes) if value != usual]
+    return mismatches

@@ -1,4 +1,4 @@
-"""What does a machine tell of itself while it trains? Each host's first rank writes it down, beside its work."""
+"""Host monitor: a thread in each host's first rank samples load, memory, network, temperature, power and GPUs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from evener.core.files import LineFile
 from evener.core.vitals import GpuVitals, Vitals
 
 EVERY_S = 5.0
-CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal", "acpitz")  # of processors, the best first
-RAPL = Path("/sys/class/powercap")  # energy of Intel's and AMD's processors; since 2020 it is root's to read
+CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal", "acpitz")  # of CPUs, the best first
+RAPL = Path("/sys/class/powercap")  # energy of Intel and AMD CPUs; since 2020 only root may read it
 QUERY = "utilization.gpu,memory.used,temperature.gpu,power.draw"
 
 
 class Machine:
-    """What was read of it last, from which the next look counts."""
+    """Samples a host; rates are computed since the previous sample."""
 
     def __init__(self, interface: str | None, *, has_gpu: bool) -> None:
         self._interface, self._has_gpu = interface, has_gpu
@@ -32,13 +32,13 @@ class Machine:
         self._at, self._moved, self._energy_J = time.monotonic(), self._counters(), _energy_J()
 
     def look(self) -> Vitals:
-        """Since the look before."""
+        """Return the vitals, with rates since the previous sample."""
         now, moved, energy_J = time.monotonic(), self._counters(), _energy_J()
         took_s = max(now - self._at, 1e-3)
         sent, received = (None if moved is None or self._moved is None else max(0, new - old) / took_s
                           for new, old in zip(moved or (0, 0), self._moved or (0, 0), strict=True))  # fmt: skip
         power_W = None
-        if energy_J is not None and self._energy_J is not None and energy_J >= self._energy_J:  # it wraps now and then
+        if energy_J is not None and self._energy_J is not None and energy_J >= self._energy_J:  # the counter wraps
             power_W = (energy_J - self._energy_J) / took_s
         self._at, self._moved, self._energy_J = now, moved, energy_J
         memory = psutil.virtual_memory()
@@ -48,38 +48,38 @@ class Machine:
                       battery=_battery(), gpus=_gpus() if self._has_gpu else [])  # fmt: skip
 
     def _counters(self) -> tuple[int, int] | None:
-        """Bytes sent and received by the interface since it was made."""
+        """Return the bytes sent and received by the interface since it came up."""
         counted = psutil.net_io_counters(pernic=True).get(self._interface or "")
         return None if counted is None else (counted.bytes_sent, counted.bytes_recv)
 
 
 def begin_vitals(path: Path, *, has_gpu: bool) -> None:
-    """Write them from now on, until this process ends."""
+    """Start a thread that appends samples to a file until this process ends."""
     threading.Thread(target=_write, args=(path, has_gpu), daemon=True, name="vitals").start()
 
 
 def _write(path: Path, has_gpu: bool) -> None:
     machine = Machine(os.environ.get("GLOO_SOCKET_IFNAME"), has_gpu=has_gpu)
-    with contextlib.suppress(OSError), LineFile(path) as file:  # a full disk: others tell of it
+    with contextlib.suppress(OSError), LineFile(path) as file:  # a full disk: reported elsewhere
         while True:
             time.sleep(EVERY_S)
             file.write(msgspec.json.encode(machine.look()) + b"\n")
 
 
 def _temperature_C() -> float | None:
-    """The hottest sensor of the processor."""
-    with contextlib.suppress(AttributeError, OSError):  # psutil knows none on this system; a sensor that went away
+    """Return the temperature of the CPU's hottest sensor."""
+    with contextlib.suppress(AttributeError, OSError):  # not supported on this system; a sensor that disappeared
         sensors = psutil.sensors_temperatures()
         for chip in CHIPS:
-            if found := [float(one.current) for one in sensors.get(chip, ()) if one.current]:
-                return max(found)
+            if temperatures := [float(sensor.current) for sensor in sensors.get(chip, ()) if sensor.current]:
+                return max(temperatures)
     return None
 
 
 def _energy_J() -> float | None:
-    """That the processors have used since some moment."""
+    """Return the energy that the CPUs have used since some fixed time."""
     try:
-        packages = [path for path in RAPL.iterdir() if path.name.count(":") == 1]  # the others are parts of these
+        packages = [path for path in RAPL.iterdir() if path.name.count(":") == 1]  # the others are included in these
         return sum(int((path / "energy_uj").read_text()) for path in packages) / 1e6 if packages else None
     except (OSError, ValueError):
         return None
@@ -105,20 +105,20 @@ def _gpus() -> list[GpuVitals]:
 
 
 def read_gpus(text: str) -> Iterator[GpuVitals]:
-    """nvidia-smi's answer: per cent, MiB, °C and W; a driver that does not know says [N/A].
+    """Parse nvidia-smi's output: per cent, MiB, °C and W; unknown values are [N/A].
 
     >>> [*read_gpus("97, 20312, 71, 311.52\\n0, 4, 33, [N/A]\\n")][1]
     GpuVitals(busy=0.0, memory_bytes=4194304, temperature_C=33.0, power_W=None)
     """
     for line in text.splitlines():
-        found: list[float | None] = []
-        for word in line.split(","):
+        values: list[float | None] = []
+        for field in line.split(","):
             try:
-                found.append(float(word))
+                values.append(float(field))
             except ValueError:
-                found.append(None)
-        if len(found) == QUERY.count(",") + 1:
-            busy, memory_MiB, temperature_C, power_W = found
+                values.append(None)
+        if len(values) == QUERY.count(",") + 1:
+            busy, memory_MiB, temperature_C, power_W = values
             yield GpuVitals(busy=None if busy is None else busy / 100,
                             memory_bytes=None if memory_MiB is None else int(memory_MiB) << 20,
                             temperature_C=temperature_C, power_W=power_W)  # fmt: skip
