@@ -56,7 +56,7 @@ def test_two_machines_that_nobody_has():
     done = evener(*WORDS, "--loss-budget", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Don't distribute this: node1 alone trains 500 tokens/s, both hosts 46")
-    for part in ("14.3 s", "28.6 s", "wifi", "400GbE", "several hosts would pay from 1.2Gbit", "assumed, not measured"):
+    for part in ("14.3 s", "28.6 s", "wifi", "400GbE", "several hosts break even at 1.2Gbit", "assumed, not measured"):
         assert part in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "─" in line) <= 80
 
@@ -137,7 +137,7 @@ def test_a_fleet_file_is_enough(tmp_path):
         ([*ONE, "--scale", "4,2"], "--scale 4,2"),
         ([*ONE, "--scale", "0"], "--scale 0"),
         ([*ONE, "--scale", "1,…,8"], "--scale 1,…,8"),
-        ([*ONE, "--scale", "1,2", "--compute-tokens-per-s", "5,6"], "all its ranks are alike"),
+        ([*ONE, "--scale", "1,2", "--compute-tokens-per-s", "5,6"], "--scale needs identical ranks"),
         ([*ONE, "--scale", "1,2", "--slow", "2"], "--slow 2: expected a share"),
         ([*WORDS, "--jitter", "5"], "--jitter: only --scale has a use for it"),
         (["--per-node", "8"], "how fast is one rank alone"),
@@ -198,7 +198,7 @@ def test_a_refitted_rate_is_written_into_the_fleet_file(tmp_path):
     assert rate.dtype == "fp32"
     (tmp_path / "other.toml").write_text('[hosts.x]\naddress = "local"\n')
     done = evener("--from", "runs/one", "--fleet", "other.toml", cwd=tmp_path)
-    assert "it does not name: h" in done.stderr
+    assert "other.toml does not name all hosts of the run: h missing" in done.stderr
 
 
 def test_four_thousand_ranks_and_two_pictures(tmp_path):
@@ -214,7 +214,7 @@ def test_four_thousand_ranks_and_two_pictures(tmp_path):
     assert efficiency == sorted(efficiency, reverse=True)
     assert 0.5 < efficiency[-1] < 1
     assert told["points"][-1]["goodput"] < efficiency[-1]
-    assert any("80% to 90% at 8 ranks come out with" in line for line in told["rule_of_thumb"])
+    assert any("80% to 90% at 8 ranks need a" in line for line in told["rule_of_thumb"])
 
 
 def test_pictures_are_drawn_and_named(tmp_path):

@@ -307,7 +307,7 @@ def test_another_corpus_is_replaced_only_by_force(tmp_path: Path, change: dict) 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_with_other_files_is_never_touched(tmp_path: Path, force: bool) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UsageError, match=r"holds files that are no corpus, thesis\.tex among them"):
+    with pytest.raises(UsageError, match=r"holds files that are not part of a corpus, such as thesis\.tex"):
         prepare(tmp_path, splits(), tokenizer="byte", force=force)
     with pytest.raises(UsageError, match=r"thesis\.tex is a file"):
         prepare(tmp_path / "thesis.tex", splits(), tokenizer="byte", force=force)

@@ -1,10 +1,10 @@
-"""Is every token id of a corpus inside its vocabulary?
+"""Check that every token id of a corpus is inside its vocabulary.
 
-A wrong id would end as an index error deep in an embedding, or on a GPU as a kernel assertion that names nothing. The
+A wrong id would cause an index error deep in an embedding, or on a GPU a kernel assertion without a useful message. The
 command line calls `check_token_ids` before a launch: one pass at the speed of the disk, far below a second for a corpus
-that is in the page cache. Where the vocabulary fills the type there is nothing to find, and nothing is read.
+in the page cache. Where the vocabulary fills the dtype no id can be wrong, and nothing is read.
 
-Code that reads batches on its own has the same check at no cost: compare `ids.max()` with `corpus.vocab_size` and raise
+Code that reads batches itself can do the same check at no cost: compare `ids.max()` with `corpus.vocab_size` and raise
 `evener.core.corpus.beyond_vocabulary`.
 """
 
@@ -20,7 +20,7 @@ _CHUNK_TOKENS = 4 * 1024 * 1024
 
 
 def check_token_ids(corpus: Corpus) -> None:
-    """Raise a DataError that names file, position and id of the first token beyond the vocabulary."""
+    """Raise DataError with the file, position and id of the first token beyond the vocabulary, if there is one."""
     dtype = np.dtype(corpus.dtype).newbyteorder("<")
     if corpus.vocab_size > np.iinfo(dtype).max:
         return

@@ -1,4 +1,4 @@
-"""How does English build a verb's forms, and a sentence around them?
+"""Build the forms of English verbs, and sentences around them.
 
 A verb phrase is a chain of helpers and one verb; each link demands a form of the next, and the first is finite:
 
@@ -26,7 +26,7 @@ Question = Literal["no", "yes/no", "why", "when", "where", "how long"]
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What is said of a verb. Person and number come from the subject."""
+    """Grammatical features of a verb phrase. Person and number come from the subject."""
 
     tense: Tense = "present"
     aspect: Aspect = "simple"
@@ -38,7 +38,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Phrase:
-    """A noun phrase: as subject, as object, and what a verb agrees with."""
+    """A noun phrase: its forms as subject and as object, and the person and number with which a verb agrees."""
 
     subject: str
     object: str
@@ -76,7 +76,7 @@ _CLITICS = {"am": "'m", "is": "'s", "are": "'re", "have": "'ve", "has": "'s", "h
 
 
 def phrase(text: str, number: Number = "singular") -> Phrase:
-    """A pronoun by its subject form, or any other noun phrase in the third person.
+    """Return the pronoun with this subject form, or any other noun phrase in the third person.
 
     >>> phrase("they").object, phrase("the letters", "plural").object
     ('them', 'the letters')
@@ -89,7 +89,7 @@ def phrase(text: str, number: Number = "singular") -> Phrase:
 
 @cache
 def principal_parts(lemma: str) -> Parts:
-    """Base, third person, past, past participle and present participle.
+    """Return the base, third person, past, past participle and present participle of a verb.
 
     >>> principal_parts("panic")
     Parts(base='panic', third='panics', past='panicked', participle='panicked', ing='panicking')
@@ -100,7 +100,7 @@ def principal_parts(lemma: str) -> Parts:
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun; of several words the last one changes.
+    """Return the plural of a noun; of several words the last one changes.
 
     >>> plural("knife"), plural("box"), plural("apple pie"), plural("party")
     ('knives', 'boxes', 'apple pies', 'parties')
@@ -110,7 +110,7 @@ def plural(noun: str) -> str:
 
 
 def indefinite(noun: str) -> str:
-    """The noun with "a" or "an", by sound: an hour, a university.
+    """Return the noun with "a" or "an", by sound: an hour, a university.
 
     >>> indefinite("old hat"), indefinite("hour"), indefinite("uniform"), indefinite("umbrella")
     ('an old hat', 'an hour', 'a uniform', 'an umbrella')
@@ -121,7 +121,7 @@ def indefinite(noun: str) -> str:
 
 
 def _with_s(word: str) -> str:
-    """Third person of a verb, plural of a noun."""
+    """Return the regular third person of a verb or plural of a noun."""
     if re.search(r"[^aeiou]y$", word):
         return word[:-1] + "ies"
     if word.endswith("quiz"):
@@ -148,7 +148,7 @@ def _with_ing(lemma: str) -> str:
 
 
 def _lengthened(lemma: str) -> str:
-    """Ready for -ed or -ing: a final c becomes ck; the last letter doubles after one short, stressed vowel."""
+    """Prepare a verb for -ed or -ing: a final c becomes ck; the last letter doubles after one short, stressed vowel."""
     if lemma.endswith("c"):
         return lemma + "k"
     one_syllable = re.fullmatch(r"(?:[^aeiou]*|[^aeiou]*qu)[aeiou][bdfgklmnprstvz]", lemma)
@@ -156,19 +156,19 @@ def _lengthened(lemma: str) -> str:
 
 
 def objection(verb: Verb, features: Features) -> str:
-    """Why English has no such sentence; empty where it has."""
+    """Return why English has no such sentence; "" if it has."""
     if features.voice == "passive":
         if not verb.has_passive:
             return f'"{verb.lemma}" has no passive'
         if features.aspect == "perfect progressive" or (features.tense, features.aspect) == ("future", "progressive"):
-            return 'nobody says "has been being written" or "will be being written"'
+            return 'English does not use "has been being written" or "will be being written"'
     if verb.is_state and "progressive" in features.aspect:
         return f'"{verb.lemma}" is a state: it has no progressive'
     return ""
 
 
 def verb_phrase(lemma: str, features: Features, subject: Phrase) -> list[str]:
-    """The helpers and the verb, finite form first, without "not".
+    """Return the helpers and the verb, finite form first, without "not".
 
     >>> verb_phrase("write", Features(aspect="perfect progressive"), phrase("she"))
     ['has', 'been', 'writing']
@@ -209,9 +209,9 @@ def _finite(lemma: str, tense: str, subject: Phrase) -> str:
 
 
 def sentence(lemma: str, features: Features, subject: str | Phrase, rest: str = "", *, adverb: str = "") -> str:
-    """One sentence. `rest` follows the verb; `adverb` stands before it, behind the first helper.
+    """Build one sentence. `rest` follows the verb; `adverb` stands before it, behind the first helper.
 
-    Raises ValueError for what English does not say: the passive of "sleep", the progressive of "know".
+    Raise ValueError for ungrammatical features: the passive of "sleep", the progressive of "know".
 
     >>> sentence("write", Features(aspect="perfect progressive", polarity="negative"), "she", "the letter")
     'She has not been writing the letter.'

@@ -1,4 +1,4 @@
-"""A tokenizer as transformers reads it: tokenizer.json of the `tokenizers` library, and what to do with it."""
+"""Export a tokenizer for transformers: tokenizer.json of the `tokenizers` library, and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
-    """tokenizer.json and tokenizer_config.json; of GPT-2's own tokens only the latter, which names them."""
+    """Write tokenizer.json and tokenizer_config.json; for GPT-2's own tokens only the latter, which names them."""
     config: dict[str, object] = {"model_max_length": block_size, "clean_up_tokenization_spaces": False}
     if isinstance(tokenizer, BpeTokenizer | ByteTokenizer | CharTokenizer):
         (folder / "tokenizer.json").write_bytes(_description(tokenizer))
@@ -41,7 +41,7 @@ def _description(tokenizer: BpeTokenizer | ByteTokenizer | CharTokenizer) -> byt
 
 
 def _byte_names() -> list[str]:
-    """The character by which byte-level tokenizers write each byte: itself, or one above 255.   [GPT-2]"""
+    """Return the character with which byte-level tokenizers write each byte: itself, or one above 255.   [GPT-2]"""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

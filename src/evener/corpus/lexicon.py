@@ -1,4 +1,4 @@
-"""Which words does the verb corpus use? The lexicon, as tables. American English throughout.
+"""The lexicon of the verb corpus, as tables. American English throughout.
 
 An entry of a frame is `verb: nouns`, with a fixed ending after `|` where the verb needs one ("put the book on the
 table"); columns are two or more spaces apart. `@people` stands for everyone. A verb stands in one frame. Its forms are
@@ -16,7 +16,7 @@ Frame = Literal["intransitive", "happening", "transitive", "ditransitive", "prep
 
 
 def _entries(table: str) -> Iterator[str]:
-    """What stands in a table, whose columns two spaces or more keep apart."""
+    """Yield the entries of a table whose columns are separated by two spaces or more."""
     return (entry for entry in re.split(r" {2,}|\n", table) if entry)
 
 
@@ -24,7 +24,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Past and past participle of every verb that has them otherwise than by rule.
+# Past and past participle of every irregular verb.
 IRREGULAR_FORMS = """
 be was been                          beat beat beaten                     become became become
 begin began begun                    bend bent bent                       bet bet bet
@@ -304,7 +304,7 @@ MID_ADVERBS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb and what may stand around it."""
+    """A verb and the words that it combines with."""
 
     lemma: str
     frame: Frame

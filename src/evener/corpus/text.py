@@ -1,14 +1,14 @@
-"""Which text goes into a corpus, in what order, and which part of it validates?
+"""Find the documents of a corpus, order them and split them into training and validation text.
 
 A corpus is a list of documents (files, or text made in memory), cut into two splits. Two rules make the result the same
 on every machine that holds the same files:
 
-- The documents are taken in the order of the SHA-256 of their names. That is as good as random, so the validation split
-  of a folder is not merely what sorts last in it.
-- Of the bytes in that order, the last `val_fraction` validate. At most one document lies in both splits, cut in two.
-  For a single file this is nanoGPT's split: the first 90 % train, the rest validates.
+- Documents are ordered by the SHA-256 of their names. That is as good as random, so the validation split of a folder is
+  not simply the files that sort last.
+- Of the bytes in that order, the last `val_fraction` are for validation. At most one document lies in both splits, cut
+  in two. For a single file this is nanoGPT's split: the first 90 % for training, the rest for validation.
 
-Text is UTF-8, strictly: what is not is an error with the file and the byte, never a replacement character.
+Text must be valid UTF-8: anything else is an error with the file and the byte, never a replacement character.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import BinaryIO
 from evener.core.errors import DataError, UsageError
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all."""
+"""Called with the name of the phase, the bytes done and the bytes in all."""
 
 _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text: `name` is what it is called inside the corpus, whatever the machine."""
+    """One text; `name` is its name in the corpus, the same on every machine."""
 
     name: str
     size_bytes: int
@@ -48,7 +48,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes `start` to `stop` of a document; both lie between characters."""
+    """The bytes `start` to `stop` of a document; both are character boundaries."""
 
     document: Document
     start: int
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the document ends here."""
+        """Whether the document ends with this slice."""
         return self.stop == self.document.size_bytes
 
 
@@ -80,11 +80,11 @@ class Splits:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one reading of all the text tells."""
+    """The result of reading all text once."""
 
     source_hash: str
     chars: str
-    """Every character that occurs, sorted; empty where it was not asked for."""
+    """Every character that occurs, sorted; empty if they were not collected."""
 
 
 def whole(document: Document) -> Part:
@@ -92,57 +92,57 @@ def whole(document: Document) -> Part:
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]], *, skip: Callable[[Path], bool]) -> list[Document]:
-    """The files at `paths`; folders are searched through, but for hidden files, empty files and folders to `skip`.
+    """Return the files at `paths`, searching folders except for hidden files, empty files and folders to `skip`.
 
-    Raises UsageError for a path that is not there, DataError for a folder that cannot be read.
+    Raise UsageError for a missing path, DataError for a folder that cannot be read.
     """
-    found: dict[str, Document] = {}
-    for given in map(Path, paths):
-        if given.is_dir():
-            files = _walk(given, skip)
-        elif given.is_file():
-            files = iter([given])
-        elif given.exists():
-            raise UsageError(f"{given} is neither a file nor a folder", hint="save the text in a file first")
+    documents: dict[str, Document] = {}
+    for root in map(Path, paths):
+        if root.is_dir():
+            files = _walk(root, skip)
+        elif root.is_file():
+            files = iter([root])
+        elif root.exists():
+            raise UsageError(f"{root} is neither a file nor a folder", hint="save the text in a file first")
         else:
-            raise UsageError(f"{given}: no such file or folder")
+            raise UsageError(f"{root}: no such file or folder")
         for file in files:
-            name = file.relative_to(given).as_posix() if file != given else file.name
+            name = file.relative_to(root).as_posix() if file != root else file.name
             try:
                 size_bytes = file.stat().st_size
             except OSError as error:
                 raise DataError(f"{file}: {error.strerror}") from None
             if size_bytes:
-                found.setdefault(os.path.realpath(file), Document(name, size_bytes, file))
-    return list(found.values())
+                documents.setdefault(os.path.realpath(file), Document(name, size_bytes, file))
+    return list(documents.values())
 
 
 def _walk(folder: Path, skip: Callable[[Path], bool]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}")
 
-    for place, subfolders, names in os.walk(folder, onerror=refuse):
-        here = Path(place)
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and not skip(here / name))
+    for dirpath, subfolders, names in os.walk(folder, onerror=refuse):
+        parent = Path(dirpath)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and not skip(parent / name))
         for name in sorted(names):
-            path = here / name
+            path = parent / name
             if not name.startswith(".") and path.exists() and stat.S_ISREG(path.stat().st_mode):
                 yield path
 
 
 def split_by_fraction(documents: Iterable[Document], val_fraction: float) -> Splits:
-    """Train on the first bytes, validate on the last `val_fraction`, documents in the order of their hashed names."""
+    """Split documents, in the order of their hashed names: the last `val_fraction` of the bytes for validation."""
     if not 0 < val_fraction < 1:
         raise UsageError(
             f"--val-fraction {val_fraction:g} is not between 0 and 1", hint="for example: --val-fraction 0.1"
         )
     ordered = sorted(documents, key=lambda document: hashlib.sha256(os.fsencode(document.name)).digest())
-    left = int(sum(document.size_bytes for document in ordered) * (1 - val_fraction))
+    remaining = int(sum(document.size_bytes for document in ordered) * (1 - val_fraction))
     train: list[Part] = []
     val: list[Part] = []
     for document in ordered:
-        cut = min(left, document.size_bytes)
-        left -= cut
+        cut = min(remaining, document.size_bytes)
+        remaining -= cut
         if 0 < cut < document.size_bytes:
             cut = _character_start(document, cut)
         if cut > 0:
@@ -153,7 +153,7 @@ def split_by_fraction(documents: Iterable[Document], val_fraction: float) -> Spl
 
 
 def _character_start(document: Document, position: int) -> int:
-    """The first byte at or after `position` that begins a character."""
+    """Return the position of the first byte at or after `position` that begins a character."""
     try:
         with document.open() as file:
             file.seek(position)
@@ -167,24 +167,24 @@ def _character_start(document: Document, position: int) -> int:
 
 
 def read_bytes(part: Part) -> Iterator[bytes]:
-    """The bytes of a part in blocks of a megabyte; DataError if the file is no longer as long as it was."""
-    left = part.num_bytes
+    """Yield the bytes of a slice in blocks of a megabyte. Raise DataError if the file has become shorter."""
+    remaining = part.num_bytes
     try:
         with part.document.open() as file:
             file.seek(part.start)
-            while left and (block := file.read(min(left, _READ_BYTES))):
-                left -= len(block)
+            while remaining and (block := file.read(min(remaining, _READ_BYTES))):
+                remaining -= len(block)
                 yield block
     except OSError as error:
         raise DataError(f"{part.document}: {error.strerror}") from None
-    if left:
+    if remaining:
         raise DataError(
             f"{part.document} became shorter while it was read", hint="run it again when the file is complete"
         )
 
 
 def read_text(part: Part) -> Iterator[str]:
-    """The text of a part, a piece for each megabyte; DataError names the file and the byte that is not UTF-8."""
+    """Yield the text of a slice, a megabyte at a time. Raise DataError with the file and the byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     position = part.start
     for block in read_bytes(part):
@@ -206,7 +206,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, part: Part, positi
 
 
 def survey(splits: Splits, *, want_chars: bool, progress: Progress) -> Survey:
-    """Read all the text once: check that it is UTF-8, hash it, and collect its characters if wanted."""
+    """Read all text once: check that it is UTF-8, hash it, and collect its characters if `collect_chars`."""
     done, total = 0, splits.num_bytes
     digest = hashlib.sha256()
     chars: set[str] = set()

@@ -1,14 +1,14 @@
-"""How does text become token ids, and ids text again?
+"""Tokenizers: encode text as token ids, and decode ids as text.
 
 | tokenizer | its vocabulary | for |
 |---|---|---|
-| byte | the 256 bytes of UTF-8 | every text; nothing to train, no word out of its reach |
-| char | the characters that the corpus has, sorted | small corpora of one script, as nanoGPT's shakespeare_char |
+| byte | the 256 bytes of UTF-8 | any text; nothing to train |
+| char | the characters of the corpus, sorted | small corpora of one script, as nanoGPT's shakespeare_char |
 | bpe | trained on the corpus, byte-level, GPT-2's word boundaries | larger corpora |
 | gpt2 | GPT-2's 50,257 tokens, by tiktoken | comparison with GPT-2, its weights |
 
-bpe and gpt2 close every document with an end-of-text token; byte and char have none, and their documents follow one
-another. Text that happens to read "<|endoftext|>" stays text.
+bpe and gpt2 end every document with an end-of-text token; byte and char have none, and their documents are
+concatenated. "<|endoftext|>" in a text stays text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BATCH_CHARS = 1 << 20
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 Ids = NDArray[Any]
-"""Token ids, one after another, in the type of the .bin file."""
+"""Token ids, in the dtype of the .bin file."""
 
 
 class Tokenizer(Protocol):
@@ -54,20 +54,20 @@ class Tokenizer(Protocol):
     end_of_text: int | None
 
     def encode(self, text: str) -> Ids:
-        """The ids of a text; DataError for what the vocabulary lacks."""
+        """Return the ids of a text. Raise DataError if the vocabulary cannot encode it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, on all cores where that pays."""
+        """Return the ids of each text, on several cores where that is faster."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. DataError for an id beyond the vocabulary."""
+        """Return the text of `ids`, with U+FFFD for invalid UTF-8. Raise DataError for an id beyond the vocabulary."""
 
     def describe(self) -> bytes:
-        """What tokenizer.json holds."""
+        """Return the content of tokenizer.json."""
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token."""
+    """A tokenizer with a token for every byte of UTF-8."""
 
     kind = "byte"
     vocab_size = 256
@@ -87,7 +87,7 @@ class ByteTokenizer:
 
 
 class CharTokenizer:
-    """Every character is a token; ids in the order of `chars`."""
+    """A tokenizer with a token for every character, with ids in the order of `chars`."""
 
     kind = "char"
     end_of_text: int | None = None
@@ -109,7 +109,7 @@ class CharTokenizer:
             raise DataError(
                 f"the corpus has no character {text[int(np.argmin(known))]!r}: "
                 f"its char vocabulary is {_shorten(self.chars)!r}",
-                hint="leave it out, or prepare the corpus with --tokenizer byte, which knows every text",
+                hint="leave it out, or prepare the corpus with --tokenizer byte, which encodes any text",
             )
         return self._ids[codes]
 
@@ -199,7 +199,7 @@ class Gpt2Tokenizer:
 
 
 def check_options(kind: str, vocab_size: int | None) -> None:
-    """Refuse a tokenizer that does not exist, and a vocabulary size that it cannot have."""
+    """Raise UsageError for an unknown tokenizer, or a vocabulary size that it cannot have."""
     if kind not in TOKENIZERS:
         raise UsageError(f'--tokenizer "{kind}" is not known', hint=did_you_mean(kind, TOKENIZERS))
     if vocab_size is not None and kind != "bpe":
@@ -212,7 +212,7 @@ def check_options(kind: str, vocab_size: int | None) -> None:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a prepared corpus, of a nanoGPT folder, or of any folder that holds a copy of tokenizer.json."""
+    """Load the tokenizer of a prepared corpus, a nanoGPT folder, or any folder with a copy of tokenizer.json."""
     root = Path(folder)
     path = root / "tokenizer.json"
     try:
@@ -229,7 +229,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
     if not isinstance(record, dict):
-        raise DataError(f"{path} is damaged: it holds no table", hint="prepare the corpus again")
+        raise DataError(f"{path} is damaged: it is not a JSON object", hint="prepare the corpus again")
     kind = record.get("kind", "bpe")
     if kind == "byte":
         return ByteTokenizer()
@@ -246,16 +246,16 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def tokenizer_of(run: Path, corpus: Corpus) -> Tokenizer:
-    """That of a run: its own copy, so that it can write text when its corpus is gone; else the corpus's."""
+    """Load a run's own copy of the tokenizer, which outlives the corpus; else that of the corpus."""
     return load_tokenizer(run if any((run / name).exists() for name in TOKENIZER_FILES) else corpus.path)
 
 
 def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeTokenizer:
-    """Byte-level BPE trained on at most 16 MB of the `text_bytes` bytes that `texts` hold.
+    """Train byte-level BPE on at most 16 MB of `texts`, which have `text_bytes` bytes.
 
     Of a longer text the sample is every n-th piece of 4,096 characters from its beginning to its end: the same in every
     run. It is thinned further until its distinct words are at most 2 MB, because training's memory grows with them
-    (about 100 bytes a byte, measured 2026-11-21): English stays below, but Chinese, written without spaces, has a new
+    (about 100 bytes a byte, *measured* 2026-11-21): English stays below, but Chinese, written without spaces, has a new
     "word" in every clause. A text too small for `vocab_size` gives fewer tokens.
     """
     from tokenizers import Tokenizer as Engine
@@ -275,10 +275,10 @@ def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeToke
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[str], bool]]) -> Iterator[Ids]:
-    """The ids of documents that come as (pieces of text, whether the document ends after them), in bounded memory.
+    """Yield the ids of documents given as (pieces of text, whether the document ends after them), in bounded memory.
 
-    The ids are those of each document encoded as one string: pieces are joined and cut again where a word begins.
-    Only a run of 16,384 characters without a space, or with nothing but spaces, is cut elsewhere.
+    The ids equal those of each document encoded as one string: pieces are joined and cut again where a word begins.
+    Only a run of 16,384 characters without a space, or of spaces only, is cut elsewhere.
     """
     batch: list[str | None] = []  # None: end of text
     num_chars = 0
@@ -303,22 +303,22 @@ def _encode_pieces(tokenizer: Tokenizer, pieces: list[str | None]) -> Ids:
 
 
 def _cut_at_words(texts: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces of at most 16,384 characters."""
-    kept = ""
+    """Yield the same text in pieces of at most 16,384 characters, cut where a word begins if possible."""
+    pending = ""
     for text in texts:
-        kept += text
+        pending += text
         start = 0
-        while len(kept) - start > _PIECE_CHARS:
-            stop = _word_start(kept, start, start + _PIECE_CHARS)
-            yield kept[start:stop]
+        while len(pending) - start > _PIECE_CHARS:
+            stop = _word_start(pending, start, start + _PIECE_CHARS)
+            yield pending[start:stop]
             start = stop
-        kept = kept[start:]
-    if kept:
-        yield kept
+        pending = pending[start:]
+    if pending:
+        yield pending
 
 
 def _word_start(text: str, start: int, limit: int) -> int:
-    """The last place up to `limit` where a space follows none; no token of GPT-2's pattern reaches across it."""
+    """Return the last position up to `limit` where a space follows a non-space: no GPT-2 token spans it."""
     for stop in range(limit, start, -1):
         if text[stop] in _SPACES and not text[stop - 1].isspace():
             return stop
@@ -333,13 +333,13 @@ def _sample(texts: Iterable[str], text_bytes: int) -> list[str]:
     return sample
 
 
-def _evenly(items: Iterable[str], share: float) -> Iterator[str]:
-    """That share of the items, evenly spread."""
-    due = 0.0
+def _evenly(items: Iterable[str], fraction: float) -> Iterator[str]:
+    """Yield this fraction of the items, evenly spread."""
+    credit = 0.0
     for item in items:
-        due += share
-        if due >= 1:
-            due -= 1
+        credit += fraction
+        if credit >= 1:
+            credit -= 1
             yield item
 
 

@@ -1,9 +1,9 @@
-"""What does the verb corpus say? Every verb of the lexicon, drawn through all that English does with a verb.
+"""Generate the verb corpus: sentences with every verb of the lexicon in all its grammatical forms.
 
-Each sentence is one verb in one person, number, tense, aspect, voice, polarity and mood, with subject, object and
-adverbials that fit it. The corpus is a pure function of (seed, num): drawn with `random.Random(seed).random()` alone,
-whose sequence Python promises to keep between versions. All sentences are distinct, so that no sentence of the
-validation split is trained on.
+Each sentence has one verb in one person, number, tense, aspect, voice, polarity and mood, with subject, object and
+adverbials that fit it. The corpus is a pure function of (seed, num): it is drawn only from
+`random.Random(seed).random()`, whose sequence Python promises to keep between versions. All sentences are distinct, so
+that no sentence of the validation split is trained on.
 """
 
 from __future__ import annotations
@@ -92,27 +92,27 @@ class Sentence:
 
 
 def sentences(seed: int, num: int) -> Iterator[Sentence]:
-    """`num` distinct sentences. Verbs come equally often; the first sentences do not depend on `num`."""
-    draw = _Draw(random.Random(seed))
+    """Yield `num` distinct sentences. Verbs occur equally often; the first sentences do not depend on `num`."""
+    sampler = _Draw(random.Random(seed))
     verbs = list(VERBS.values())
     seen: set[str] = set()
     repeats = 0
     while len(seen) < num:
-        for verb in draw.shuffled(verbs):
-            one = draw.sentence(verb)
-            if one.text in seen:
+        for verb in sampler.shuffled(verbs):
+            drawn = sampler.sentence(verb)
+            if drawn.text in seen:
                 repeats += 1
                 if repeats > _MAX_REPEATS and len(seen) < repeats:
                     raise UsageError(f"the grammar has too few sentences for {num}", hint="ask for fewer --sentences")
                 continue
-            seen.add(one.text)
-            yield one
+            seen.add(drawn.text)
+            yield drawn
             if len(seen) == num:
                 return
 
 
 def make_verbs(seed: int, num: int, val_fraction: float) -> tuple[Splits, dict[str, bytes]]:
-    """The corpus as text, a sentence a line, and as the files train.jsonl and val.jsonl."""
+    """Return the corpus as text, one sentence per line, and as the files train.jsonl and val.jsonl."""
     num_val = round(num * val_fraction)
     if not 0 < num_val < num:
         raise UsageError(
@@ -134,7 +134,7 @@ def _join(*words: str) -> str:
 
 
 class _Draw:
-    """Draws from one stream of random numbers."""
+    """Samples sentences from one stream of random numbers."""
 
     def __init__(self, rng: random.Random) -> None:
         self.random = rng.random
@@ -172,7 +172,7 @@ class _Draw:
         )
 
     def features(self, verb: Verb) -> Features:
-        """Features that the verb allows, and that make sense with it."""
+        """Sample features that the verb allows and that make sense with it."""
         while True:
             aspect = self.one(_ASPECTS)
             negative = self.chance(0.3)
@@ -200,7 +200,7 @@ class _Draw:
         return self.one(options)
 
     def participants(self, verb: Verb, features: Features) -> tuple[Phrase, str]:
-        """The subject, and what the verb says it does it to."""
+        """Sample the subject, and the objects or complement of the verb."""
         if verb.frame == "happening":
             return self.thing(verb.words), ""
         if features.voice == "passive":
@@ -242,7 +242,7 @@ class _Draw:
         return self.noun_phrase(self.one(PEOPLE), PEOPLE_ADJECTIVES)
 
     def other_person(self, than: Phrase) -> Phrase:
-        """Someone else: "I helped me" and "we helped me" are not English."""
+        """Sample someone else than the subject: "I helped me" and "we helped me" are not English."""
         while True:
             other = self.person()
             if other != than and (other.person == 3 or other.person != than.person):
@@ -261,7 +261,7 @@ class _Draw:
         return phrase(indefinite(words) if determiner == "a" else f"{determiner} {words}".strip(), number)
 
     def where(self, verb: Verb, features: Features) -> str:
-        """Manner or place."""
+        """Sample an adverbial of manner or place."""
         if verb.is_state or verb.frame in ("linking", "prepositional") or features.question == "where":
             return ""
         if verb.frame == "intransitive":

@@ -1,10 +1,10 @@
-"""How does text become a corpus folder, such that a folder is either whole or not there?
+"""Prepare a corpus folder from text, atomically: the folder is either complete or absent.
 
-The folder is built beside its place, as `.NAME.partial`, synced to the disk and renamed. Whoever builds holds a lock on
-the partial folder; one without a lock was left by a killed run and is emptied by the next. `load_corpus` refuses
-partial folders by their name.
+The folder is built next to its final path, as `.NAME.partial`, synced to the disk and renamed. The process that builds
+it holds a lock on the partial folder; one without a lock was left by a killed run and is emptied by the next.
+`load_corpus` refuses partial folders by their name.
 
-The text is read twice (three times for bpe): first to check, hash and survey all of it, so that bad input is found
+The text is read twice (three times for bpe): first to check, hash and scan all of it, so that bad input is detected
 before anything is written and an unchanged corpus is recognised; then to encode it.
 """
 
@@ -57,7 +57,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class Prepared:
     corpus: Corpus
     was_written: bool
-    """False where the folder already held this corpus."""
+    """False if the folder already held this corpus."""
 
 
 def prepare(
@@ -70,10 +70,10 @@ def prepare(
     force: bool = False,
     progress: Progress = lambda doing, done, total: None,
 ) -> Prepared:
-    """Make the folder `out` from `splits`, with the files of `extra` beside; do nothing where it is made already.
+    """Write the corpus folder `out` from `splits`, with additional files `extra`; do nothing if it already exists.
 
-    `vocab_size` is for bpe alone. `force` replaces another corpus, and nothing else: a folder with files that evener
-    did not write is never touched. Raises DataError and UsageError, and then leaves `out` as it was.
+    `vocab_size` is only for bpe. `force` replaces another corpus, but never touches a folder with files that evener did
+    not write. Raise DataError or UsageError, and leave `out` unchanged then.
     """
     extra = extra or {}
     check_options(tokenizer, vocab_size)
@@ -82,25 +82,25 @@ def prepare(
         if not parts:
             raise DataError(f"there is no text for the {name} split of {out}", hint="give more text")
     if tokenizer == "gpt2":
-        Gpt2Tokenizer()  # before the long work: its vocabulary may not be there
+        Gpt2Tokenizer()  # before the long work: its vocabulary may be missing
     if tokenizer == "bpe" and vocab_size is None:
         vocab_size = BPE_VOCAB_SIZE
 
-    surveyed = survey(splits, want_chars=tokenizer == "char", progress=progress)
-    recipe: dict[str, str | int] = {"text": surveyed.source_hash, "tokenizer": tokenizer, "vocab_size": vocab_size or 0}
+    scan = survey(splits, want_chars=tokenizer == "char", progress=progress)
+    recipe: dict[str, str | int] = {"text": scan.source_hash, "tokenizer": tokenizer, "vocab_size": vocab_size or 0}
     recipe |= {name: hash_bytes(content) for name, content in extra.items()}
     if not force and (existing := _existing(out, recipe, extra)):
         _remove_stale(out)
         return Prepared(existing, was_written=False)
 
     with _building(out, may_replace=force or _is_filled(out)) as partial:
-        engine = _make_tokenizer(tokenizer, vocab_size, surveyed.chars, splits, progress)
+        engine = _make_tokenizer(tokenizer, vocab_size, scan.chars, splits, progress)
         _fill(partial, out, splits, engine, recipe, extra, progress)
     return Prepared(load_corpus(out), was_written=True)
 
 
 def _check_place(out: Path) -> None:
-    """Refuse to put a corpus where something else is."""
+    """Raise UsageError if `out` is a file or holds files that are not part of a corpus."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file", hint="name another folder with --out")
     try:
@@ -109,21 +109,25 @@ def _check_place(out: Path) -> None:
         raise DataError(f"{out}: {error.strerror}") from None
     if foreign:
         raise UsageError(
-            f"{out} holds files that are no corpus, {foreign[0]} among them", hint="name another folder with --out"
+            f"{out} holds files that are not part of a corpus, such as {foreign[0]}",
+            hint="name another folder with --out",
         )
 
 
 def _existing(out: Path, recipe: dict[str, str | int], extra: Mapping[str, bytes]) -> Corpus | None:
-    """The corpus at `out` if it is the one that `recipe` makes; None where there is none, or a damaged one of ours."""
+    """Return the corpus at `out` if `recipe` makes it; None if there is none, or a damaged one of the same recipe.
+
+    Raise UsageError for another corpus.
+    """
     if not _is_filled(out):
         return None
     try:
-        found = from_json(read_file(out / "meta.json"), Meta)
+        meta = from_json(read_file(out / "meta.json"), Meta)
     except (OSError, msgspec.DecodeError):
-        found = None
-    if found is None or found.recipe != recipe:
+        meta = None
+    if meta is None or meta.recipe != recipe:
         raise UsageError(
-            f"{out} already holds another corpus", hint="--force replaces it, --out puts this one elsewhere"
+            f"{out} already holds another corpus", hint="replace it with --force, or name another folder with --out"
         )
     try:
         corpus = load_corpus(out)
@@ -163,9 +167,9 @@ def _partial_of(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _building(out: Path, *, may_replace: bool) -> Iterator[Path]:
-    """A locked, empty folder beside `out` that takes its place at the end, or vanishes if anything goes wrong."""
+    """Yield a locked, empty folder next to `out` that replaces `out` at the end, or is removed on any failure."""
     partial = _partial_of(out)
-    made = [folder for folder in partial.parents if not folder.exists()]
+    created = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(partial, out)
@@ -178,7 +182,7 @@ def _building(out: Path, *, may_replace: bool) -> Iterator[Path]:
             _take_place(partial, Path(os.path.realpath(out)))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
-            for folder in made:
+            for folder in created:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             raise
@@ -194,10 +198,10 @@ def _building(out: Path, *, may_replace: bool) -> Iterator[Path]:
 
 
 def _lock(partial: Path, out: Path) -> int:
-    """An open, locked descriptor of the folder `partial`, which is made if need be.
+    """Return an open, locked descriptor of the folder `partial`, which is created if missing.
 
     Another run may rename or remove the folder between our open and our lock. Then the descriptor is of a folder that
-    is no longer at this path, and we begin again.
+    is no longer at this path, and we retry.
     """
     while True:
         partial.mkdir(exist_ok=True)
@@ -218,7 +222,7 @@ def _lock(partial: Path, out: Path) -> int:
 
 
 def _remove_stale(out: Path) -> None:
-    """Remove what a killed run left beside `out`, unless a living one holds it."""
+    """Remove a partial folder that a killed run left next to `out`, unless a live process holds its lock."""
     partial = _partial_of(out)
     if partial.exists():
         with contextlib.suppress(OSError, DataError):
@@ -233,7 +237,7 @@ def _empty(folder: Path) -> None:
 
 
 def _take_place(partial: Path, real: Path) -> None:
-    """Rename `partial` to `real`; a corpus that is there already is moved aside first and then removed."""
+    """Rename `partial` to `real`; an existing corpus is moved aside first and then removed."""
     aside = real.with_name(f".{real.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)
     if _is_filled(real):
@@ -258,7 +262,7 @@ def _fill(
     extra: Mapping[str, bytes],
     progress: Progress,
 ) -> None:
-    """Write all files of the corpus into `partial`, each synced."""
+    """Write all files of the corpus into `partial` and sync each of them."""
     dtype = token_dtype(tokenizer.vocab_size)
     done = 0
 

@@ -1,12 +1,12 @@
-"""Which shares of a global batch are fastest?
+"""Load balancing: divide a global batch into the shares that minimize the time of the slowest rank.
 
-    time_r(n) = fixed_r + passes_r(n) · pass_r + n · t_r          passes_r(n) = ⌈n / micro_batch_r⌉
+    time_r(n) = fixed_r + micro_batches_r(n) · overhead_r + n · t_r          micro_batches_r(n) = ⌈n / micro_batch_r⌉
 
     min max_r time_r(n_r), Σ n_r fixed
 
-A pass through the model costs something apart from its sequences, so a share just above a micro-batch is a bad one: 17
-sequences in micro-batches of 16 are two passes of 9 and 8. Where replicas drift a share is of the sequences of a round
-of steps, each of which has its own passes, and times are of a step in the mean.
+A micro-batch has an overhead apart from its sequences, so a share just above a multiple of it is a bad one: 17
+sequences in micro-batches of 16 are two micro-batches, of 9 and 8. With DiLoCo a share counts the sequences of a round
+of steps, each of which has its own micro-batches, and times are averages over its steps.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import msgspec
 
 from evener.core.roster import equal_shares, num_passes
 
-PRECISION = 1e-9  # of a time that is found by halving
+PRECISION = 1e-9  # relative, of a time found by bisection
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank takes for its share of a step, in any unit of time."""
+    """The time of a rank's step as a function of its share, in any unit of time."""
 
     sequence_s: float
-    pass_s: float = 0.0  # of each forward and backward, apart from its sequences
-    fixed_s: float = 0.0  # of every step, with a share or without
-    micro_batch: int = 1 << 31  # sequences of one pass, at most
-    num_steps: int = 1  # among which a share is divided as equally as can be; times are those of one of them
+    pass_s: float = 0.0  # overhead of each micro-batch, apart from its sequences
+    fixed_s: float = 0.0  # of every step, with or without a share
+    micro_batch: int = 1 << 31  # maximum sequences of one forward and backward
+    num_steps: int = 1  # steps of a round, among which a share is divided as equally as possible; times are of one step
 
     def time_s(self, share: int) -> float:
-        """Of so many sequences.
+        """Return the time of a step with `share` sequences.
 
         >>> pace = Pace(sequence_s=1.0, pass_s=5.0, micro_batch=16)
         >>> [pace.time_s(share) for share in (0, 16, 17)]
@@ -41,16 +41,16 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         return self.fixed_s + self.share_s(share)
 
     def share_s(self, share: int) -> float:
-        """The same without what every step takes."""
+        """Return the time of a step without its fixed part."""
         return mean_passes(share, self.micro_batch, self.num_steps) * self.pass_s + share / self.rate
 
     @property
     def rate(self) -> float:
-        """Sequences of a share that are done in a second, without passes."""
+        """Sequences of a share per second, without the overhead of micro-batches."""
         return self.num_steps / self.sequence_s
 
     def done_by(self, time_s: float) -> int:
-        """The largest share with which it is done then, to the last place of a float.
+        """Return the largest share that is done within `time_s`, up to float rounding.
 
         >>> pace = Pace(sequence_s=1.0, pass_s=5.0, micro_batch=16)
         >>> [pace.done_by(time_s) for time_s in (5.5, 21.0, 26.5, 27.0)]
@@ -58,32 +58,32 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         """
         full_pass_s = self.pass_s + self.micro_batch * self.sequence_s
         num_full, rest_s = divmod(max(0.0, time_s - self.fixed_s), full_pass_s)
-        all_steps_s = self.num_steps * rest_s  # beside passes that are full in every step
-        begun = int(all_steps_s / (self.pass_s + self.sequence_s))  # steps with one more pass, of one sequence
-        if begun >= self.num_steps:
-            begun = max(self.num_steps, int((all_steps_s - self.num_steps * self.pass_s) / self.sequence_s))
-        return int(num_full) * self.micro_batch * self.num_steps + begun
+        all_steps_s = self.num_steps * rest_s  # left after the micro-batches that are full in every step
+        extra = int(all_steps_s / (self.pass_s + self.sequence_s))  # steps with one more micro-batch, of one sequence
+        if extra >= self.num_steps:
+            extra = max(self.num_steps, int((all_steps_s - self.num_steps * self.pass_s) / self.sequence_s))
+        return int(num_full) * self.micro_batch * self.num_steps + extra
 
     def of_round(self, num_steps: int) -> Pace:
-        """The same for shares of so many steps."""
+        """Return the model for shares of a round of so many steps."""
         return msgspec.structs.replace(self, num_steps=num_steps)
 
 
 def mean_passes(share: int, micro_batch: int, num_steps: int) -> float:
-    """Of a step, where a share is divided among so many.
+    """Return the mean number of micro-batches of a step, for a share of a round of `num_steps`.
 
     >>> mean_passes(17, 16, 1), mean_passes(85, 8, 10)
     (2.0, 1.5)
     """
-    least, more = divmod(share, num_steps)
-    return (more * num_passes(least + 1, micro_batch) + (num_steps - more) * num_passes(least, micro_batch)) / num_steps
+    base, more = divmod(share, num_steps)
+    return (more * num_passes(base + 1, micro_batch) + (num_steps - more) * num_passes(base, micro_batch)) / num_steps
 
 
 def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0, unit: int = 1) -> list[int]:
-    """Sequences of every rank that minimize the slowest rank's time, in whole units of which each has `least`.
+    """Return the sequences of every rank that minimize the slowest rank's time, in units, at least `min_units` each.
 
-    Exact, because no time falls as a share grows: every unit goes to the rank that is then done first, ties to the
-    first rank. `num_sequences` is a multiple of the unit. A rank whose best share is 0 helps nobody.
+    Exact, because no time falls as a share grows: every unit goes to the rank that would be done first with it, ties to
+    the first rank. `num_sequences` is a multiple of the unit. A rank whose best share is 0 does not speed up the step.
 
     >>> fastest_shares(16, [Pace(sequence_s=1.0), Pace(sequence_s=2.0)])
     [11, 5]
@@ -93,8 +93,8 @@ def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0,
     """
     if all(pace is paces[0] for pace in paces):
         return [unit * share for share in equal_shares(num_sequences // unit, len(paces))]
-    left = num_sequences - least * unit * len(paces)
-    soonest_s = left / math.fsum(pace.rate for pace in paces)  # nothing has the rest done before that
+    remaining = num_sequences - least * unit * len(paces)
+    soonest_s = remaining / math.fsum(pace.rate for pace in paces)  # a lower bound of the time for the rest
     shares = [unit * max(least, (pace.done_by(soonest_s) - 1) // unit) for pace in paces]
     queue = [(pace.time_s(share + unit), rank) for rank, (pace, share) in enumerate(zip(paces, shares, strict=True))]
     heapq.heapify(queue)
@@ -106,17 +106,17 @@ def fastest_shares(num_sequences: int, paces: Sequence[Pace], *, least: int = 0,
 
 
 def fastest_or_none(num_sequences: int, paces: Sequence[Pace], least: int) -> list[int]:
-    """The same where a rank has no sequence, or at least so many; `num_sequences` is not below them.
+    """Return the fastest shares of which each is 0 or at least `min_share`; `num_sequences` is at least `min_share`.
 
-    By a given time all can be done if those who do most by then, each at least its least and together no more of them
-    than there are sequences for, do enough: the soonest such time is found by halving.
+    A given time suffices if the ranks that do most within it, each at least `min_share` and no more of them than that
+    allows, do enough together. The shortest such time is found by bisection.
 
     >>> fastest_or_none(160, [Pace(sequence_s=1.0), Pace(sequence_s=3.0), Pace(sequence_s=40.0)], 10)
     [120, 40, 0]
     """
 
     def taking(time_s: float) -> list[int]:
-        """Ranks that have it all done by then, or none."""
+        """Return ranks that together finish all sequences within `time_s`; none if that is impossible."""
         done = sorted(((pace.done_by(time_s), -rank) for rank, pace in enumerate(paces)), reverse=True)
         most = [(num, -rank) for num, rank in done[: num_sequences // least] if num >= least]
         return sorted(rank for _, rank in most) if sum(num for num, _ in most) >= num_sequences else []
@@ -126,14 +126,14 @@ def fastest_or_none(num_sequences: int, paces: Sequence[Pace], least: int) -> li
         time_s = (too_soon_s + in_time_s) / 2
         too_soon_s, in_time_s = (too_soon_s, time_s) if taking(time_s) else (time_s, in_time_s)
     ranks, shares = taking(in_time_s), [0] * len(paces)
-    found = fastest_shares(num_sequences, [paces[rank] for rank in ranks], least=least)
-    for rank, share in zip(ranks, found, strict=True):
+    positive_shares = fastest_shares(num_sequences, [paces[rank] for rank in ranks], least=least)
+    for rank, share in zip(ranks, positive_shares, strict=True):
         shares[rank] = share
     return shares
 
 
 def slowest_s(shares: Sequence[int], paces: Sequence[Pace]) -> float:
-    """When the last rank is done.
+    """Return the time at which the last rank is done.
 
     >>> slowest_s([11, 5], [Pace(sequence_s=1.0), Pace(sequence_s=2.0)])
     11.0

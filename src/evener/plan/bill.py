@@ -1,4 +1,4 @@
-"""How long until it is trained, what does that take in electricity and money, and how sure is that?
+"""Training cost: estimate the hours, electricity and money of training on so many tokens, and the uncertainty.
 
 hours = tokens / (tokens/s) / 3600    kWh = hours · Σ watts / 1000    money = hours · Σ price of a host, or of its power
 """
@@ -14,35 +14,35 @@ from evener.core.hardware import parse_hardware
 from evener.core.prediction import Basis, Cluster, HostRates, Job, Option
 from evener.core.spec import RunSpec
 
-# How far off a step may be, by where the rate of its computing comes from. *Measured*: of the 80 runs that count in
-# bench/prediction.jsonl 77 were within 10 % where hosts and links were probed. The others are *assumptions*: what
-# people quote of their machines varies by a seventh with heat and load; from one model to another FLOPs alone carry a
-# rate to a quarter; and published models reach 0.3 to 0.6 of a GPU's matrix products where half is taken.
+# Relative uncertainty of a step, by the basis of its compute rate. *Measured*: of the 80 runs that count in
+# bench/prediction.jsonl 77 were within 10 % where hosts and links were probed. The others are *assumptions*: rates that
+# people quote for their machines vary by a seventh with heat and load; rates derived from another model by FLOPs alone
+# are off by up to a quarter; and published models reach an MFU of 0.3 to 0.6 where 0.5 is assumed.
 SPREAD: dict[Basis, float] = {"measured": 0.10, "declared": 0.15, "derived": 0.25, "assumed": 0.40}
-LINK_SPREAD = 0.20  # of communication over links that nobody measured: *assumption*
+LINK_SPREAD = 0.20  # of communication over links that were not measured: *assumption*
 NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 OFFER = re.compile(r"(\d{1,4})\s*x\s*([^@]+?)\s*(?:@\s*(\d+(?:\.\d+)?))?")
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to train so many tokens in one of the ways."""
+    """The time, energy and money of training so many tokens with one option."""
 
-    where: str  # a way, or an offer
+    where: str  # name of an option, or an offer
     tokens: float
     tokens_per_s: float
     hours: float | None  # None: it does not fit
-    spread: float  # of all that follow: 0.1 is ± 10 %
+    spread: float  # relative uncertainty of the following figures: 0.1 is ± 10 %
     kwh: float | None  # None: a host's power is not known
-    money: float | None  # None: what a host costs is not known
+    money: float | None  # None: a host's price is not known
     why_not: str = ""  # why it cannot be trained there
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that somebody lets."""
+    """A machine for rent."""
 
     num_gpus: int
     gpu: str
-    price_per_h: float | None  # of all of it
+    price_per_h: float | None  # of the whole machine
 
     def __str__(self) -> str:
         price = f" at {self.price_per_h:g} an hour" if self.price_per_h is not None else ""
@@ -50,7 +50,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bill(option: Option, cluster: Cluster, tokens: float, price_per_kwh: float | None, where: str = "") -> Bill:
-    """Of an option, on the hosts that take part in it."""
+    """Estimate the training cost of an option, on the hosts that take part in it."""
     hosts = [cluster.hosts[name] for name in option.roster.hosts]
     hours = tokens / option.tokens_per_s / 3600
     watts = [host.watts for host in hosts if host.watts is not None]
@@ -63,14 +63,14 @@ def bill(option: Option, cluster: Cluster, tokens: float, price_per_kwh: float |
 
 
 def _cost_per_h(host: HostRates, price_per_kwh: float | None) -> float | None:
-    """Of a host: what it is let for, else its electricity, which who lets one pays himself."""
+    """Return the price of a host per hour: its rent, which includes electricity, or else its electricity."""
     if host.price_per_h is not None:
         return host.price_per_h
     return None if host.watts is None or price_per_kwh is None else host.watts / 1000 * price_per_kwh
 
 
 def spread(option: Option, cluster: Cluster) -> float:
-    """How far off its step may be: each part by where its figures come from."""
+    """Return the relative uncertainty of the option's step: each part by the basis of its figures."""
     exposed = (option.slowest.cost.exposed_sync_s or 0.0) / option.step_s
     computing = max(SPREAD[cluster.hosts[name].basis] for name in option.roster.hosts)
     link = SPREAD["measured"] if cluster.are_links_measured else LINK_SPREAD
@@ -78,7 +78,7 @@ def spread(option: Option, cluster: Cluster) -> float:
 
 
 def parse_tokens(text: str) -> float:
-    """A number of tokens.
+    """Parse a number of tokens.
 
     >>> parse_tokens("2.5B"), parse_tokens("300k"), parse_tokens("1e9")
     (2500000000.0, 300000.0, 1000000000.0)
@@ -86,34 +86,34 @@ def parse_tokens(text: str) -> float:
     matched = NUMBER.fullmatch(text.strip())
     factor = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[matched[2].lower()] if matched else 0.0
     try:
-        found = float(matched[1]) * factor if matched else float(text)
+        tokens = float(matched[1]) * factor if matched else float(text)
     except ValueError:
-        found = 0.0
-    if not 1 <= found <= 1e18:
+        tokens = 0.0
+    if not 1 <= tokens <= 1e18:
         raise UsageError(f"--tokens {text}: expected a number of tokens", hint="2.5B, 300M")
-    return found
+    return tokens
 
 
 def tokens_of(spec: RunSpec, job: Job, tokens: str | None) -> float:
-    """Until when: so many tokens, else the run's steps."""
+    """Return the tokens to train on: --tokens, or else those of the run's steps."""
     return parse_tokens(tokens) if tokens is not None else float(spec.train.steps * job.tokens)
 
 
 def parse_offers(text: str) -> list[Offer]:
-    """Machines to rent, by what they have and what they cost an hour: "1xh100@2.5,8xh100@20".
+    """Parse machines for rent as GPUs and price per hour: "1xh100@2.5,8xh100@20".
 
     >>> parse_offers("8xh100@20, 1x4090")
     [Offer(num_gpus=8, gpu='h100', price_per_h=20.0), Offer(num_gpus=1, gpu='4090', price_per_h=None)]
     """
-    found = []
+    offers = []
     for word in text.split(","):
         matched = OFFER.fullmatch(word.strip())
         if matched is None or not 1 <= int(matched[1]) <= 64:
-            raise UsageError(f"--rent {text}: expected GPUs and what they cost an hour", hint="1xh100@2.5,8xh100@20")
+            raise UsageError(f"--rent {text}: expected GPUs and their price an hour", hint="1xh100@2.5,8xh100@20")
         price = float(matched[3]) if matched[3] else None
         try:
             parse_hardware(matched[2])
         except UsageError as error:
             raise UsageError(f"--rent {text}: {str(error).removeprefix('--gpu ')}", hint=error.hint) from None
-        found.append(Offer(num_gpus=int(matched[1]), gpu=matched[2], price_per_h=price))
-    return found
+        offers.append(Offer(num_gpus=int(matched[1]), gpu=matched[2], price_per_h=price))
+    return offers

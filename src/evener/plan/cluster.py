@@ -1,6 +1,6 @@
-"""What does the planner know of the machines? From what `probe` wrote into the fleet file, or from a few words.
+"""Build the planner's model of the machines from the rates that `probe` wrote into the fleet file, or from flags.
 
-What is unknown is asked for; what stands in for it is written down in `Cluster.assumed`.
+A missing measurement is an error with the command that takes it, or an assumption recorded in `Cluster.assumed`.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from evener.plan.compute import MATMUL_SHARE, Bound, roofline
 # Between two processes of a host, over Gloo: *assumptions*; 2 cores of an AMD EPYC have 1.5 GB/s.
 LOCAL_S, LOCAL_BPS = 20e-6, 1e9
 NVLINK_FROM_BPS = 65e9  # between GPUs of a host: no PCIe is that fast
-UPDATE_BYTES = 40  # of memory traffic a parameter: AdamW reads 4 values and writes 3, clipping reads and writes 3, fp32
-JITTER = 0.02  # of a rank's computing from step to step, where nobody measured how long ranks wait: *assumption*
+UPDATE_BYTES = 40  # memory traffic per parameter: AdamW reads 4 values and writes 3, clipping reads and writes 3, fp32
+JITTER = 0.02  # variation of a rank's compute time between steps, where waiting was not measured: *assumption*
 
 
 class NotMeasuredError(UsageError):
-    """Too little was measured to predict anything."""
+    """Raised when too little was measured to predict anything."""
 
 
 class Assumed:
-    """What nobody measured, and what stands in for it; alike of many hosts, it is said once."""
+    """A log of assumptions; the same assumption about several hosts becomes one sentence."""
 
     def __init__(self) -> None:
         self._of: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def add(self, text: str, host: str = "") -> None:
-        """A sentence, of one host or of all."""
+        """Add a sentence about one host, or about all."""
         self._of[text][host] = None
 
     def sentences(self, num_hosts: int) -> list[str]:
-        """In the order in which they came up."""
+        """Return the sentences in the order in which they were added."""
         return [text if "" in names else f"{_who(list(names), num_hosts)}: {text}" for text, names in self._of.items()]
 
 
@@ -53,10 +53,10 @@ def _who(names: Sequence[str], num_hosts: int) -> str:
 
 
 def cluster_of(fleet: Fleet, job: Job, wire: Wire | None = None, seats: Sequence[Seat] | None = None) -> Cluster:
-    """The fleet's hosts and links for this job; with `wire`, all hosts are joined by it, whatever was measured.
+    """Build the cluster of the fleet's hosts and links for this job; `wire` overrides all links between hosts.
 
-    `seats` are those that were found on the hosts; where nobody looked they follow from what is known of them.
-    NotMeasuredError says which host or link has no figures, and the command that measures them.
+    `seats` are the rank slots detected on the hosts; by default they are derived from the known rates. Raise
+    NotMeasuredError that names the host or link without figures and the command that measures them.
     """
     assumed = Assumed()
     kinds = _kinds(fleet)
@@ -65,27 +65,27 @@ def cluster_of(fleet: Fleet, job: Job, wire: Wire | None = None, seats: Sequence
     rates = {name: of_kind[kind] for name, kind in kinds.items()}
     if seats is None:
         seats = [seat for name, host in fleet.hosts.items() for seat in _seats(name, host, rates[name], job)]
-    together = dict(zip((seat.host for seat in seats), dtypes_of(seats, job.spec.model.dtype), strict=True))
+    common_dtypes = dict(zip((seat.host for seat in seats), dtypes_of(seats, job.spec.model.dtype), strict=True))
     of_host: defaultdict[str, list[Seat]] = defaultdict(list)
     for seat in seats:
         of_host[seat.host].append(seat)
     hosts: dict[str, HostRates] = {}
-    alike: dict[object, tuple[HostRates, list[str]]] = {}  # hosts that are alike are looked at once, and are one object
+    alike: dict[object, tuple[HostRates, list[str]]] = {}  # identical hosts are computed once and share one object
     for name, host in fleet.hosts.items():
-        alone = dtypes_of(of_host[name], job.spec.model.dtype)[0]
-        dtypes = tuple(dict.fromkeys([together[name], alone]))
+        own_dtype = dtypes_of(of_host[name], job.spec.model.dtype)[0]
+        dtypes = tuple(dict.fromkeys([common_dtypes[name], own_dtype]))
         devices = tuple(seat.device for seat in of_host[name])
         key = (kinds[name], devices, dtypes)
         if key not in alike:
             alike[key] = _host(name, host, devices, rates[name], job, dtypes)
-        hosts[name], told = alike[key]
-        for text in told:
+        hosts[name], texts = alike[key]
+        for text in texts:
             assumed.add(text, name)
     common, wires = (wire, {}) if wire is not None else _wires(fleet, assumed)
     if job.spec.machine.threads is not None or any(host.threads is not None for host in fleet.hosts.values()):
-        assumed.add("every host was probed with the threads that its ranks will have")
-    num_told = sum(map(len, wires.values()))
-    are_measured = num_told == len(hosts) * (len(hosts) - 1) and not any(
+        assumed.add("every host was probed with as many threads as its ranks will have")
+    num_links = sum(map(len, wires.values()))
+    are_measured = num_links == len(hosts) * (len(hosts) - 1) and not any(
         link.declared for row in fleet.links.values() for link in row.values())  # fmt: skip
     return Cluster(seats=list(seats), hosts=hosts, wire=common, wires=wires, jitter=JITTER,
                    are_links_measured=are_measured,
@@ -94,24 +94,24 @@ def cluster_of(fleet: Fleet, job: Job, wire: Wire | None = None, seats: Sequence
 
 def uniform(tokens_per_s: Mapping[str, float], wire: Wire, devices: Sequence[str] = ("cpu",),
             local: Wire | None = None) -> Cluster:  # fmt: skip
-    """Hosts of which only the rate of each rank is known, by name, in whatever arithmetic, joined by equal wires."""
+    """Build a cluster from the tokens/s of each host's ranks, the same in any dtype, with equal links between hosts."""
     rates = {name: dict.fromkeys(get_args(Dtype), rate) for name, rate in tokens_per_s.items()}
     return Cluster(
         seats=[Seat(host=name, device=device, has_bf16=device != "cpu") for name in rates for device in devices],
         hosts={name: HostRates(tokens_per_s=rate, local=local) for name, rate in rates.items()},
         wire=wire,
-        assumed=["the update of the weights is taken to be part of the tokens/s",
-                 "communication takes no processor time, nor do gradients in fewer bytes"],
+        assumed=["the weight update is assumed to be part of the tokens/s",
+                 "communication and compression are assumed to take no processor time"],
     )  # fmt: skip
 
 
 def with_wire(cluster: Cluster, wire: Wire) -> Cluster:
-    """The same hosts, all joined by this wire."""
+    """Return the cluster with this link between all hosts."""
     return msgspec.structs.replace(cluster, wire=wire, wires={}, are_links_measured=False)
 
 
 def only(cluster: Cluster, names: Collection[str]) -> Cluster:
-    """These of its hosts."""
+    """Return the cluster restricted to these hosts."""
     return msgspec.structs.replace(
         cluster,
         seats=[seat for seat in cluster.seats if seat.host in names],
@@ -122,44 +122,44 @@ def only(cluster: Cluster, names: Collection[str]) -> Cluster:
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
-    """The same hosts, every link between them so many times as fast."""
+    """Return the cluster with the bandwidth of every link between hosts multiplied by `factor`."""
     return rewired(cluster, lambda wire: msgspec.structs.replace(wire, bandwidth_Bps=factor * wire.bandwidth_Bps))
 
 
 def rewired(cluster: Cluster, change: Callable[[Wire], Wire]) -> Cluster:
-    """The same hosts, every link between them changed."""
+    """Return the cluster with `change` applied to every link between hosts."""
     wires = {a: {b: change(wire) for b, wire in row.items()} for a, row in cluster.wires.items()}
     return msgspec.structs.replace(cluster, wire=cluster.wire and change(cluster.wire), wires=wires)
 
 
 def _kinds(fleet: Fleet) -> dict[str, object]:
-    """By host, the same of those that are alike to the planner."""
-    written: dict[int, bytes] = {}  # what is one object is written down once
+    """Return a key for each host; hosts that are identical to the planner have equal keys."""
+    written: dict[int, bytes] = {}  # shared objects are encoded once
 
     def kind(host: Host, measured: Mapping[str, Rates]) -> object:
         for rate in measured.values():
             if id(rate) not in written:
                 written[id(rate)] = msgspec.json.encode(rate)
-        told = (host.gpu, host.gpus, host.memory, host.node_link, host.watts, host.price_per_h)
-        return told, tuple((device, written[id(rate)]) for device, rate in measured.items())
+        declared = (host.gpu, host.gpus, host.memory, host.node_link, host.watts, host.price_per_h)
+        return declared, tuple((device, written[id(rate)]) for device, rate in measured.items())
 
     return {name: kind(host, fleet.rates.get(name, {})) for name, host in fleet.hosts.items()}
 
 
 def _known(host: Host, measured: Mapping[str, Rates]) -> dict[str, Rates]:
-    """What was measured of a host's devices, and what its hardware's table says where nobody measured it."""
+    """Return the measured rates of a host's devices, with gaps filled from the hardware table."""
     hardware = parse_hardware(host.gpu) if host.gpu is not None else None
-    found = dict(measured)
+    known = dict(measured)
     if hardware is not None:
         names = ["cpu"] if hardware.kind == "cpu" else [f"{hardware.kind}:{i}" for i in range(host.gpus or 1)]
         for name in names:
-            found[name] = _with_table(found.get(name, Rates()), hardware)
+            known[name] = _with_table(known.get(name, Rates()), hardware)
     if host.memory is not None:
         memory_bytes = parse_bytes(host.memory)
-        devices = [name for name in found if name != "cpu"] or list(found)
+        devices = [name for name in known if name != "cpu"] or list(known)
         for name in devices:
-            found[name] = msgspec.structs.replace(found[name], memory_bytes=memory_bytes)
-    return found
+            known[name] = msgspec.structs.replace(known[name], memory_bytes=memory_bytes)
+    return known
 
 
 def _with_table(rates: Rates, hardware: Hardware) -> Rates:
@@ -173,7 +173,7 @@ def _with_table(rates: Rates, hardware: Hardware) -> Rates:
 
 
 def hardware_of(host: Host, rates: Rates) -> Hardware | None:
-    """The row of the table that a host's device is, by what was written down or by the name that was measured."""
+    """Return the row of the hardware table for a host's device, by its declared or probed name; None if unknown."""
     try:
         return parse_hardware(host.gpu or rates.name) if host.gpu or rates.name else None
     except UsageError:  # a processor's name, or a GPU that is not in the table
@@ -185,27 +185,28 @@ def _gpus(rates: Mapping[str, Rates]) -> list[Rates]:
 
 
 def _seats(name: str, host: Host, rates: Mapping[str, Rates], job: Job) -> list[Seat]:
-    """On the devices that are known, each of which has bf16 if it was measured in it or the table says so.
+    """Return the rank slots on a host's known devices.
 
-    A GPU of which nobody said what it was measured in is taken to have it.
+    A device has bf16 if it was measured in bf16 or the hardware table says so. A GPU without either is assumed to have
+    it.
     """
     gpus = _gpus(rates)
     if wished_device(host, job.spec.machine) == "cuda" and not gpus:
         raise _not_measured(name, "GPUs", job)
     is_apple = any(device.startswith("mps") for device in rates)
-    found = []
+    seats = []
     for device in devices_of(name, host, len(gpus), job.spec.machine):
         rate = _rates_on(name, device, rates, job)
-        known = rate.models.get(job.model) or next(iter(rate.models.values()), None)
-        dtype = known.dtype if known else ""
+        model_rate = rate.models.get(job.model) or next(iter(rate.models.values()), None)
+        dtype = model_rate.dtype if model_rate else ""
         has_bf16 = dtype == "bf16" if dtype else device != "cpu" and "bf16" in (rate.matmul_flops or ("bf16",))
-        named = device.replace("cuda", "mps") if is_apple else device
-        found.append(Seat(host=name, device=named, name=rate.name, has_bf16=has_bf16))
-    return found
+        name_on_host = device.replace("cuda", "mps") if is_apple else device
+        seats.append(Seat(host=name, device=name_on_host, name=rate.name, has_bf16=has_bf16))
+    return seats
 
 
 def _rates_on(name: str, device: str, rates: Mapping[str, Rates], job: Job) -> Rates:
-    """What is known of a device, or of the last of its kind."""
+    """Return the rates of a device, or of the last known device of its kind."""
     known = [rates["cpu"]] if device == "cpu" and "cpu" in rates else _gpus(rates) if device != "cpu" else []
     if not known:
         raise _not_measured(name, "processor" if device == "cpu" else "GPUs", job)
@@ -219,42 +220,42 @@ def _not_measured(name: str, what: str, job: Job) -> NotMeasuredError:
 
 
 def _preset(job: Job) -> str:
-    """What can be probed: its model, or of one that is known by its size alone the preset that is nearest."""
+    """Return the preset to probe: the job's model, or for a model given by its size the preset of nearest FLOPs."""
     if job.model in PRESETS:
         return job.model
-    return min(PRESETS, key=lambda one: abs(math.log(_work(PRESETS[one]) / _work(job.shape))))
+    return min(PRESETS, key=lambda preset: abs(math.log(_work(PRESETS[preset]) / _work(job.shape))))
 
 
 def _host(name: str, host: Host, devices: Sequence[str], rates: Mapping[str, Rates], job: Job,
           dtypes: Sequence[Dtype]) -> tuple[HostRates, list[str]]:  # fmt: skip
-    """`dtypes`: in which its ranks may have to compute, that beside all other hosts first. And what was assumed."""
+    """Return a host's rates and the assumptions. `dtypes` are those that its ranks may use, with all hosts first."""
     assumed: list[str] = []
-    found = [_rates_on(name, device, rates, job) for device in dict.fromkeys(devices)]
-    divided = -(-len(devices) // len(found))  # ranks of one device divide it
-    if divided > 1:
-        assumed.append(f"{divided} ranks divide a device: each takes {divided} times as long for everything")
+    probed = [_rates_on(name, device, rates, job) for device in dict.fromkeys(devices)]
+    num_sharing = -(-len(devices) // len(probed))  # ranks that share a device
+    if num_sharing > 1:
+        assumed.append(f"{num_sharing} ranks share a device, so each is assumed to be {num_sharing} times as slow")
     speeds = {}
     for dtype in dtypes:
-        told = assumed if dtype == dtypes[0] else []  # what a host alone may compute in is what it was measured in
-        speeds[dtype] = min((_rate(name, rate, job, dtype, told) for rate in found), key=lambda one: one.tokens_per_s)
-    slowest, rate = speeds[dtypes[0]], found[0]
+        log = assumed if dtype == dtypes[0] else []  # a host alone may compute in the dtype that it was measured in
+        speeds[dtype] = min((_rate(name, rate, job, dtype, log) for rate in probed), key=lambda r: r.tokens_per_s)
+    slowest, rate = speeds[dtypes[0]], probed[0]
     update_s = slowest.update_s
     if update_s is None and rate.copy_Bps and (rate.measured or not rate.models):
         update_s = UPDATE_BYTES * job.shape.num_params() / rate.copy_Bps
         assumed.append(f"the update's time follows from the memory bandwidth, {UPDATE_BYTES} bytes a parameter")
     elif update_s is None:
-        assumed.append("the update of the weights is taken to be part of the tokens/s")
+        assumed.append("the weight update is assumed to be part of the tokens/s")
     if devices[0].startswith("mps"):
-        assumed.append("evener trains on its processor as yet; what its GPU would do is priced here")
+        assumed.append("evener trains on its processor for now; the prediction is for its GPU")
     if rate.sync_Bps is None and devices[0] == "cpu":
-        assumed.append("communication takes no processor time, nor do gradients in fewer bytes")
+        assumed.append("communication and compression are assumed to take no processor time")
     hardware = hardware_of(host, rate)
-    memories = [one.memory_bytes for one in found if one.memory_bytes is not None]
+    memories = [r.memory_bytes for r in probed if r.memory_bytes is not None]
     return HostRates(
-        tokens_per_s={dtype: one.tokens_per_s / divided for dtype, one in speeds.items()},
-        pass_s=(slowest.pass_s or 0.0) * divided,
-        update_s=(update_s or 0.0) * divided,
-        cpus=slowest.cpus / divided if slowest.cpus else None,
+        tokens_per_s={dtype: r.tokens_per_s / num_sharing for dtype, r in speeds.items()},
+        pass_s=(slowest.pass_s or 0.0) * num_sharing,
+        update_s=(update_s or 0.0) * num_sharing,
+        cpus=slowest.cpus / num_sharing if slowest.cpus else None,
         sync_Bps=rate.sync_Bps,
         sum_Bps=rate.sum_Bps.get("fp32"),
         copy_Bps=rate.copy_Bps if rate.measured else None,
@@ -269,7 +270,7 @@ def _host(name: str, host: Host, devices: Sequence[str], rates: Mapping[str, Rat
 
 
 def _local(host: Host, rate: Rates, hardware: Hardware | None, devices: Sequence[str], assumed: list[str]) -> Wire:
-    """Between two of a host's ranks."""
+    """Return the link between two ranks of a host."""
     if host.node_link is not None:
         return parse_link(host.node_link).wire
     if rate.loopback_Bps:
@@ -293,7 +294,7 @@ def _watts(host: Host, hardware: Hardware | None, num_devices: int, assumed: lis
 
 
 def _basis(rate: Rates, job: Job) -> Basis:
-    """How sure is what it trains?"""
+    """Return the basis of a device's tokens/s: measured, declared, derived or assumed."""
     if not rate.models:
         return "assumed"
     if job.model not in rate.models:
@@ -312,10 +313,10 @@ def _bound_by(rate: Rates, job: Job, dtype: Dtype, speed: ModelRate) -> Bound | 
 
 
 def _rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -> ModelRate:
-    """What the device does with this job: measured, or derived by FLOPs from what was."""
+    """Return the device's rates for this job: measured, or derived by FLOPs from another model or the matmul rate."""
     known = job.model in rates.models
     if rates.models:
-        nearest = min(rates.models, key=lambda one: abs(math.log(_work(_shape(one, job)) / _work(job.shape))))
+        nearest = min(rates.models, key=lambda m: abs(math.log(_work(_shape(m, job)) / _work(job.shape))))
         model = job.model if known else nearest
         rate, shape = rates.models[model], _shape(model, job)
         ratio = shape.flops_per_token() / job.shape.flops_per_token()
@@ -325,10 +326,10 @@ def _rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -
         elif not _is_same(shape, job.shape):
             assumed.append(f"its rate of this {model} follows from that of the preset, by FLOPs")
         if rate.dtype not in ("", dtype):
-            other, own = rates.matmul_flops.get(rate.dtype), rates.matmul_flops.get(dtype)
-            slower = own / other if own and other else 0.5 if dtype == "fp32" else 1.0
-            assumed.append(f"was measured in {rate.dtype}; {dtype} is taken to run at {slower:.0%} of that")
-            ratio *= slower
+            other_flops, own_flops = rates.matmul_flops.get(rate.dtype), rates.matmul_flops.get(dtype)
+            speed = own_flops / other_flops if own_flops and other_flops else 0.5 if dtype == "fp32" else 1.0
+            assumed.append(f"was measured in {rate.dtype}; {dtype} is taken to run at {speed:.0%} of that")
+            ratio *= speed
         params = job.shape.num_params() / shape.num_params()
         return msgspec.structs.replace(
             rate,
@@ -346,7 +347,7 @@ def _rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -
 
 
 def _is_same(probed: GPTShape, wanted: GPTShape) -> bool:
-    """Do they differ in the vocabulary alone, which FLOPs account for?"""
+    """Return whether the shapes differ at most in the vocabulary, which FLOPs account for."""
     return msgspec.structs.replace(probed, vocab_size=wanted.vocab_size) == wanted
 
 
@@ -355,12 +356,12 @@ def _work(shape: GPTShape) -> float:
 
 
 def _shape(model: str, job: Job) -> GPTShape:
-    """The shape that the probe ran; a preset that is no more, or a name of the user's own, is the job's."""
+    """Return the shape that the probe ran; the job's own for a name that is no preset (any more)."""
     return PRESETS.get(model, job.shape)
 
 
 def _wires(fleet: Fleet, assumed: Assumed) -> tuple[Wire | None, dict[str, dict[str, Wire]]]:
-    """Between all hosts, and where it is another one."""
+    """Return the link between all hosts, and the links of pairs that have their own, by source and target."""
     common = parse_link(fleet.link) if fleet.link is not None else None
     names = list(fleet.hosts)
     pairs = {(a, b) for a in names for b in fleet.links.get(a, {}) if b in fleet.hosts}
@@ -379,7 +380,7 @@ def _wires(fleet: Fleet, assumed: Assumed) -> tuple[Wire | None, dict[str, dict[
         if link is None:
             link = fleet.links[b][a]
             if not link.declared:
-                assumed.add(f"{a} → {b} is taken to be as fast as the way back")
+                assumed.add(f"{a} → {b} is assumed to be as fast as {b} → {a}")
         wires.setdefault(a, {})[b] = wire_of(link)
         if link.declared:
             assumed.add(parse_link(link.declared).assumed)
@@ -387,5 +388,5 @@ def _wires(fleet: Fleet, assumed: Assumed) -> tuple[Wire | None, dict[str, dict[
 
 
 def wire_of(link: Link) -> Wire:
-    """A measured link: α is half a round trip."""
+    """Convert a measured link; its latency α is half a round trip."""
     return Wire(latency_s=link.rtt_s / 2, bandwidth_Bps=link.bandwidth_Bps, is_shared=link.is_shared)

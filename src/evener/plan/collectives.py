@@ -1,7 +1,7 @@
-"""How long does a collective take over these wires? Formulas, each with its source; nothing is measured here.
+"""Collective cost: formulas for the time and bytes of a collective over given links, each with its source.
 
-n  ranks    S  bytes of a collective's buffer    α  seconds of a message    β  bytes a second, each direction
-γ  bytes a second that one thread adds to a buffer
+n  ranks    S  bytes of a collective's buffer    α  latency of a message, s    β  bandwidth in each direction, bytes/s
+γ  bytes/s that one thread adds to a buffer
 
 Patarasuk & Yuan 2009: Bandwidth optimal all-reduce algorithms for clusters of workstations
 """
@@ -22,21 +22,23 @@ from evener.core.prediction import Cluster
 from evener.core.roster import Backend
 
 INFINITE = float("inf")
-GLOO_SEGMENT_BYTES = 1 << 20  # of a rank's part of an all-reduce: at most so much is in one message (Gloo's source)
-# Gloo's all-gather and all-to-all hardly send while they receive. Time beside the perfect one with 2, 3 and 4 ranks:
-# measured with 64 MiB, torch 2.13, 2026-11-21, at 1 Gbit/s, 4 ranks at 400 Mbit/s. Assumption: more are like 4.
-# Swaps go by messages from rank to rank, which hinder each other on one cable: measured in training, 3 ranks at
-# 100 Mbit/s, buckets of 4 MiB by packed, bf16 and int8, beside a ring, 2026-11-25. Assumption: more are like 3.
+GLOO_SEGMENT_BYTES = 1 << 20  # largest message of a rank's part of an all-reduce (Gloo's source)
+# Gloo's all-gather and all-to-all hardly send while they receive. Time relative to the ideal with 2, 3 and 4 ranks:
+# *measured* with 64 MiB, torch 2.13, 2026-11-21, at 1 Gbit/s, 4 ranks at 400 Mbit/s. *Assumption*: more are like 4.
+# Pairwise exchanges ("swap") send point-to-point messages, which slow each other down on one cable: *measured* in
+# training, 3 ranks at 100 Mbit/s, buckets of 4 MiB by packed, bf16 and int8, relative to a ring, 2026-11-25.
+# *Assumption*: more are like 3.
 GLOO_STALL = {"all_gather": (2.0, 1.4, 1.1), "all_to_all": (2.0, 1.5, 1.65), "swap": (1.0, 1.2, 1.2)}
-# What Gloo says beside the data of an all-reduce among n ranks is as if it were so many bytes more, n times: 48 bytes
-# before each message and in two words about it, 4(n-1) messages. *Measured*: TCP's counters, 2 to 4 ranks, torch 2.13.
+# Gloo's protocol overhead of an all-reduce among n ranks, as extra buffer bytes per rank: 4(n-1) messages, each with
+# a header and two control messages of 48 bytes. *Measured*: TCP's counters, 2 to 4 ranks, torch 2.13.
 GLOO_WORDS_BYTES = 288
-SOCKET_BYTES = 1 << 18  # of a message that a socket's buffers take at once; 2 ranks: 128 KiB has the wire, 512 KiB 0.62
-MOST_STATES, FEW_STATES = 250, 30  # of a search for a ring of 10 hosts or more, before it gives up a bandwidth
+# Bytes of a message that the socket buffers take at once. With 2 ranks 128 KiB get the link's bandwidth, 512 KiB 0.62.
+SOCKET_BYTES = 1 << 18
+MOST_STATES, FEW_STATES = 250, 30  # of a search for a ring of 10 hosts or more, before it gives up on a bandwidth
 
 
 def ring_all_reduce_bytes(size_bytes: int, num_ranks: int) -> int:
-    """Bytes that each rank sends: 2(n-1)/n · S.   [Patarasuk & Yuan 2009]
+    """Return the bytes that each rank sends in a ring all-reduce: 2(n-1)/n · S.   [Patarasuk & Yuan 2009]
 
     >>> ring_all_reduce_bytes(100, 1), ring_all_reduce_bytes(100, 2), ring_all_reduce_bytes(100, 4)
     (0, 100, 150)
@@ -45,7 +47,7 @@ def ring_all_reduce_bytes(size_bytes: int, num_ranks: int) -> int:
 
 
 def words_bytes(backend: Backend, num_ranks: int) -> int:
-    """Of an all-reduce: its data and these are what travels.
+    """Return the protocol overhead of an all-reduce, as bytes to add to its buffer.
 
     >>> [ring_all_reduce_bytes(words_bytes("gloo", n), n) for n in (2, 3, 4)], words_bytes("nccl", 2)
     ([576, 1152, 1728], 0)
@@ -54,7 +56,9 @@ def words_bytes(backend: Backend, num_ranks: int) -> int:
 
 
 def bus_factor(collective: Collective, num_ranks: int) -> float:
-    """busbw = factor · S/t: what a perfect algorithm sends through each rank's link.   [nccl-tests, PERFORMANCE.md]
+    """Return the factor of busbw = factor · S/t: what an ideal algorithm sends over each rank's link, relative to S.
+
+    [nccl-tests, PERFORMANCE.md]
 
     >>> [bus_factor(collective, 4) for collective in ("all_reduce", "all_gather", "broadcast")]
     [1.5, 0.75, 1.0]
@@ -64,10 +68,10 @@ def bus_factor(collective: Collective, num_ranks: int) -> float:
 
 
 def sent_bytes(collective: Collective, size_bytes: float, num_ranks: int, backend: str = "gloo") -> float:
-    """Bytes that the busiest rank really sends.   [Gloo's and PyTorch's sources; measured by the kernel's counters]
+    """Return the bytes that the busiest rank sends.   [Gloo's and PyTorch's sources; measured by the kernel's counters]
 
-    All-reduce, all-gather and all-to-all send what they must. A broadcast of Gloo is a binomial tree: the root sends
-    the buffer ⌈log₂ n⌉ times, NCCL's ring sends it once. Reduce-scatter on Gloo is an all-reduce: twice the textbook.
+    All-reduce, all-gather and all-to-all send the minimum. A broadcast of Gloo is a binomial tree: the root sends the
+    buffer ⌈log₂ n⌉ times, NCCL's ring sends it once. Reduce-scatter on Gloo is an all-reduce: twice the minimum.
 
     >>> sent_bytes("reduce_scatter", 100, 2), sent_bytes("reduce_scatter", 100, 2, "nccl")
     (100.0, 50.0)
@@ -83,7 +87,7 @@ def sent_bytes(collective: Collective, size_bytes: float, num_ranks: int, backen
 
 
 def reduced_bytes(collective: Collective, size_bytes: float, num_ranks: int) -> float:
-    """Bytes that each rank adds to its own in a ring: (n-1)/n · S where there is a sum, else 0.
+    """Return the bytes that each rank adds to its own in a ring: (n-1)/n · S for a reduction, else 0.
 
     >>> reduced_bytes("all_reduce", 100, 4), reduced_bytes("all_gather", 100, 4)
     (75.0, 0.0)
@@ -92,12 +96,12 @@ def reduced_bytes(collective: Collective, size_bytes: float, num_ranks: int) -> 
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one collective goes. The four sum to it."""
+    """The time of one collective, split into four parts that sum to it."""
 
     wire_s: float  # sent/β
     latency_s: float  # of the smallest message: rounds, wake-ups, the backend's own work
     reduction_s: float  # reduced/γ
-    rest_s: float  # what these three do not explain: negative where the backend overlaps them
+    rest_s: float  # not explained by the other three: negative where the backend overlaps them
 
     @property
     def total_s(self) -> float:
@@ -115,9 +119,9 @@ def split_collective(
     sum_Bps: float,
     backend: str = "gloo",
 ) -> Split:
-    """A measured time against its model: t = α-term + sent/β + reduced/γ + rest.
+    """Split a measured time by its model: t = α-term + sent/β + reduced/γ + rest.
 
-    The α-term, `latency_s`, is what the same collective takes at its smallest size, less that size's other two terms.
+    The α-term, `latency_s`, is the time of the same collective at its smallest size, less that size's other two terms.
 
     >>> split_collective("all_reduce", 100e6, 2, time_s=1.0, latency_s=0.01, bandwidth_Bps=125e6, sum_Bps=1e9)
     Split(wire_s=0.8, latency_s=0.01, reduction_s=0.05, rest_s=0.13999999999999996)
@@ -138,11 +142,11 @@ def _rounds(num_ranks: int) -> int:
 
 
 def pipelined_s(size_bytes: float, num_hops: int, wire: Wire) -> float:
-    """A message that goes over k links one after another, cut into the best number m of segments.   [derived]
+    """Return the seconds of a message over k links in series, split into the best number m of segments.   [derived]
 
-    The last segment leaves behind m-1 others and then takes k hops: t = (k+m-1)·(α + S/mβ). Its least value is at
-    m = √((k-1)·S/αβ), where t = (k-1)·α + S/β + 2·√((k-1)·α·S/β): what a segment costs and what a pipe that is not yet
-    full costs are then equal. One hop is not cut: α + S/β.
+    The last segment leaves after m-1 others and then takes k hops: t = (k+m-1)·(α + S/mβ). The minimum is at
+    m = √((k-1)·S/αβ), where t = (k-1)·α + S/β + 2·√((k-1)·α·S/β): the cost per segment then equals the cost of filling
+    the pipeline. One hop is not split: α + S/β.
 
     >>> wire = Wire(latency_s=1e-3, bandwidth_Bps=125e6)
     >>> round(pipelined_s(100e6, 1, wire), 3), round(pipelined_s(100e6, 5, wire), 3)
@@ -156,47 +160,46 @@ def pipelined_s(size_bytes: float, num_hops: int, wire: Wire) -> float:
 
 
 class Lap(msgspec.Struct, frozen=True, kw_only=True):
-    """The links that a part goes over on its way round a ring, alike ones once."""
+    """The links of one direction of a ring; equal ones are kept once."""
 
     num: int
     kinds: tuple[Wire, ...]
     latencies_s: float  # of all of them together
 
     def at_most(self, sum_Bps: float) -> Lap:
-        """The same where what arrives is added as it comes."""
+        """Return these links with bandwidth capped at γ, for data that is reduced as it arrives."""
         kinds = tuple(Wire(latency_s=wire.latency_s, bandwidth_Bps=min(wire.bandwidth_Bps, sum_Bps))
                       for wire in self.kinds)  # fmt: skip
         return msgspec.structs.replace(self, kinds=kinds)
 
 
 def lap_of(wires: Sequence[Wire]) -> Lap:
-    """Of these links, in any order."""
+    """Collect the links of a ring, in any order."""
     counted = Counter(wires)
     latencies_s = math.fsum(num * wire.latency_s for wire, num in counted.items())
     return Lap(num=len(wires), kinds=tuple(counted), latencies_s=latencies_s)
 
 
 class Ring(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Who sends to whom. Slowest link and slowest reducer set the pace of every step."""
+    """The ranks and links of a ring. The slowest link and the slowest reducer set the pace of every step."""
 
-    hosts: tuple[str, ...]  # of each rank; those of one host stand together
-    wires: tuple[Wire, ...]  # from each rank to the next, the last one's to the first
-    back: tuple[Wire, ...]  # from each rank to the one before it
+    hosts: tuple[str, ...]  # of each rank; the ranks of a host are adjacent
+    wires: tuple[Wire, ...]  # from each rank to the next, from the last to the first
+    back: tuple[Wire, ...]  # from each rank to the previous one
     sum_Bps: tuple[float, ...]  # γ of each rank
 
     @property
     def num_ranks(self) -> int:
-        """n."""
         return len(self.hosts)
 
     @cached_property
     def host_sizes(self) -> list[int]:
-        """Ranks of each host, in order."""
+        """The number of ranks on each host, in order."""
         return list(Counter(self.hosts).values())
 
     @cached_property
     def to_next(self) -> Lap:
-        """All links in the direction in which ranks are counted."""
+        """All links in the direction of increasing ranks."""
         return lap_of(self.wires)
 
     @cached_property
@@ -211,34 +214,34 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def inner(self) -> Wire | None:
-        """The worst of the links inside hosts, in both directions; None: there is none."""
+        """The worst case of the links inside hosts, in both directions; None: there is none."""
         return self._slowest[0]
 
     @property
     def outer(self) -> Wire | None:
-        """The worst of the links between hosts."""
+        """The worst case of the links between hosts; None: there is none."""
         return self._slowest[1]
 
     @cached_property
     def shared(self) -> tuple[Wire | None, int]:
-        """The worst shared medium between hosts, and how many of the ring's links it has to carry."""
-        found = [wire for wire in self.wires if wire.is_shared]
-        return (_worst(found) if found else None), len(found)
+        """The worst case of the shared media between hosts, and how many of the ring's links they carry."""
+        media = [wire for wire in self.wires if wire.is_shared]
+        return (_worst(media) if media else None), len(media)
 
     @cached_property
     def _slowest(self) -> tuple[Wire | None, Wire | None]:
         ends = zip(self.hosts, self.hosts[1:] + self.hosts[:1], self.wires, self.back[1:] + self.back[:1], strict=True)
-        kinds = {(here != there, to, back) for here, there, to, back in ends} if self.num_ranks > 1 else set()
+        kinds = {(a != b, to, back) for a, b, to, back in ends} if self.num_ranks > 1 else set()
         inside, between = ([wire for crosses, *pair in kinds if crosses == crossing for wire in pair]
                            for crossing in (False, True))  # fmt: skip
         return _worst(inside) if inside else None, _worst(between) if between else None
 
 
 def ring(cluster: Cluster, hosts: Sequence[str]) -> Ring:
-    """Ranks in their order, `hosts` being where each is; those of one host stand together.
+    """Build the ring of ranks in order; `hosts` is the host of each rank, and the ranks of a host are adjacent.
 
-    Inside a host its `local` wire joins rank to rank; between hosts go the last rank of one and the first of the next.
-    So however many ranks share a host's network connection, a ring crosses it once each way.
+    Ranks of a host are joined by its `local` link; between hosts the last rank of one sends to the first of the next.
+    So a ring crosses the network link of a host once each way, however many ranks share it.
     """
 
     def wire(a: str, b: str) -> Wire:
@@ -250,24 +253,24 @@ def ring(cluster: Cluster, hosts: Sequence[str]) -> Ring:
 
     pairs = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True)) if len(hosts) > 1 else []
     if cluster.wire is not None and not cluster.wires:  # alike both ways
-        there = [cluster.wire if a != b else wire(a, b) for a, b in pairs]
-        back = there
+        links = [cluster.wire if a != b else wire(a, b) for a, b in pairs]
+        back = links
     else:
-        there, back = [wire(a, b) for a, b in pairs], [wire(b, a) for a, b in pairs]  # from the next rank to this one
+        links, back = [wire(a, b) for a, b in pairs], [wire(b, a) for a, b in pairs]  # from the next rank to this one
     return Ring(
         hosts=tuple(hosts),
-        wires=tuple(there),
+        wires=tuple(links),
         back=tuple(back[-1:] + back[:-1]),
         sum_Bps=tuple(cluster.hosts[name].sum_Bps or INFINITE for name in hosts),
     )
 
 
 def lap_s(lap: Lap, part_bytes: float) -> float:
-    """n-1 steps of a ring in which each rank passes a part on: the least of two upper bounds.   [derived]
+    """Return the seconds of n-1 ring steps in which each rank forwards a part: the lower of two upper bounds. [derived]
 
-    A step is over when its slowest link is: (n-1)·max(α + part/β). But links wait for each other for data alone. In a
-    chain of n-1 messages, each the cause of the next, one either goes a hop further, with a latency, or leaves the same
-    rank again, without one. So (n-1)·max(part/β) + Σα - min α is a bound as well. Equal links reach both.
+    A step ends when its slowest link is done: (n-1)·max(α + part/β). But links wait for each other only for data. In a
+    chain of n-1 messages, each the cause of the next, a message either goes one hop further, with a latency, or leaves
+    the same rank again, without one. So (n-1)·max(part/β) + Σα - min α is a bound as well. Equal links reach both.
 
     >>> slow, fast = Wire(latency_s=0.125, bandwidth_Bps=10), Wire(latency_s=0.125, bandwidth_Bps=100)
     >>> lap_s(lap_of([slow, fast, fast]), 10)
@@ -283,7 +286,7 @@ def lap_s(lap: Lap, part_bytes: float) -> float:
 
 
 def backend_s(collective: Collective, size_bytes: float, ring: Ring, backend: str) -> float:
-    """Seconds of a collective as the backend really does it, over these wires.
+    """Return the seconds of a collective with the backend's own algorithm, over the links of this ring.
 
     >>> wire = Wire(latency_s=1e-3, bandwidth_Bps=125e6)
     >>> two = Ring(hosts=("a", "b"), wires=(wire, wire), back=(wire, wire), sum_Bps=(1e9, 1e9))
@@ -292,15 +295,17 @@ def backend_s(collective: Collective, size_bytes: float, ring: Ring, backend: st
     """
     if ring.num_ranks == 1:
         return 0.0
-    own_s = (_nccl_s if backend == "nccl" else _gloo_s)(collective, size_bytes, ring)
+    backend_time_s = (_nccl_s if backend == "nccl" else _gloo_s)(collective, size_bytes, ring)
     medium, num_links = ring.shared
     if medium is None:
-        return own_s
-    return max(own_s, num_links * _bytes_a_link(collective, size_bytes, ring, backend) / medium.bandwidth_Bps)
+        return backend_time_s
+    return max(backend_time_s, num_links * _bytes_a_link(collective, size_bytes, ring, backend) / medium.bandwidth_Bps)
 
 
 def _bytes_a_link(collective: Collective, size_bytes: float, ring: Ring, backend: str) -> float:
-    """Bytes between hosts, in the mean of the ring's links between them: a shared medium carries one after another."""
+    """Return the bytes between hosts, averaged over the ring's links between them: a shared medium carries one at a
+    time.
+    """
     num_ranks, sizes = ring.num_ranks, ring.host_sizes
     if collective in ("all_to_all", "swap"):
         leaving = num_ranks**2 - sum(size**2 for size in sizes)
@@ -311,16 +316,16 @@ def _bytes_a_link(collective: Collective, size_bytes: float, ring: Ring, backend
 
 
 def _gloo_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
-    """[Gloo's source; PyTorch's ProcessGroupGloo]
+    """Return the seconds of a collective on Gloo.   [Gloo's source; PyTorch's ProcessGroupGloo]
 
-    All-reduce: a ring in which each rank sends to the one *before* it (*measured* on its sockets). A part is cut into
-    m ≥ 2 segments of at most 1 MiB, two of them under way, and one is added while the next arrives. So wire and sum are
-    a maximum, not a sum; of one segment both show. (*Measured*: 0.98 to 0.99 of the wire, 64 MiB, 1 Gbit/s, 2 and 3
-    ranks.) Two under way are no faster than m/2 · (α + s/β + s/γ) a step: the bound where latency exceeds a segment's
-    time. Reduce-scatter: an all-reduce, *measured* 1.1 to 1.2 times as long for copies that this leaves out. Broadcast:
-    a binomial tree by rank. *Measured* with 4 ranks and 16 MiB: 2.2 S/β instead of 2, for a rank's two sends share its
-    link instead of taking turns. All-gather: a ring, to the next. All-to-all: every pair at the same time. Swap:
-    the same, by messages that stall less (*measured*: 0.952 of 1 Gbit/s, 2 ranks, 40 MB).
+    All-reduce: a ring in which each rank sends to the *previous* one (*measured* on its sockets). A part is split into
+    m ≥ 2 segments of at most 1 MiB, two of them in flight, and one is added while the next arrives. So transfer and
+    reduction are a maximum, not a sum; both show for one segment. (*Measured*: 0.98 to 0.99 of the link's bandwidth,
+    64 MiB, 1 Gbit/s, 2 and 3 ranks.) Two in flight are no faster than m/2 · (α + s/β + s/γ) a step: the bound where
+    latency exceeds a segment's time. Reduce-scatter: an all-reduce, *measured* 1.1 to 1.2 times as long for copies that
+    this omits. Broadcast: a binomial tree by rank. *Measured* with 4 ranks and 16 MiB: 2.2 S/β instead of 2, because a
+    rank's two sends share its link instead of taking turns. All-gather: a ring, to the next rank. All-to-all: every
+    pair at the same time. Swap: the same, by messages that stall less (*measured*: 0.952 of 1 Gbit/s, 2 ranks, 40 MB).
     """
     num_ranks = ring.num_ranks
     part = size_bytes / num_ranks
@@ -339,10 +344,10 @@ def _gloo_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
 
 
 def _nccl_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
-    """[NCCL's documentation]
+    """Return the seconds of a collective on NCCL.   [NCCL's documentation]
 
-    All-reduce: the ring or the tree, whichever is shorter. Both go through all ranks of a host before they leave it,
-    and sums hide behind the wire. Broadcast is a chain in segments, all-to-all direct.
+    All-reduce: the ring or the tree, whichever is faster. Both pass through all ranks of a host before they leave it,
+    and the transfer hides the reduction. Broadcast is a pipelined chain, all-to-all direct.
     """
     num_ranks, sizes = ring.num_ranks, ring.host_sizes
     part = size_bytes / num_ranks
@@ -365,11 +370,11 @@ def _nccl_s(collective: Collective, size_bytes: float, ring: Ring) -> float:
 
 def nccl_all_reduce_s(size_bytes: float, ring_s: float, ranks_per_host: int, num_hosts: int, inner: Wire | None,
                       outer: Wire | None, sum_Bps: float) -> tuple[float, str]:  # fmt: skip
-    """NCCL's choice: (seconds, "ring" or "tree"), whichever is shorter; `ring_s` is what the ring takes.
+    """Return (seconds, "ring" or "tree") of NCCL's faster all-reduce; `ring_s` is the time of the ring.
 
     The tree is a chain inside hosts, over `inner`, and binary across them, over `outer`. Two trees carry half the
-    buffer each, so every rank sends 2S at most, up and down at the same time, cut into segments that follow one
-    another. The slowest link sets the pace.   [Sanders, Speck & Träff 2009; NCCL, src/graph/tuning.cc]
+    buffer each, so every rank sends 2S at most, up and down at the same time, in pipelined segments. The slowest link
+    sets the pace.   [Sanders, Speck & Träff 2009; NCCL, src/graph/tuning.cc]
     """
     within, across = 2 * (ranks_per_host - 1), 2 * _rounds(num_hosts)
     alphas_s = within * (inner.latency_s if inner else 0.0) + across * (outer.latency_s if outer else 0.0)
@@ -380,9 +385,10 @@ def nccl_all_reduce_s(size_bytes: float, ring_s: float, ranks_per_host: int, num
 
 
 def _all_to_all_s(part_bytes: float, ring: Ring) -> float:
-    """All parts leave at the same time: of a host with R ranks R(n-R) over its connection, R-1 a rank inside.
+    """Return the seconds in which all parts are sent at once: from a host with R ranks, R(n-R) parts over its network
+    link and R-1 per rank inside.
 
-    The slowest wires of the ring stand for those that it does not have.
+    The worst links of the ring stand in for pairs that are not neighbours in it.
     """
     inner, outer, most = ring.inner, ring.outer, max(ring.host_sizes)
     leaving = max(size * (ring.num_ranks - size) for size in ring.host_sizes)
@@ -393,7 +399,10 @@ def _all_to_all_s(part_bytes: float, ring: Ring) -> float:
 
 
 def _binomial_s(size_bytes: float, ring: Ring) -> float:
-    """Round i: rank r < 2^i sends to r + 2^i. What leaves or enters a host in one round shares its connection."""
+    """Return the seconds of a binomial broadcast: in round i, rank r < 2^i sends to r + 2^i.
+
+    Messages that leave or enter a host in the same round share its network link.
+    """
     inner, outer, total_s = ring.inner, ring.outer, 0.0
     for step in (1 << i for i in range(_rounds(ring.num_ranks))):
         pairs = [(ring.hosts[r], ring.hosts[r + step]) for r in range(min(step, ring.num_ranks - step))]
@@ -413,12 +422,12 @@ def _worst(wires: Iterable[Wire]) -> Wire:
 
 
 def best_ring(names: Sequence[str], wires: Mapping[str, Mapping[str, Wire]]) -> list[str]:
-    """The order of hosts whose slowest link, each to the next and the last to the first, has most bandwidth.
+    """Return the ring order of hosts that maximizes the bandwidth of its slowest link.
 
-    The bottleneck travelling salesman in a directed graph: halve the list of bandwidths; is there a ring over links of
-    at least this one? Exact up to 9 hosts; with more, a search that takes too long counts as no. The first host stays
-    first, and only a better order replaces the fleet's own. Gloo's all-reduce sends to the rank before: for it give
-    `wires` turned round, [b][a] for [a][b].
+    The bottleneck travelling salesman problem in a directed graph: bisect the sorted bandwidths, and ask for each
+    whether a ring exists over links of at least that bandwidth. Exact up to 9 hosts; with more, a search that takes too
+    long counts as no. The first host stays first, and only a better order replaces the given one. Gloo's all-reduce
+    sends to the previous rank: pass `wires` transposed for it, [b][a] for [a][b].
 
     >>> fast, slow = Wire(latency_s=0, bandwidth_Bps=10), Wire(latency_s=0, bandwidth_Bps=1)
     >>> links = {"a": {"b": slow, "c": fast}, "b": {"a": fast, "c": slow}, "c": {"a": slow, "b": fast}}
@@ -433,44 +442,44 @@ def best_ring(names: Sequence[str], wires: Mapping[str, Mapping[str, Wire]]) -> 
 
     best = list(range(num))
     if num > 2:
-        most = min(
+        limit = min(
             max(speeds) for speeds in [*speeds, *zip(*speeds, strict=True)]
         )  # every host has to send and receive
-        now = slowest(best)
-        steps = sorted({speed for row in speeds for speed in row if now < speed <= most})
+        current = slowest(best)
+        steps = sorted({speed for row in speeds for speed in row if current < speed <= limit})
         low, high = 0, len(steps)
         while low < high:
             middle = (low + high) // 2
-            found = _cycle(speeds, steps[middle])
-            if found:
-                best, low = found, bisect_right(steps, slowest(found))
+            candidate = _cycle(speeds, steps[middle])
+            if candidate:
+                best, low = candidate, bisect_right(steps, slowest(candidate))
             else:
                 high = middle
-        above = steps[low:][-40:] if num > 9 else []  # what was given up may hide an easy one further up
-        best = next((found for least in reversed(above) if (found := _cycle(speeds, least, FEW_STATES))), best)
+        above = steps[low:][-40:] if num > 9 else []  # beyond a search that gave up there may be an easy one
+        best = next((candidate for least in reversed(above) if (candidate := _cycle(speeds, least, FEW_STATES))), best)
     return [names[i] for i in best]
 
 
 def _cycle(speeds: Sequence[Sequence[float]], least: float, most_states: int = MOST_STATES) -> list[int] | None:
-    """A ring from 0 through all over links of at least so much; bits of an integer are a set of hosts."""
+    """Return a Hamiltonian cycle from 0 over links of at least this bandwidth; a set of hosts is a bit mask."""
     num = len(speeds)
     out = [sum(1 << b for b in range(num) if b != a and speeds[a][b] >= least) for a in range(num)]
     into = [sum(1 << a for a in range(num) if a != b and speeds[a][b] >= least) for b in range(num)]
     dead: set[tuple[int, int]] = set()
-    allowed = most_states if num > 9 else 1 << num + 4
+    limit = most_states if num > 9 else 1 << num + 4
 
-    def go(order: list[int], left: int) -> list[int] | None:
+    def extend(order: list[int], rest: int) -> list[int] | None:
         last = order[-1]
-        if not left:
+        if not rest:
             return order if out[last] & 1 else None
-        if (left, last) in dead or len(dead) >= allowed:
+        if (rest, last) in dead or len(dead) >= limit:
             return None
-        ahead = [b for b in range(num) if out[last] & left & 1 << b]
-        if all(into[b] & (left | 1 << last) and out[b] & (left | 1) for b in range(num) if left & 1 << b):
-            for b in sorted(ahead, key=lambda b: (into[b] & left).bit_count()):  # first the one that fewest can reach
-                if found := go([*order, b], left & ~(1 << b)):
+        ahead = [b for b in range(num) if out[last] & rest & 1 << b]
+        if all(into[b] & (rest | 1 << last) and out[b] & (rest | 1) for b in range(num) if rest & 1 << b):
+            for b in sorted(ahead, key=lambda b: (into[b] & rest).bit_count()):  # the least reachable host first
+                if found := extend([*order, b], rest & ~(1 << b)):
                     return found
-        dead.add((left, last))
+        dead.add((rest, last))
         return None
 
-    return go([0], (1 << num) - 2)
+    return extend([0], (1 << num) - 2)

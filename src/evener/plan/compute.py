@@ -1,4 +1,4 @@
-"""What bounds computing on a device, its arithmetic, its memory or neither, and does compiling pay?"""
+"""Roofline: what bounds computation on a device, its arithmetic, its memory or neither, and whether to compile."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import msgspec
 
 from evener.core.shape import MLP_EXPANSION, GPTShape
 
-MATMUL_SHARE = (
-    0.5  # of a device's matrix products' speed that a whole model reaches: *assumption*; measured on 2 cores of
-)
-# an AMD EPYC: char 0.47 in bf16 and 0.85 in fp32
-EXPLAINS = 0.3  # of a pass: arithmetic or memory that would take less does not bound it
-Bound = Literal["arithmetic", "memory", "overhead"]  # overhead: calls of operations, threads that wait for each other
+# MFU: the fraction of a device's matmul rate that a whole model reaches. *Assumption*; *measured* on 2 cores of an AMD
+# EPYC: char 0.47 in bf16 and 0.85 in fp32.
+MATMUL_SHARE = 0.5
+EXPLAINS = 0.3  # of a micro-batch's time: arithmetic or memory that would take less does not bound it
+Bound = Literal["arithmetic", "memory", "overhead"]  # overhead: operator calls, threads that wait for each other
 
 
 def training_traffic_bytes(shape: GPTShape, num_tokens: int, element_bytes: int = 4) -> float:
-    """Bytes that forward and backward of so many tokens move between memory and processor, if no cache helps.
+    """Return the bytes that forward and backward of so many tokens move between memory and processor without caches.
 
     *Assumption*: weights are read in forward and in backward, their gradients written: 3 passes in fp32. Each layer's
     forward writes 18 activations of its width a token and reads as many (norms, q k v, attention's output, the MLP's
@@ -36,13 +35,13 @@ def training_traffic_bytes(shape: GPTShape, num_tokens: int, element_bytes: int 
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds a device: its arithmetic or its memory.   [Williams, Waterman & Patterson 2009]"""
+    """The roofline model of a forward and backward.   [Williams, Waterman & Patterson 2009]"""
 
     arithmetic_s: float  # if only arithmetic took time
-    memory_s: float  # if only memory did, at most
+    memory_s: float  # if only memory traffic took time, at most
 
     def bound_by(self, took_s: float) -> Bound:
-        """What the time of a pass is made of; overhead where arithmetic and memory explain only a little of it.
+        """Return what bounds a micro-batch of this duration; overhead where arithmetic and memory explain little of it.
 
         >>> roof = Roofline(arithmetic_s=0.5, memory_s=0.2)
         >>> roof.bound_by(0.8), roof.bound_by(8.0)
@@ -54,7 +53,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def roofline(shape: GPTShape, num_tokens: int, *, matmul_flops: float, copy_Bps: float, element_bytes: int) -> Roofline:
-    """Forward and backward of so many tokens against two measured rates.
+    """Return the roofline of forward and backward of so many tokens, from two measured rates.
 
     >>> from evener.core.shape import preset_shape
     >>> char = preset_shape("char", vocab_size=65)
@@ -75,7 +74,7 @@ EAGER_FLOPS = {"cpu": 1e11, "cuda": 5e13}
 
 
 def compile_pays(flops: float, device: str) -> bool:
-    """Is the time that torch.compile saves on a run of so many FLOPs on one rank twice what compiling takes?
+    """Return whether torch.compile saves more than twice its own time on a run of so many FLOPs on one rank.
 
     >>> compile_pays(1e12, "cpu"), compile_pays(1e15, "cpu")
     (False, True)

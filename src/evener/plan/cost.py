@@ -1,12 +1,12 @@
-"""What will a step cost on this cluster, with this strategy? From rates and wires to the parts of a step, rank by rank.
+"""Cost model: predict the time of a step, rank by rank, from the cluster's rates and links and a sync strategy.
 
-    a rank:   update ─▶ input ─▶ forward and backward of each micro-batch ─▶ (blocked until the others are there too)
-    wires:                                  └─ each collective starts when the last rank has what it sends, and the
-                                               collective before it has ended: start_i = max(ready_i, end_{i-1})
+    a rank:   update ─▶ input ─▶ forward and backward of each micro-batch ─▶ (blocked until all ranks have finished)
+    links:                                  └─ each collective starts when the last rank has its input ready and the
+                                               previous collective has ended: start_i = max(ready_i, end_{i-1})
 
-The slowest rank's way, what remains of communication behind it, and what ranks wait because now one is late, now
-another (known of machines that trained together), are the step. On a CPU, communication also takes
-processor time from the computing that hides it.
+A step is the compute time of the slowest rank, plus the communication left exposed after it, plus the wait caused by
+jitter (measured for machines that trained together). On a CPU, communication also takes processor time from the
+computation that hides it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from evener.plan.sync import Exchange, Scope, Transfer, exchange, fits_bf16
 
 BACKWARD = 2 / 3  # of forward and backward: two matrix products where forward has one   [PaLM, appendix B]
 RECOMPUTED = 3 / 4  # where backward runs forward again
-CODING_PASSES = 10.0  # over the memory, of coding and decoding where nobody measured it: assumption
-# Where computing waits for weights layer by layer: T³ = C³ + M³ of computing and communication. A *fit* to published
-# runs of FSDP on MareNostrum 5 (docs/published/scaling.csv: 3.3 % rms of a step, perfect overlap, max(C, M), 7.0), held
-# against runs of other clusters.
+CODING_PASSES = 10.0  # passes over the memory to encode and decode, where not measured: *assumption*
+# Where computation waits for weights layer by layer: T³ = C³ + M³ of computation and communication. *Fit* to published
+# runs of FSDP on MareNostrum 5 (docs/published/scaling.csv: 3.3 % rms of a step, perfect overlap, max(C, M), 7.0),
+# validated on runs of other clusters.
 OVERLAP = 3
-ROUNDS, PRECISION = 200, 1e-4  # of the fixed point between stolen processor time and overlap, of a step
+ROUNDS, PRECISION = 200, 1e-4  # fixed-point iteration between contention and overlap; tolerance relative to a step
 
 
-Size = tuple[Collective, float, Scope]  # a collective, the bytes of its buffer, and among whom
+Size = tuple[Collective, float, Scope]  # a collective, the bytes of its buffer, and its scope
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """Ranks that are alike: what one of them takes, all do."""
+    """Identical ranks, which are modeled once."""
 
     member: Member  # the first of them
     mean_share: float
@@ -49,36 +49,36 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 class _Times(msgspec.Struct, frozen=True):
-    """Of one rank, in seconds from the moment at which the step before released it."""
+    """Times of one rank, in seconds since the previous step ended for it."""
 
     begun_s: float  # update and input are done
     compute_s: float
-    backward_s: float  # of it, the last micro-batch's backward
+    backward_s: float  # part of compute_s: backward of the last micro-batch
 
     @property
     def computed_s(self) -> float:
         return self.begun_s + self.compute_s
 
     def longer(self, factor: float) -> _Times:
-        """The same where everything takes so many times as long."""
+        """Return these times multiplied by `factor`."""
         return _Times(factor * self.begun_s, factor * self.compute_s, factor * self.backward_s)
 
     def ready_s(self, share: float) -> float:
-        """When so much of the last backward is over; when computing begins for a negative share."""
+        """Return when this fraction of the last backward is done; the start of computation if it is negative."""
         return self.begun_s if share < 0 else self.computed_s - (1 - share) * self.backward_s
 
 
 def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
-    """What a step costs the ranks of a Roster. One without a share waits."""
+    """Predict a step of this Roster, rank by rank, as an Option. A rank without a share only waits."""
     num_ranks = roster.world_size
-    kinds, of_rank = _kinds(cluster, roster)
+    kinds, group_of_rank = _kinds(cluster, roster)
     work = exchange(job, roster)
     sizes = {_size(transfer) for transfer in (*work.transfers, *work.after)}
     rings = {scope: ring(cluster, _of_scope(cluster, roster, scope)) for scope in {scope for *_, scope in sizes}}
     lasting_s = {size: backend_s(size[0], size[1], rings[size[2]], roster.backend) for size in sizes}
     sent_of = {size: _sent(size, rings[size[2]], roster) for size in sizes}
     times, spans = _settled(job, cluster, roster, kinds, work, lasting_s, sent_of)
-    last_s = max(own.computed_s for own in times)
+    last_s = max(timing.computed_s for timing in times)
     late_s = _late_s(cluster, kinds, times, work.every) if num_ranks > 1 else 0.0
     in_flight_s = sum(end - start for start, end in spans) / work.every
     if work.every > 1:
@@ -86,7 +86,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
     elif work.interleaved:  # T³ = C³ + M³
         exposed_s = max(0.0, (last_s**OVERLAP + in_flight_s**OVERLAP) ** (1 / OVERLAP) - last_s)
     else:
-        spans = _spans(work, [own.longer(1 + late_s / last_s) for own in times], lasting_s) if late_s else spans
+        spans = _spans(work, [timing.longer(1 + late_s / last_s) for timing in times], lasting_s) if late_s else spans
         exposed_s = max(0.0, spans[-1][1] - last_s - late_s) if spans else 0.0
     after_s = sum(lasting_s[_size(transfer)] for transfer in work.after)
     sent = sum(transfer.num * sent_of[_size(transfer)] for transfer in work.transfers)
@@ -95,16 +95,16 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
         RankCost(
             cost=StepCost(
                 data_s=cluster.hosts[kind.member.host].data_s,
-                compute_s=own.compute_s,
+                compute_s=timing.compute_s,
                 exposed_sync_s=exposed_s + after_s,
-                wait_s=last_s - own.computed_s + late_s,
+                wait_s=last_s - timing.computed_s + late_s,
                 optimizer_s=cluster.hosts[kind.member.host].update_s * work.update_share,
             ),
             sync_s=in_flight_s + after_s,
             bytes=round((sent - _fewer_bytes(job, roster, kind.member, work)) / work.every),
             memory_bytes=memory(job.shape, roster, kind.member.rank, recompute=job.spec.model.recompute).total,
         )
-        for kind, own in zip(kinds, times, strict=True)
+        for kind, timing in zip(kinds, times, strict=True)
     ]
     step_s = last_s + exposed_s + after_s + late_s
     penalty, source = loss_penalty(
@@ -113,7 +113,7 @@ def price(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> Option:
     return Option(
         name=name or str(roster.sync),
         roster=roster,
-        ranks=[costs[kind] for kind in of_rank],
+        ranks=[costs[kind] for kind in group_of_rank],
         step_s=step_s,
         tokens_per_s=roster.batch * job.shape.block_size / step_s,
         speedup_vs_best_host=None,
@@ -129,7 +129,9 @@ def _size(transfer: Transfer) -> Size:
 
 
 def _of_scope(cluster: Cluster, roster: Roster, scope: Scope) -> list[str]:
-    """Hosts of the ranks of a ring: of all; of those of the host with the slowest links; or of one on each."""
+    """Return the host of each rank of a ring: of all ranks, of those on the host with the slowest links, or of one
+    rank on each host.
+    """
     if scope == "all":
         return [member.host for member in roster.members]
     hosts = roster.hosts
@@ -140,74 +142,74 @@ def _of_scope(cluster: Cluster, roster: Roster, scope: Scope) -> list[str]:
 
 
 def _sent(size: Size, around: Ring, roster: Roster) -> float:
-    """Bytes that a rank sends."""
+    """Return the bytes that a rank sends."""
     collective, size_bytes, scope = size
     sent = sent_bytes(collective, size_bytes, around.num_ranks, roster.backend)
     return sent * len(roster.hosts) / roster.world_size if scope == "hosts" else sent
 
 
 def _fewer_bytes(job: Job, roster: Roster, member: Member, work: Exchange) -> float:
-    """That this rank sends in an exchange than the one that has most to do."""
+    """Return how many bytes fewer than the busiest rank this rank sends in an exchange."""
     fewer_rows = job.rows(max(roster.shares)) - job.rows(member.share)
     return work.fewer_bytes * fits_bf16(member) + work.row_bytes * fewer_rows
 
 
 def _kinds(cluster: Cluster, roster: Roster) -> tuple[list[_Kind], list[int]]:
-    """Ranks that are alike, and which kind each rank is of."""
+    """Return groups of identical ranks, and the group index of each rank."""
     hosts, shares = {name: id(host) for name, host in cluster.hosts.items()}, roster.mean_shares
     keys = [(hosts[m.host], m.is_gpu, m.dtype, m.share, m.micro_batch, share)
             for m, share in zip(roster.members, shares, strict=True)]  # fmt: skip
     counted = Counter(keys)
     numbers = {key: number for number, key in enumerate(counted)}
-    of_rank = [numbers[key] for key in keys]
+    group_of_rank = [numbers[key] for key in keys]
     firsts = [keys.index(key) for key in counted]
     kinds = [_Kind(roster.members[rank], shares[rank], num)
              for rank, num in zip(firsts, counted.values(), strict=True)]  # fmt: skip
-    return kinds, of_rank
+    return kinds, group_of_rank
 
 
 def _settled(job: Job, cluster: Cluster, roster: Roster, kinds: Sequence[_Kind], work: Exchange,
              lasting_s: Mapping[Size, float],
              sent_bytes: Mapping[Size, float]) -> tuple[list[_Times], list[tuple[float, float]]]:  # fmt: skip
-    """What each kind of rank takes, and when transfers go: communication takes processor time from the computing that
-    hides it, which then hides more of it, and so on.
+    """Return the times of each group of ranks and the (start, end) of each transfer, as a fixed point: communication
+    takes processor time from the computation that hides it, which then hides more of it, and so on.
     """
     stolen_s = [0.0] * len(kinds)
     for _ in range(ROUNDS):
         times = [_times(job, cluster, roster, kind, work, stolen) for kind, stolen in zip(kinds, stolen_s, strict=True)]
         spans = _spans(work, times, lasting_s)
         before_s = stolen_s
-        stolen_s = [_stolen_s(cluster, kind.member, own, work, spans, sent_bytes)
-                    for kind, own in zip(kinds, times, strict=True)]  # fmt: skip
+        stolen_s = [_stolen_s(cluster, kind.member, t, work, spans, sent_bytes)
+                    for kind, t in zip(kinds, times, strict=True)]  # fmt: skip
         most_s = max(abs(now - then) for now, then in zip(stolen_s, before_s, strict=True))
-        if most_s <= PRECISION * max(own.computed_s for own in times):
+        if most_s <= PRECISION * max(t.computed_s for t in times):
             break
     return times, spans
 
 
 def _late_s(cluster: Cluster, kinds: Sequence[_Kind], times: Sequence[_Times], every: int) -> float:
-    """By how much the slowest of all is later than the slowest in the mean: measured, or what chance makes of a rank's
-    jitter, which evens out over the steps between two exchanges.
+    """Return by how much the slowest rank of a step exceeds the rank that is slowest on average: measured, or expected
+    from the ranks' jitter, which averages out over the steps between two exchanges.
     """
     if cluster.late_s or not cluster.jitter:
         return cluster.late_s if every == 1 else 0.0
     means: Counter[float] = Counter()
-    for kind, own in zip(kinds, times, strict=True):
-        means[own.computed_s] += kind.num
+    for kind, t in zip(kinds, times, strict=True):
+        means[t.computed_s] += kind.num
     jitter, last_s = cluster.jitter / math.sqrt(every), max(means)
     near = tuple((mean_s / last_s, num) for mean_s, num in means.items() if mean_s > (1 - 5 * jitter) * last_s)
     return max(0.0, mean_slowest_s(near, jitter) - 1) * last_s
 
 
 def again(job: Job) -> float:
-    """By how much longer forward and backward take where activations are computed again: 4/3, else 1."""
+    """Return the factor by which recomputing activations lengthens forward and backward: 4/3, or 1 without it."""
     return (1 - BACKWARD) / (1 - RECOMPUTED) if job.spec.model.recompute else 1.0
 
 
 def coding_s(host: HostRates, sync: SyncSpec) -> float:
-    """Seconds by which a byte of gradients is made small and large again; of PowerSGD on the line over its rank.
+    """Return the seconds to encode and decode one gradient byte; for PowerSGD interpolated linearly in its rank.
 
-    *Assumption* where nobody measured it: ten times over the memory. 0 where nothing of the memory is known.
+    *Assumption* where not measured: ten passes over the memory. 0 where the memory bandwidth is not known.
 
     >>> host = HostRates(tokens_per_s={}, coding_Bps={"int8": 4e9, "powersgd:4": 2e9, "powersgd:32": 1e9})
     >>> [round(1e9 * coding_s(host, sync), 3) for sync in (SyncSpec(kind="int8"), SyncSpec(kind="powersgd", rank=18))]
@@ -225,13 +227,11 @@ def coding_s(host: HostRates, sync: SyncSpec) -> float:
 
 
 def _times(job: Job, cluster: Cluster, roster: Roster, kind: _Kind, work: Exchange, stolen_s: float) -> _Times:
-    """A rank by itself: what its share takes, in the mean of a round, and what the strategy and its communication add
-    to it.
-    """
+    """Return the times of a rank by itself: its share, averaged over a round, plus encoding, copies and contention."""
     member = kind.member
     host, sequence_s = cluster.hosts[member.host], job.shape.block_size / cluster.tokens_per_s(member)
-    more, whole = math.modf(kind.mean_share)  # a sequence more in some of its steps
-    few, many = (num_passes(int(whole) + one, member.micro_batch) for one in (0, 1))
+    more, whole = math.modf(kind.mean_share)  # one sequence more in this fraction of its steps
+    few, many = (num_passes(int(whole) + extra, member.micro_batch) for extra in (0, 1))
     passes_s = again(job) * (host.pass_s * (few + more * (many - few)) + sequence_s * (whole + more))
     last_s = again(job) * (host.pass_s + sequence_s * member.last_pass) if member.share else 0.0
     packing_s = work.moved_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
@@ -244,33 +244,33 @@ def _times(job: Job, cluster: Cluster, roster: Roster, kind: _Kind, work: Exchan
 
 
 def _spans(work: Exchange, times: Sequence[_Times], lasting_s: Mapping[Size, float]) -> list[tuple[float, float]]:
-    """When each transfer starts and ends."""
+    """Return the (start, end) of each transfer."""
     spans: list[tuple[float, float]] = []
-    ended_s, last = 0.0, _last_ready(times)
+    ended_s, last_ready = 0.0, _last_ready(times)
     for transfer in work.transfers:
-        start_s = max(ended_s, *(own.ready_s(transfer.ready) for own in last))
+        start_s = max(ended_s, *(t.ready_s(transfer.ready) for t in last_ready))
         ended_s = start_s + transfer.num * lasting_s[_size(transfer)]
         spans.append((start_s, ended_s))
     return spans
 
 
 def _last_ready(times: Sequence[_Times]) -> list[_Times]:
-    """Without those that have everything ready before another has: what is ready is linear in the share."""
-    found: list[_Times] = []
-    for own in sorted(times, key=lambda own: -own.computed_s):
-        if not any(all(other.ready_s(share) >= own.ready_s(share) for share in (-1.0, 0.0, 1.0)) for other in found):
-            found.append(own)
-    return found
+    """Drop ranks that always have their gradients ready before some other rank; readiness is linear in the fraction."""
+    kept: list[_Times] = []
+    for t in sorted(times, key=lambda t: -t.computed_s):
+        if not any(all(other.ready_s(share) >= t.ready_s(share) for share in (-1.0, 0.0, 1.0)) for other in kept):
+            kept.append(t)
+    return kept
 
 
 def _stolen_s(cluster: Cluster, member: Member, own: _Times, work: Exchange, spans: Sequence[tuple[float, float]],
               sent_bytes: Mapping[Size, float]) -> float:  # fmt: skip
-    """Seconds by which computing grows because transfers beside it took processor time."""
+    """Return the seconds by which computation grows because concurrent transfers take processor time."""
     host = cluster.hosts[member.host]
     if member.is_gpu or not host.sync_Bps or not host.cpus or work.every > 1:
         return 0.0
-    beside = 0.0
+    overlapped_bytes = 0.0
     for transfer, (start_s, end_s) in zip(work.transfers, spans, strict=True):
-        share = (min(end_s, own.computed_s) - start_s) / (end_s - start_s) if end_s > start_s else 0.0
-        beside += max(0.0, share) * transfer.num * sent_bytes[_size(transfer)]
-    return beside / host.sync_Bps / host.cpus
+        overlap = (min(end_s, own.computed_s) - start_s) / (end_s - start_s) if end_s > start_s else 0.0
+        overlapped_bytes += max(0.0, overlap) * transfer.num * sent_bytes[_size(transfer)]
+    return overlapped_bytes / host.sync_Bps / host.cpus

@@ -1,4 +1,4 @@
-"""Who takes which part of a batch when a run begins, by what was measured of the hosts?"""
+"""Initial shares: divide the global batch among ranks at the start of a run, by the measured rates of the hosts."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ from evener.plan.balance import Pace, fastest_shares
 from evener.plan.cost import again
 from evener.plan.memory import memory
 
-MEMORY_SHARE = 0.9  # of a host that a run may fill
+MEMORY_SHARE = 0.9  # fraction of a host's memory that a run may use
 
 
 def first_roster_by_speed(job: Job, cluster: Cluster, seats: Sequence[Seat]) -> Roster:
-    """The Roster with which `train` begins on these seats of the cluster.
+    """Return the Roster with which `train` starts on these rank slots of the cluster.
 
-    Micro-batches fit into what memory is known, unless they were told. With --shares auto the shares are the fastest of
-    which every rank has a sequence a step: whoever is better off without a rank leaves it out.
+    Micro-batches are reduced to fit into the memory, where it is known and --micro-batch was not given. With --shares
+    auto the shares are the fastest that give every rank at least one sequence a step; to drop a slow rank, leave its
+    slot out of `seats`.
     """
     roster = job.roster(seats)
     if job.spec.train.micro_batch is None:
-        fitting: dict[object, int] = {}  # of members that are alike
+        micro_batches: dict[object, int] = {}  # of identical members
         members = []
         on_host = Counter(member.host for member in roster.members)
         for member in roster.members:
             kind = (id(cluster.hosts[member.host]), on_host[member.host], member.is_gpu, member.dtype)
-            if kind not in fitting:
-                fitting[kind] = _fitting(job, cluster, roster, member)
-            is_same = fitting[kind] == member.micro_batch
-            members.append(member if is_same else msgspec.structs.replace(member, micro_batch=fitting[kind]))
+            if kind not in micro_batches:
+                micro_batches[kind] = _fitting(job, cluster, roster, member)
+            is_same = micro_batches[kind] == member.micro_batch
+            members.append(member if is_same else msgspec.structs.replace(member, micro_batch=micro_batches[kind]))
         roster = msgspec.structs.replace(roster, members=members)
     if job.spec.machine.shares != "auto":
         return roster
     every = roster.sync.every
-    alike: dict[object, Pace] = {}
-    of_round = []  # what replicas that drift do in a step need not be alike
+    models: dict[object, Pace] = {}
+    time_models = []  # with DiLoCo the shares of the steps of a round may differ
     for member in roster.members:
-        paced = (id(cluster.hosts[member.host]), member.dtype, member.micro_batch)
-        if paced not in alike:
-            alike[paced] = pace(job, cluster, member).of_round(every)
-        of_round.append(alike[paced])
-    return roster.divided(fastest_shares(every * roster.batch, of_round, least=every))
+        key = (id(cluster.hosts[member.host]), member.dtype, member.micro_batch)
+        if key not in models:
+            models[key] = pace(job, cluster, member).of_round(every)
+        time_models.append(models[key])
+    return roster.divided(fastest_shares(every * roster.batch, time_models, least=every))
 
 
 def pace(job: Job, cluster: Cluster, member: Member) -> Pace:
-    """What a rank takes for its share of a step, in seconds."""
+    """Return the time model of a rank for its share of a step, in seconds."""
     host, factor = cluster.hosts[member.host], again(job)
     return Pace(
         sequence_s=factor * job.shape.block_size / cluster.tokens_per_s(member),
@@ -59,18 +60,18 @@ def pace(job: Job, cluster: Cluster, member: Member) -> Pace:
 
 
 def _fitting(job: Job, cluster: Cluster, roster: Roster, member: Member) -> int:
-    """A half, a quarter, … of a rank's micro-batch: the largest that its device can hold, whatever its share."""
+    """Halve a rank's micro-batch until it fits into the memory of its device, whatever the rank's share."""
     memory_bytes, micro_batch = cluster.hosts[member.host].memory_bytes, member.micro_batch
     if memory_bytes is None:
         return micro_batch
-    beside = 1 if member.is_gpu else sum(other.host == member.host for other in roster.members)
+    num_local_ranks = 1 if member.is_gpu else sum(other.host == member.host for other in roster.members)
     while micro_batch > 1:
         share = min(roster.batch, 2 * micro_batch)
         full = msgspec.structs.replace(member, share=share, micro_batch=micro_batch)
         members = [full if other is member else other for other in roster.members]
         need = memory(job.shape, msgspec.structs.replace(roster, members=members), member.rank,
                       recompute=job.spec.model.recompute)  # fmt: skip
-        if beside * need.total <= MEMORY_SHARE * memory_bytes:
+        if num_local_ranks * need.total <= MEMORY_SHARE * memory_bytes:
             break
         micro_batch //= 2
     return micro_batch

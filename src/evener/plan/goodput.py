@@ -1,6 +1,6 @@
-"""How often should a run save itself, and what do failures leave of its time?
+"""Goodput: the best checkpoint interval, and the fraction of time that remains useful with failures.
 
-τ  seconds of work between two checkpoints    δ  of a checkpoint    R  of a restart    M  mean time between failures
+τ  work between two checkpoints, s    δ  a checkpoint, s    R  a restart, s    M  mean time between failures, s
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import math
 
 
 def checkpoint_interval_s(checkpoint_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
-    """Seconds of work between two checkpoints that lose least; at least one step's.   [Daly 2006]
+    """Return the seconds of work between two checkpoints that lose least time.   [Daly 2006]
 
-    √(2δM)·(1 + ⅓·√(δ/2M) + ⅑·δ/2M) - δ with δ of a checkpoint and M between failures, M where δ ≥ 2M. Its first
+    √(2δM)·(1 + ⅓·√(δ/2M) + ⅑·δ/2M) - δ, or M where δ ≥ 2M; at least `min_interval_s`, such as one step. The first
     factor is Young's interval of 1974.
 
     >>> [round(checkpoint_interval_s(300, hours * 3600) / 60, 1) for hours in (24, 6, 0.25)]  # Daly's 117, 57, 9.1 min
@@ -24,7 +24,7 @@ def checkpoint_interval_s(checkpoint_s: float, mtbf_s: float, least_s: float = 0
 
 
 def useful_share(every_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Work done per second when failures come at random: τ / (M · e^{R/M} · (e^{(τ+δ)/M} - 1)).   [Daly 2006]
+    """Return the fraction of useful time with random failures: τ / (M · e^{R/M} · (e^{(τ+δ)/M} - 1)).   [Daly 2006]
 
     >>> round(useful_share(7000, 300, 600, 86400), 4)
     0.9126

@@ -1,16 +1,17 @@
-"""How much memory does a rank need? What is held at the worst moment of a step, by cause.
+"""Peak memory: predict the bytes of a rank at the worst moment of a step, by cause.
 
     W  bytes of the weights in fp32    N  tokens of a micro-batch    T  positions    C  width    H  heads
     V  vocabulary    e  bytes of an element of the arithmetic: 4 in fp32, 2 in bf16 and fp16
 
-The moments of a step are walked through: the end of forward, the gradient of the logits, backward through each block,
-the last gradient. What counts is the one at which gradients and activations together are most; weights and AdamW's two
-moments are there at all of them. Clipping and the fused update need nothing of their own (*measured*, torch 2.13: the
-profiler sees no allocation of more than a scalar there), neither does writing a checkpoint.
+The candidates are the end of forward, the gradient of the logits, backward through each block, and the last gradient.
+The worst is the one with most gradients and activations together; weights and AdamW's two moments are there throughout.
+Clipping and the fused update allocate nothing of their own (*measured*, torch 2.13: the profiler shows no allocation of
+more than a scalar there), neither does writing a checkpoint.
 
-What autograd saves was read off `torch.autograd.graph.saved_tensors_hooks` over `evener.worker.model`, each storage
-counted once; the moments were read off the profiler's memory events (torch 2.13, CPU, 2026-11-21). On a GPU nothing of
-this was measured: there the formulas are an *assumption*. A compiled model keeps less, and its compiler takes more.
+The tensors that autograd saves were read from `torch.autograd.graph.saved_tensors_hooks` over `evener.worker.model`,
+each storage counted once; the moments were read from the profiler's memory events (torch 2.13, CPU, 2026-11-21). On a
+GPU nothing of this was measured: there the formulas are an *assumption*. A compiled model keeps less, and its compiler
+takes more.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from evener.plan.sync import BLOCKS, bucket_bytes, buckets, buckets_of, element_
 from evener.plan.sync import gradients as in_their_order
 
 FP32 = 4
-# Resident bytes of a process with a model of next to nothing: interpreter, torch, our worker, a group. CPU: *measured*,
+# Resident bytes of a process with a minimal model: interpreter, torch, our worker, a process group. CPU: *measured*,
 # 331 MB of one rank of tiny; 229 MB of it are there after `import torch`, 77 MB more once a model is built, for which
-# torch imports what knows the meta device (torch 2.13 for CPUs, Linux x86-64, 2026-11-21). GPU, its context and
-# kernels: an *assumption*; torch.cuda.max_memory_allocated, which a run records there, does not count them.
+# torch imports its meta device (torch 2.13 for CPUs, Linux x86-64, 2026-11-21). GPU, its context and kernels: an
+# *assumption*; torch.cuda.max_memory_allocated, which a run records there, does not count them.
 BASE_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
 STRIP_ROWS = 128  # of attention with dropout on a CPU, as in evener.worker.model
 
-BF16_BYTES = 12_000_000  # more, once a product ran in bf16 on a CPU: oneDNN's kernels (*measured*, as above)
+BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's kernels (*measured*, as above)
 
-# With glibc all blocks of the main thread come from one heap, which keeps what is freed (keep_freed_memory in
-# core.machine), and what a step allocates does not fit the holes that other sizes left. *Measured* (glibc 2.36,
-# 2026-11): with MALLOC_MMAP_THRESHOLD_=131072, which has blocks mapped one by one and given back, the peaks of 16 runs
-# were the sum of the other causes within 1 %. In the heap what a step allocates and frees took 0.29 to 0.83 of its size
-# more in 14 runs of char, gpt2, d4 and d8, median 0.55. A *fit*, then: no theory says how much.
+# With glibc all blocks of the main thread come from one heap, which keeps freed memory (keep_freed_memory in
+# core.machine), and the allocations of a step do not fit the holes that other sizes left. *Measured* (glibc 2.36,
+# 2026-11): with MALLOC_MMAP_THRESHOLD_=131072, which maps and unmaps blocks one by one, the peaks of 16 runs were the
+# sum of the other causes within 1 %. In the heap, the memory that a step allocates and frees took 0.29 to 0.83 of its
+# size more in 14 runs of char, gpt2, d4 and d8, median 0.55. So this is a *fit*, without a theory.
 HOLES = 0.55
 
 
@@ -48,22 +49,22 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     weights: int
     gradients: int
     optimizer: int  # AdamW's two moments
-    activations: int  # what autograd saved, cast copies of weights, logits and their gradient, backward's temporaries
-    buckets: int  # beside the gradients, which are views into DDP's buckets: what the largest one's exchange keeps
-    sync: int  # what the strategy adds: error feedback, anchors, gathered layers
+    activations: int  # tensors saved by autograd, cast copies of weights, logits and their gradient, temporaries
+    buckets: int  # buffers of the largest bucket's exchange; gradients themselves are views into DDP's buckets
+    sync: int  # of the strategy: error feedback, anchors, gathered layers
     heap: int  # free, but held by the allocator between blocks in use
     base: int  # the process without a model
 
     @property
     def total(self) -> int:
-        """All of it: what the kernel calls the peak resident set; on a GPU what is taken of its memory."""
+        """The sum: on a CPU the peak resident set size, on a GPU the memory used."""
         return sum(getattr(self, field) for field in self.__struct_fields__)
 
 
 def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = False) -> Memory:
-    """Peak of a rank, in its largest micro-batch.
+    """Return the peak memory of a rank, in its largest micro-batch.
 
-    With several micro-batches a step gradients are held while the next one runs. Under DDP they always are.
+    With several micro-batches a step, gradients are held while the next one runs. With DDP they always are.
 
     >>> from evener.core.roster import NO_SYNC, Member
     >>> from evener.core.shape import preset_shape
@@ -73,8 +74,8 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     >>> need.weights, need.optimizer == 2 * need.weights
     (495399936, True)
     """
-    sync, num_ranks, most = roster.sync, roster.world_size, math.ceil(roster.mean_shares[rank])
-    member = msgspec.structs.replace(roster.members[rank], share=most)  # of its largest step
+    sync, num_ranks, max_share = roster.sync, roster.world_size, math.ceil(roster.mean_shares[rank])
+    member = msgspec.structs.replace(roster.members[rank], share=max_share)  # of its largest step
     sequences = member.largest_pass
     device = "cuda" if member.is_gpu else "cpu"
     weights = FP32 * shape.num_params()
@@ -85,30 +86,30 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     gradients, activations = worst.gradients, worst.activations
     recycled = max(moment.activations for moment in moments) + _gradient_bytes(shape)
     heap = int(HOLES * recycled) if device == "cpu" else 0
-    extra = of_bucket = saving = 0  # saving: what a checkpoint of the rank's own state is made of, beside what it is of
+    extra = bucket = copies = 0  # of these, saving: copies that a checkpoint of the per-rank state makes
     optimizer = 2 * weights
     largest = max(size for size, _ in buckets_of(shape, sync.sparse, bucket_bytes(roster)))
     if sync.kind == "packed":
-        of_bucket = 2 * largest  # what is sent and what comes, where no part of it fits into bf16
+        bucket = 2 * largest  # send and receive buffers, where no part of it fits into bf16
     elif sync.kind in ("bf16", "int8", "int4"):
-        of_bucket = _coding_bytes(largest, {"bf16": 16, "int8": 8, "int4": 4}[sync.kind])
-        extra = weights + (weights // num_ranks if num_ranks > 2 else 0)  # what was rounded off, of sums too
-        saving = 2 * weights
+        bucket = _coding_bytes(largest, {"bf16": 16, "int8": 8, "int4": 4}[sync.kind])
+        extra = weights + (weights // num_ranks if num_ranks > 2 else 0)  # error feedback, of sums too
+        copies = 2 * weights
     elif sync.kind == "powersgd":
         extra = weights + FP32 * sync.rank * sum(rows + columns for rows, columns in _matrices(shape))
-        saving = weights
+        copies = weights
     elif sync.kind == "zero1":
         optimizer //= num_ranks
     elif sync.kind == "diloco":
         fragments = buckets(in_their_order(shape)[::-1], fragment_bytes(sync, weights))
-        part = max(size for size, _ in fragments)  # exchanged at a time
-        extra = 2 * weights  # agreed, outer momentum; the difference is there when gradients and activations are gone
-        saving = 5 * weights  # these, its weights, its optimizer's state
-        if sync.bits < 32:  # what was rounded off
-            saving += 2 * weights
-            extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _coding_bytes(part, sync.bits)
+        fragment = max(size for size, _ in fragments)  # exchanged at a time
+        extra = 2 * weights  # anchor, outer momentum; the difference exists when gradients and activations are freed
+        copies = 5 * weights  # these, the rank's weights and its optimizer state
+        if sync.bits < 32:  # error feedback
+            copies += 2 * weights
+            extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _coding_bytes(fragment, sync.bits)
         if sync.streamed:
-            extra += 2 * part  # a difference on its way, and the weights it was taken of
+            extra += 2 * fragment  # a difference in flight, and the weights of which it was taken
     elif sync.kind in ("fsdp", "hsdp"):
         parts = num_ranks if sync.kind == "fsdp" else max(1, num_ranks // len(roster.hosts))
         root, block = _root_bytes(shape), _block_bytes(shape, shape.num_layers - 1)  # the last has a table if any has
@@ -117,13 +118,13 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
         weights, gradients, optimizer = weights // parts, gradients // parts, optimizer // parts
     if sync.sparse:
         tables = 1 + shape.num_value_embeddings(shape.num_layers)
-        extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # everybody's touched rows
+        extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # touched rows of all ranks
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=max(activations, saving),
-        buckets=of_bucket,
+        activations=max(activations, copies),
+        buckets=bucket,
         sync=extra,
         heap=heap,
         base=BASE_BYTES[device] + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
@@ -131,10 +132,10 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
 
 
 def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, device: str = "cpu") -> list[int]:
-    """Sizes of the tensors that autograd keeps of one block from forward to backward, cast copies of weights apart.
+    """Return the sizes of the tensors that autograd saves for one block, without cast copies of weights.
 
-    In fp32, bytes a token of width C: both norms keep what enters (4 each) and their statistics; the products keep what
-    enters (qkv 4, up 4, down 16), attention its q, k, v and output (16), GELU what enters (16): 64·C, and H + 4
+    In fp32, bytes per token and unit of width C: both norms save their input (4 each) and their statistics; the matmuls
+    save their input (qkv 4, up 4, down 16), attention its q, k, v and output (16), GELU its input (16): 64·C, and H + 4
     numbers.
 
     >>> from evener.core.shape import preset_shape
@@ -148,7 +149,7 @@ def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, devi
     mask = [] if shape.dropout == 0 else [narrow if device == "cpu" else N * C]
     norms = [stream, *statistics] * 2
     mlp = [narrow, hidden, hidden, *mask]
-    attention = [narrow, narrow, *mask]  # what enters qkv, what enters out
+    attention = [narrow, narrow, *mask]  # inputs of qkv and of out
     if shape.qk_norm:
         attention += [stream, FP32 * N * H] * 2  # in fp32: autocast keeps norms out of bf16
     if shape.dropout and device == "cpu":  # strip by strip the scores after softmax, the mask, their product
@@ -157,15 +158,15 @@ def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, devi
             attention += [e * N // T * H * (end - start) * end] * 3
         attention += [narrow] * 3  # q, k, v
     else:
-        alone = shape.has_value_embedding(layer)  # else v is a view, and keeps the memory of q, k, v together
+        has_own_v = shape.has_value_embedding(layer)  # else v is a view, and keeps the storage of q, k, v alive
         changed = shape.positions == "rotary" or shape.qk_norm
-        attention += [narrow if alone else 3 * narrow, *([narrow] * 2 if changed else [2 * narrow] * alone)]
+        attention += [narrow if has_own_v else 3 * narrow, *([narrow] * 2 if changed else [2 * narrow] * has_own_v)]
         attention.append(FP32 * N * H)  # the sums of softmax
     return norms + attention + mlp
 
 
 class _Moment(msgspec.Struct, frozen=True):
-    """What is held besides weights and optimizer, in bytes."""
+    """Bytes at one moment of a step, besides weights and optimizer."""
 
     gradients: int
     activations: int
@@ -175,16 +176,16 @@ class _Moment(msgspec.Struct, frozen=True):
 
 
 class _MicroBatch:
-    """One forward and backward."""
+    """The memory of forward and backward of one micro-batch."""
 
     def __init__(self, shape: GPTShape, sequences: int, element_bytes: int, device: str) -> None:
         self.shape, self.N, self.e, self.device = shape, sequences * shape.block_size, element_bytes, device
 
     def moments(self, recompute: bool, gradients_held: bool) -> list[_Moment]:
-        """In their order. Gradients that are held stand for a copy to which those of this backward are added.
+        """Return the moments in order. With `gradients_held`, this backward adds to gradients of an earlier one.
 
-        From a layer to the second one before it backward frees as much and adds as much each time: the worst of all
-        layers is one of the two first or the two last.
+        Every second layer, backward frees and adds the same number of bytes, so the worst layer is one of the first two
+        or the last two.
         """
         shape, N, e = self.shape, self.N, self.e
         C, V, num_layers = shape.width, shape.vocab_size, shape.num_layers
@@ -195,11 +196,11 @@ class _MicroBatch:
         held = _gradient_bytes(shape) if gradients_held else 0
 
         def inside(layer: int) -> int:
-            """Of a block, from its forward to its backward."""
+            """Return the bytes that a block saves from its forward to its backward."""
             return sum(saved(shape, layer, N, e, self.device)) + casts
 
         def kept(layers: int) -> int:
-            """Of so many of the first blocks, once autocast's copies are gone where they are computed again."""
+            """Return the bytes kept by the first `layers` blocks; when recomputing, after autocast freed its copies."""
             if recompute:
                 return layers * stream
             with_table = shape.num_value_embeddings(layers)
@@ -217,7 +218,7 @@ class _MicroBatch:
             _Moment(held or table, of_head + (table if held else 0)),
         ]
         for layer in sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers)), reverse=True):
-            waiting = table if held and shape.tied_head else 0  # the head's, until the embedding's is there
+            waiting = table if held and shape.tied_head else 0  # the head's, until the embedding's is complete
             activations = start + kept(layer) + inside(layer) + waiting + sum(self._temporaries())
             moments.append(_Moment(held or table + _gradients_from(shape, layer + 1), activations))
         copies = (2 if e == FP32 else 1) if shape.tied_head else 0  # head's and embedding's, and in fp32 their sum
@@ -225,7 +226,7 @@ class _MicroBatch:
         return moments
 
     def _temporaries(self) -> list[int]:
-        """Of backward through an MLP, less what it has let go by then."""
+        """Return the temporaries of backward through an MLP, less what it has freed by then."""
         N, C, e, hidden = self.N, self.shape.width, self.e, MLP_EXPANSION * self.shape.width
         masked = [e * N * C] if self.shape.dropout else []
         product = [FP32 * N * C, *masked, e * N * hidden, FP32 * C * hidden]
@@ -234,7 +235,7 @@ class _MicroBatch:
 
 
 def _coding_bytes(size: int, bits: int) -> int:
-    """What coding so many bytes of fp32 keeps: their sums, and payloads that go and come."""
+    """Return the buffer bytes for encoding `size` bytes of fp32: the sums, and the payloads sent and received."""
     return int(size * (1 + 2 * element_bytes(bits, BLOCKS.get(bits, 1)) / FP32))
 
 
@@ -250,7 +251,7 @@ def _block_matrices(shape: GPTShape) -> list[tuple[int, int]]:
 
 
 def _block_bytes(shape: GPTShape, layer: int) -> int:
-    """Of the gradients of one block."""
+    """Return the gradient bytes of one block."""
     groups = shape.params_by_group()
     table = shape.vocab_size * shape.width if shape.has_value_embedding(layer) else 0
     norms = 2 * groups["norms"] // (2 * shape.num_layers + 1)
@@ -258,7 +259,7 @@ def _block_bytes(shape: GPTShape, layer: int) -> int:
 
 
 def _gradients_from(shape: GPTShape, layer: int) -> int:
-    """Bytes of the gradients of the blocks from this one on."""
+    """Return the gradient bytes of the blocks from `layer` on."""
     num = shape.num_layers - layer
     tables = shape.num_value_embeddings(shape.num_layers) - shape.num_value_embeddings(layer)
     table = FP32 * shape.vocab_size * shape.width
@@ -267,7 +268,6 @@ def _gradients_from(shape: GPTShape, layer: int) -> int:
 
 
 def _gradient_bytes(shape: GPTShape) -> int:
-    """Of the gradients of all parameters."""
     return FP32 * shape.num_params()
 
 

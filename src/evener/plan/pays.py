@@ -1,7 +1,7 @@
-"""What would make more than one machine pay: another link, another batch, other hosts among them?
+"""Break-even: the link, the batch and the hosts from which several machines are clearly faster than the best one alone.
 
-Every answer is priced as it would be asked for, over the best set of hosts and the best shares, so that whoever follows
-it gets what was said.
+Every answer is predicted for the flags that it recommends, over the best subset of hosts and the best shares, so that
+a run with these flags gets the promised throughput.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ from evener.plan.options import (
 
 BATCH_FACTORS = (2, 4, 8, 16, 32, 64)
 SLOW_MBIT = (1.0, 10.0, 100.0)  # slower than any Ethernet that is sold today
-BISECTIONS = 7  # between two links that have a name
-FAR_S = 1e-3  # one way: no room is that large
+BISECTIONS = 7  # between two named links
+FAR_S = 1e-3  # one way: too long for hosts in one room
 INSTANT = Wire(latency_s=0.0, bandwidth_Bps=1e18)
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A sentence for a person, and what to add to the command for what it promises."""
+    """A sentence of advice, and the flags that follow it."""
 
     text: str
-    flags: dict[str, str] = {}  # "--batch": "256"; none: there is nothing to follow
-    tokens_per_s: float | None = None  # what is trained then
-    gain: float | None = None  # so many times what the fastest host alone trains then
+    flags: dict[str, str] = {}  # "--batch": "256"; empty: there is nothing to follow
+    tokens_per_s: float | None = None  # predicted with these flags
+    gain: float | None = None  # tokens_per_s over those of the fastest host alone, with these flags
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link between all hosts would bring."""
+    """The best option over a given link between all hosts."""
 
     link: str
     payload_Bps: float
-    best: Option  # of two hosts at least
+    best: Option  # on two hosts at least
 
 
 class Teams:
-    """Two hosts at least, and with which shares: sets that may be the fastest, over these links or over others."""
+    """Candidate Rosters on subsets of at least two hosts, to be predicted over any link."""
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
         by_speed = divided(job, "auto")
-        ways = [(cluster.names, by_speed), *((names, by_speed) for names in host_sets(job, cluster))]
+        candidates = [(cluster.names, by_speed), *((names, by_speed) for names in host_sets(job, cluster))]
         if job.spec.machine.shares != "auto":
-            ways.append((cluster.names, job))
+            candidates.append((cluster.names, job))
         rosters = []
-        for names, way in ways:
-            team = in_best_ring(way, only(cluster, set(names)))
-            rosters.append(first_roster_by_speed(way, cluster, team.seats))
-        instant = with_wire(cluster, INSTANT)
-        most = [(price(job, instant, roster).tokens_per_s, i, roster) for i, roster in enumerate(rosters)]
-        self._rosters = [(bound, roster) for bound, _, roster in sorted(most, key=lambda one: (-one[0], one[1]))]
+        for names, candidate_job in candidates:
+            ordered = in_best_ring(candidate_job, only(cluster, set(names)))
+            rosters.append(first_roster_by_speed(candidate_job, cluster, ordered.seats))
+        ideal = with_wire(cluster, INSTANT)
+        bounds = [(price(job, ideal, roster).tokens_per_s, i, roster) for i, roster in enumerate(rosters)]
+        self._rosters = [(bound, roster) for bound, _, roster in sorted(bounds, key=lambda b: (-b[0], b[1]))]
 
     def best(self, wire: Wire | None = None) -> Option | None:
-        """The fastest that fits, all joined by this wire, or by what they have; None if none fits."""
+        """Return the fastest option that fits, over this link or over the cluster's own; None if none fits."""
         cluster = with_wire(self.cluster, wire) if wire is not None else self.cluster
         best: Option | None = None
-        for most, roster in self._rosters:
-            if best is not None and most <= best.tokens_per_s:  # over no link is it faster
+        for bound, roster in self._rosters:
+            if best is not None and bound <= best.tokens_per_s:  # not faster over any link
                 break
             option = in_best_buckets(self.job, cluster, roster)
             if fits_in(option, cluster) and (best is None or option.tokens_per_s > best.tokens_per_s):
@@ -91,30 +91,31 @@ class Teams:
 
 
 def able(job: Job, cluster: Cluster) -> Job:
-    """The job as it was asked for, or by ddp where something speaks against its strategy."""
+    """Return the job itself, or the job with ddp where its strategy is rejected."""
     return asking_for(job, DDP) if objection(as_trained(job, cluster), job.spec.train.loss_budget / 100) else job
 
 
 def best_together(job: Job, cluster: Cluster) -> Option | None:
-    """The fastest way to train on two hosts at least; None if none fits."""
+    """Return the fastest option on at least two hosts; None if none fits."""
     return Teams(job, cluster).best()
 
 
 def best_alone(job: Job, cluster: Cluster) -> Option | None:
-    """The fastest host by itself; None if none can hold the model."""
-    return max((one for one in alone_on_each(job, cluster).values() if fits_in(one, cluster)), key=speed, default=None)
+    """Return the fastest single host; None if none can hold the model."""
+    options = alone_on_each(job, cluster).values()
+    return max((option for option in options if fits_in(option, cluster)), key=speed, default=None)
 
 
 class OverLinks(Teams):
-    """The same, whatever links there are: what others would bring; hosts that are far from each other stay so."""
+    """Candidate Rosters predicted over other links; the round trip between distant hosts stays as it is."""
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         super().__init__(able(job, cluster), with_wire(cluster, INSTANT))
         self.far = _far(cluster)
-        self.named = [found for name in FABRICS if (found := self._over(name + self.far))]
+        self.named = [fabric for name in FABRICS if (fabric := self._over(name + self.far))]
 
     def over(self, text: str) -> Option | None:
-        """The fastest over the link that a person means."""
+        """Return the fastest option over a link in `--link` syntax; None if none fits."""
         return self.best(parse_link(text).wire)
 
     def _over(self, link: str) -> Fabric | None:
@@ -125,66 +126,66 @@ class OverLinks(Teams):
 
 
 def in_bf16(job: Job, cluster: Cluster, fabric: Fabric) -> Option:
-    """The same with gradients in two bytes."""
-    narrow = fabric.best.roster.agreeing_by(SyncSpec(kind="bf16"))
-    return price(job, with_wire(cluster, parse_link(fabric.link).wire), narrow)
+    """Predict the best option over this link with gradients in bf16."""
+    bf16_roster = fabric.best.roster.agreeing_by(SyncSpec(kind="bf16"))
+    return price(job, with_wire(cluster, parse_link(fabric.link).wire), bf16_roster)
 
 
 def what_would_pay(prediction: Prediction, links: OverLinks) -> list[Advice]:
-    """The link and the batch from which on several hosts are clearly faster than the best one alone."""
+    """Return advice on the link and the batch from which several hosts are clearly faster than the best one alone."""
     job, cluster = links.job, prediction.cluster
-    alone, now = best_alone(job, cluster), best_together(job, cluster)
-    if alone is None or now is None:
+    single, distributed = best_alone(job, cluster), best_together(job, cluster)
+    if single is None or distributed is None:
         return []
-    link = _link(cluster, links, alone, now)
-    found = [link] if link is not None else []
-    found += [] if _pays(now, alone) else [_batch(job, cluster)]
-    told = {"--sync": str(now.roster.sync)} if prediction.is_sync_ours or job is not prediction.job else {}
-    return [msgspec.structs.replace(one, flags=one.flags | told) if one.flags else one for one in found]
+    link = _link(cluster, links, single, distributed)
+    advice = [link] if link is not None else []
+    advice += [] if _pays(distributed, single) else [_batch(job, cluster)]
+    flags = {"--sync": str(distributed.roster.sync)} if prediction.is_sync_ours or job is not prediction.job else {}
+    return [msgspec.structs.replace(a, flags=a.flags | flags) if a.flags else a for a in advice]
 
 
 def _pays(option: Option | None, alone: Option) -> bool:
-    """Is it clearly faster than the best host alone, as much as its loss asks for?"""
+    """Return whether the option is clearly faster than the best single host, by the gain that its loss requires."""
     return option is not None and option.tokens_per_s > max(WORTH, has_to_gain(option)) * alone.tokens_per_s
 
 
 def _link(cluster: Cluster, links: OverLinks, alone: Option, now: Option) -> Advice | None:
-    job, pays = links.job, _pays(now, alone)
-    wired = [one for one in links.named if one.link.removesuffix(links.far) not in NAMED]
-    least = _least_link(alone, wired, links)
-    has, sync = link_rate(cluster.slowest_Bps), now.roster.sync
-    if least is None:
-        return None if pays else Advice(text=_why_no_link(links, cluster, alone, now))
-    text, option = least
-    if not pays:
-        better = [(one.link, one.best) for one in wired if one.best.tokens_per_s >= WORTH * option.tokens_per_s]
-        link, option = better[0] if better else least
+    job, is_worthwhile = links.job, _pays(now, alone)
+    named = [f for f in links.named if f.link.removesuffix(links.far) not in NAMED]
+    break_even = _least_link(alone, named, links)
+    rate, sync = link_rate(cluster.slowest_Bps), now.roster.sync
+    if break_even is None:
+        return None if is_worthwhile else Advice(text=_why_no_link(links, cluster, alone, now))
+    text, option = break_even
+    if not is_worthwhile:
+        faster = [(f.link, f.best) for f in named if f.best.tokens_per_s >= WORTH * option.tokens_per_s]
+        link, option = faster[0] if faster else break_even
     else:
         link = text
     flags = {"--link": link, **flags_for(option, job, cluster)}
     gain = option.tokens_per_s / alone.tokens_per_s
-    told = f"{sync} pays from {text} between the hosts upwards; what they have carries {has} of payload."
-    if not pays:
-        told = f"With {sync} several hosts would pay from {text} between them upwards; what they have carries {has} of "
-        told += f"payload. With {typed(flags)} {_trained(option, cluster)} {gain:.2f} times as much as {_one(alone)}."
-    return Advice(text=told, flags=flags, tokens_per_s=option.tokens_per_s, gain=gain)
+    sentence = f"{sync} breaks even at {text} between the hosts; their links carry {rate} of payload."
+    if not is_worthwhile:
+        sentence = f"With {sync} several hosts break even at {text} between them; their links carry {rate} of payload. "
+        sentence += f"With {typed(flags)} {_trained(option, cluster)} {gain:.2f} times as much as {_one(alone)}."
+    return Advice(text=sentence, flags=flags, tokens_per_s=option.tokens_per_s, gain=gain)
 
 
 def _least_link(alone: Option, wired: Sequence[Fabric], links: OverLinks) -> tuple[str, Option] | None:
-    """The slowest link, as it is sold, over which several hosts are clearly faster, and what they do over it.
+    """Return the slowest link (in `--link` syntax) over which several hosts are clearly faster, and their option.
 
-    Between the last of those that have a name that is too slow for it and the next. None where the fastest of all is
-    too slow, or the slowest of all is fast enough.
+    Bisects between the last named link that is too slow and the next one. None if the fastest link is too slow, or the
+    slowest is fast enough.
     """
-    low, found = 0.0, None
+    low, result = 0.0, None
     slower = ((mbit, _sold(mbit) + links.far, links.over(_sold(mbit) + links.far)) for mbit in SLOW_MBIT)
     ladder = itertools.chain(slower, ((one.payload_Bps * 8e-6 / ETHERNET_SHARE, one.link, one.best) for one in wired))
     for mbit, text, option in ladder:
         if option is not None and _pays(option, alone):
-            found = text, option
+            result = text, option
             break
         low = mbit
-    if found is None or not low:
+    if result is None or not low:
         return None
     high = mbit
     for _ in range(BISECTIONS):
@@ -192,20 +193,20 @@ def _least_link(alone: Option, wired: Sequence[Fabric], links: OverLinks) -> tup
         text = _sold(middle) + links.far
         option = links.over(text)
         if option is not None and _pays(option, alone):
-            high, found = middle, (text, option)
+            high, result = middle, (text, option)
         else:
             low = middle
-    return found
+    return result
 
 
 def _far(cluster: Cluster) -> str:
-    """The round trip that no faster link makes shorter, as `--link` reads it; nothing of hosts in one room."""
+    """Return the round trip of distant hosts as a suffix for `--link`; "" for hosts in one room."""
     latency_s = max((wire.latency_s for wire in cluster.kinds_of_wires if not wire.is_shared), default=0.0)
     return f",{2e3 * latency_s:.4g}ms" if latency_s >= FAR_S else ""
 
 
 def _sold(mbit: float) -> str:
-    """A line's rate in two digits, as `--link` reads it.
+    """Format a line rate in two digits, rounded up, as `--link` reads it.
 
     >>> _sold(2512.3), _sold(94.9), _sold(1000.0)
     ('2.6Gbit', '95Mbit', '1Gbit')
@@ -216,40 +217,43 @@ def _sold(mbit: float) -> str:
 
 
 def _why_no_link(links: OverLinks, cluster: Cluster, alone: Option, now: Option) -> str:
-    """Where even the fastest link is of no use: whose fault is it?"""
-    instant = links.best(INSTANT) or now
-    if _pays(instant, alone):
+    """Explain why even the fastest link would not make several hosts faster."""
+    ideal = links.best(INSTANT) or now
+    if _pays(ideal, alone):
         latency_s = parse_link(FABRICS[-1] + links.far).wire.latency_s
-        return f"Bandwidth alone would not make several hosts pay: every message takes {seconds(latency_s)} one way."
-    most = instant.tokens_per_s / alone.tokens_per_s
-    return (f"No network would make several hosts pay: over one that takes no time {_trained(instant, cluster)} "
-            f"{most:.2f} times as much as {_one(alone)}.")  # fmt: skip
+        return f"More bandwidth would not make several hosts faster: every message takes {seconds(latency_s)} one way."
+    gain = ideal.tokens_per_s / alone.tokens_per_s
+    return (f"No network would make several hosts faster: over an ideal one {_trained(ideal, cluster)} "
+            f"{gain:.2f} times as much as {_one(alone)}.")  # fmt: skip
 
 
 def _batch(job: Job, cluster: Cluster) -> Advice:
-    """The least multiple of the batch with which several hosts pay, to the same loss where the noise was measured."""
+    """Advise on the smallest multiple of the batch with which several hosts are clearly faster.
+
+    Where the noise scale was measured, compare the time to the same loss.
+    """
     noise = job.noise_tokens
     for factor in BATCH_FACTORS:
-        more = larger(job, factor)
-        alone, together = best_alone(more, cluster), best_together(more, cluster)
-        if alone is None or together is None:
+        larger_job = larger(job, factor)
+        single, distributed = best_alone(larger_job, cluster), best_together(larger_job, cluster)
+        if single is None or distributed is None:
             continue
-        gain = together.tokens_per_s / alone.tokens_per_s
+        gain = distributed.tokens_per_s / single.tokens_per_s
         if noise is not None:
-            small = best_alone(job, cluster)
-            assert small is not None
-            gain = together.tokens_per_s / more_tokens(noise, job.tokens, factor) / small.tokens_per_s
-        if gain > max(WORTH, has_to_gain(together)):
-            flags = {"--batch": f"{more.spec.train.batch}", **flags_for(together, more, cluster)}
-            told = f"Or with {typed(flags)}, {factor} times as many sequences a step: {_trained(together, cluster)} "
-            told += f"{gain:.2f} times as much as {_one(alone)}"
-            told += ": another training run." if noise is None else ", counted until the same loss."
-            return Advice(text=told, flags=flags, tokens_per_s=together.tokens_per_s, gain=gain)
-    return Advice(text=f"A batch up to {BATCH_FACTORS[-1]} times as large would not make it pay.")
+            current = best_alone(job, cluster)
+            assert current is not None
+            gain = distributed.tokens_per_s / more_tokens(noise, job.tokens, factor) / current.tokens_per_s
+        if gain > max(WORTH, has_to_gain(distributed)):
+            flags = {"--batch": f"{larger_job.spec.train.batch}", **flags_for(distributed, larger_job, cluster)}
+            text = f"Or with {typed(flags)}, {factor} times as many sequences a step: {_trained(distributed, cluster)} "
+            text += f"{gain:.2f} times as much as {_one(single)}"
+            text += ": another training run." if noise is None else ", measured to the same loss."
+            return Advice(text=text, flags=flags, tokens_per_s=distributed.tokens_per_s, gain=gain)
+    return Advice(text=f"A batch up to {BATCH_FACTORS[-1]} times as large would not make several hosts faster.")
 
 
 def flags_for(option: Option, job: Job, cluster: Cluster) -> dict[str, str]:
-    """What to add to the command for these hosts and shares."""
+    """Return the flags that select the option's hosts and shares."""
     hosts = option.roster.hosts
     flags = {} if len(hosts) == len(cluster.names) else {"--hosts": ",".join(hosts)}
     differs = job.spec.machine.shares != "auto" and (flags or not _is_as_asked(option, job, cluster))
@@ -261,7 +265,7 @@ def _is_as_asked(option: Option, job: Job, cluster: Cluster) -> bool:
 
 
 def typed(flags: dict[str, str]) -> str:
-    """As they are added to a command.
+    """Format flags as they are added to a command.
 
     >>> typed({"--batch": "64", "--recompute": ""})
     '--batch 64 --recompute'

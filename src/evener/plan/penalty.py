@@ -1,14 +1,14 @@
-"""What does a way of agreeing cost in loss, at equal tokens? Only what somebody measured, with its source.
+"""Loss penalty: the relative loss that a lossy strategy costs at equal tokens, only as measured, with its source.
 
-Where several models were measured, the penalty is read off the straight line over log(parameters). Beyond the largest
-that one's holds, for larger models lose less [Charles et al. 2025]; of models smaller than the smallest nothing is said
-where replicas drift. What was a gain holds for models of about that size alone; elsewhere it is none. Coded gradients
-are judged by what two ranks measured with them, whatever the number of ranks: errors of more ranks cancel better.
-DiLoCo's replicas are not: the more of them share a batch, the more is lost, and of unequal ones less than of equal
-ones (see `worth`). What they lose is read off the straight lines between the numbers that were measured, with no more
-steps and no more tokens a step, by the run that lost least; more lose no less than fewer.
+Where several models were measured, the penalty is interpolated linearly over log(parameters). Beyond the largest
+measured model its penalty holds, because larger models lose less [Charles et al. 2025]; for DiLoCo we make no claim for
+models smaller than the smallest one measured. A measured gain holds only for models of about that size; elsewhere it
+counts as 0. Compressed gradients are judged by the measurement with two ranks for any number of ranks: the errors of
+more ranks cancel better. DiLoCo is not: more replicas of a batch lose more, and unequal ones less than equal ones (see
+`equivalent_replicas`). Its penalty is interpolated linearly between the measured numbers of replicas, from runs with no
+more steps and no more tokens a step, of which the one that lost least counts; more replicas never lose less than fewer.
 
-Rounding alone, in ddp, moved the loss by −0.02, −0.28 and +0.00 % (three seeds): less than that is nothing.
+Rounding alone, with ddp, moved the loss by −0.02, −0.28 and +0.00 % (three seeds): smaller differences are noise.
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ from evener.core.spec import RunSpec
 from evener.core.units import count, median, plural
 from evener.plan.sync import STRATEGIES, way_of_mean
 
-ALIKE = 3.0  # models of which one has at most so many times the parameters of the other: assumption
-SAME = 1.25  # the same of models that differ by their vocabulary at most
-HALF_A_DIGIT = 5e-5  # of errors as the bench writes them
-# The most by which the nearest bf16, of 8 significant bits, is off a number. With error feedback gradients are 2.3e-3
-# of their length off between two ranks, 3.1e-3 among more (*measured*, normal numbers, 2026-11-22), those of a model in
-# fp32 at most 2.5e-3 (bench/loss.py); of one in bf16, whose gradients are such numbers, nothing is lost.
+ALIKE = 3.0  # models count as of similar size up to this ratio of their parameters: *assumption*
+SAME = 1.25  # the ratio up to which models count as of the same size: they differ in their vocabulary at most
+HALF_A_DIGIT = 5e-5  # rounding of the errors in the bench's output
+# The largest relative error of rounding to bf16, which has 8 significant bits. With error feedback the error of
+# gradients is 2.3e-3 of their norm between two ranks, 3.1e-3 among more (*measured*, normal numbers, 2026-11-22), for a
+# model in fp32 at most 2.5e-3 (bench/loss.py); gradients of a model in bf16 are exact in bf16.
 BF16_ROUNDING = 2**-8
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What one model lost with one way."""
+    """The measured loss penalty of one model with one strategy."""
 
     sync: str
     shares: tuple[int, ...]  # of each rank, of the batch
     num_params: int
-    penalty: float  # loss relative to one process or data parallel at equal tokens, minus 1; below 0 it was lower
-    least_steps: int  # of shorter runs it says nothing
-    least_tokens: int = 0  # and of fewer in a step, of all ranks together
-    most_error: float | None = None  # of the exact sum, the largest that was seen meanwhile: see Fidelity
+    penalty: float  # loss relative to one process or data parallel at equal tokens, minus 1; negative: it was lower
+    least_steps: int  # not valid for shorter runs
+    least_tokens: int = 0  # nor for fewer tokens a step, of all ranks together
+    most_error: float | None = None  # largest error of the gradient sum in these runs, relative: see Fidelity
     source: str
 
 
 def _published(ranks: int, num_params: float, penalty: float) -> Measured:
     """[Scaling laws for DiLoCo, arXiv 2503.09799, measured: with momentum 0.9 and the best learning rate of each]"""
     return Measured(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
-                    least_steps=30 * 40,  # theirs have more outer steps; with 13, tiny lost 2.4 % (measured)
+                    least_steps=30 * 40,  # their runs have more outer steps; with 13, tiny lost 2.4 % (*measured*)
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
 
 
 def _ours(sync: str, penalty: float, runs: int, most_error: float | None = None, *, shape: str = "small",
           shares: str = "1:1", batch: int = 16, steps: int = 2000, dtype: str = "bf16",
           corpora: int = 1) -> Measured:  # fmt: skip
-    """[bench/loss.jsonl: the mean of its runs, each beside one process of the same seed on the same corpus]"""
+    """[bench/loss.jsonl: the mean of its runs, each relative to one process of the same seed on the same corpus]"""
     drifts, num_params = parse_sync(sync).kind == "diloco", SHAPES[shape]
-    on = "tinyshakespeare" if corpora == 1 else "two corpora"
+    corpus = "tinyshakespeare" if corpora == 1 else "two corpora"
     parts = tuple(map(int, shares.split(":")))
     ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {shares}"
-    told = f"{ranks}, {steps} steps of {batch} × 256 tokens, {plural(runs, 'run')} on {on}, {dtype}"
+    setup = f"{ranks}, {steps} steps of {batch} × 256 tokens, {plural(runs, 'run')} on {corpus}, {dtype}"
     return Measured(sync=sync, shares=parts, num_params=num_params, penalty=penalty, least_steps=steps if drifts else 0,
                     least_tokens=batch * 256 if drifts else 0, most_error=most_error,
-                    source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {told}")  # fmt: skip
+                    source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {setup}")  # fmt: skip
 
 
 SHAPES = {"small": 1_025_536, "char": 10_745_088}  # parameters, with the characters of tinyshakespeare
-MEASURED = (  # of ways that are as fast the planner takes the first
-    _ours("bf16", -0.0007, 3, 0.0),  # these gradients were bf16 numbers anyway
-    _ours("bf16", -0.0009, 2, 0.0025, dtype="fp32"),  # what came later counts: here something is lost
+MEASURED = (  # of equally fast strategies the planner takes the first
+    _ours("bf16", -0.0007, 3, 0.0),  # gradients of a bf16 model are exact in bf16
+    _ours("bf16", -0.0009, 2, 0.0025, dtype="fp32"),  # the later measurement counts: here rounding loses something
     _ours("int8", 0.0027, 5, 0.0407, corpora=2),
     _ours("int8", -0.0031, 4, 0.0659, shape="char", corpora=2),
     _ours("int8", 0.0043, 1, 0.0246, shares="1:1:1"),
@@ -108,8 +108,9 @@ MEASURED = (  # of ways that are as fast the planner takes the first
 
 def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_steps: int | None = None,
                  num_tokens: int | None = None) -> tuple[float | None, str]:  # fmt: skip
-    """(relative penalty, source): EXACT's is 0; None where nobody measured it, and what was measured instead.
-    `num_tokens`: of a step.
+    """Return (relative penalty, source): 0 for an exact strategy; None where it was not measured, with the reason.
+
+    `num_tokens` are the tokens of a step.
 
     >>> from evener.core.roster import DDP
     >>> loss_penalty(DDP, 10**8, [4, 4]), loss_penalty(parse_sync("powersgd:1"), 10**8, [4, 4])
@@ -134,17 +135,17 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     by_worth: dict[float, list[Measured]] = defaultdict(list)
     for row in large_enough:
         by_worth[worth(row.shares)].append(row)
-    replicas, found = worth(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
-    # Smaller models lose more, so what a larger one lost is told of them only where it has to be.
-    for times in (SAME, ALIKE) if drifts else (math.inf,):
-        if max(found, default=0.0) < replicas:
-            found = {num: _on_line(of_num, num_params) for num, of_num in sorted(by_worth.items())
-                     if min(row.num_params for row in of_num) <= num_params * times}  # fmt: skip
-    if not found:
+    replicas, penalties = worth(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
+    # Smaller models lose more, so measurements of larger models are used for them only if there are no others.
+    for ratio in (SAME, ALIKE) if drifts else (math.inf,):
+        if max(penalties, default=0.0) < replicas:
+            penalties = {num: _on_line(of_num, num_params) for num, of_num in sorted(by_worth.items())
+                     if min(row.num_params for row in of_num) <= num_params * ratio}  # fmt: skip
+    if not penalties:
         return None, _measured_only(f"of {count(min(row.num_params for row in large_enough))} parameters and more")
-    if replicas > max(found):
-        return None, _measured_only(f"of {max(found):g} equal replicas and fewer")
-    return _of_replicas(found, replicas)
+    if replicas > max(penalties):
+        return None, _measured_only(f"of {max(penalties):g} equal replicas and fewer")
+    return _of_replicas(penalties, replicas)
 
 
 def _measured_only(of_what: str) -> str:
@@ -152,11 +153,11 @@ def _measured_only(of_what: str) -> str:
 
 
 def worth(shares: Sequence[float]) -> float:
-    """As many equal replicas go as far, by their mean, as these do, and lose as much.
+    """Return the number of equal replicas whose mean progresses as far as that of these shares, and loses as much.
 
     *Measured*, 1.0M parameters, diloco:10:int8:streamed, one seed: two lose 1.9 %, 9 : 5 : 2 2.8 %, four 5.2 %, so 1.9,
-    1.9 and 1.7 % for each that they are worth beyond one; of 10.7M 0.5, 0.4 and 0.5 %. Of 35M two, four and eight lose
-    0.7, 0.7 and 0.6 % for each [arXiv 2503.09799].
+    1.9 and 1.7 % for each equivalent replica beyond the first; with 10.7M 0.5, 0.4 and 0.5 %. With 35M two, four and
+    eight lose 0.7, 0.7 and 0.6 % for each [arXiv 2503.09799].
 
     >>> [round(worth(shares), 2) for shares in ([9], [9, 0], [8, 8], [2, 1], [9, 5, 2], [4, 4, 4, 4])]
     [1.0, 1.0, 2.0, 1.84, 2.44, 4.0]
@@ -165,35 +166,37 @@ def worth(shares: Sequence[float]) -> float:
 
 
 def _of_replicas(found: dict[float, tuple[float, str]], num: float) -> tuple[float, str]:
-    """Of so many, by what some numbers of them lose, as many at least; of fewer than the least as much as of those."""
-    few, low, high = 0.0, (-math.inf, ""), (-math.inf, "")
-    for many, lost in found.items():
-        high = max(lost, low)
-        if num <= many:
+    """Interpolate (penalty, source) for `num` replicas from the measured numbers, of which the largest is at least
+    `num`. Below the smallest measured number its penalty holds.
+    """
+    fewer, low, high = 0.0, (-math.inf, ""), (-math.inf, "")
+    for more, entry in found.items():
+        high = max(entry, low)
+        if num <= more:
             break
-        few, low = many, high
-    low = low if few else high
-    share = (num - few) / (many - few)
-    return low[0] + share * (high[0] - low[0]), (low if share < 1 / 2 else high)[1]
+        fewer, low = more, high
+    low = low if fewer else high
+    fraction = (num - fewer) / (more - fewer)
+    return low[0] + fraction * (high[0] - low[0]), (low if fraction < 1 / 2 else high)[1]
 
 
 def _on_line(rows: Sequence[Measured], num_params: int) -> tuple[float, str]:
-    """Of models of several sizes, (penalty, source) of one of this size."""
-    last = {(row.num_params, row.least_steps, row.least_tokens): row for row in rows}  # what came later counts
-    found = sorted(last.values(), key=lambda row: (row.num_params, -row.penalty))
-    rows = list({row.num_params: row for row in found}.values())  # of each model the run that lost least
+    """Interpolate (penalty, source) for a model of this size from models of several sizes."""
+    last = {(row.num_params, row.least_steps, row.least_tokens): row for row in rows}  # the later measurement counts
+    ordered = sorted(last.values(), key=lambda row: (row.num_params, -row.penalty))
+    rows = list({row.num_params: row for row in ordered}.values())  # of each model the run that lost least
     for low, high in itertools.pairwise(rows):
         if low.num_params <= num_params <= high.num_params:
-            share = math.log(num_params / low.num_params) / math.log(high.num_params / low.num_params)
-            nearer = low if share < 1 / 2 else high
-            return low.penalty + share * (high.penalty - low.penalty), nearer.source
+            fraction = math.log(num_params / low.num_params) / math.log(high.num_params / low.num_params)
+            nearer = low if fraction < 1 / 2 else high
+            return low.penalty + fraction * (high.penalty - low.penalty), nearer.source
     nearest = rows[0] if num_params <= rows[0].num_params else rows[-1]
     is_alike = nearest.num_params / ALIKE <= num_params <= nearest.num_params * ALIKE
     return nearest.penalty if is_alike else max(0.0, nearest.penalty), nearest.source
 
 
 def too_dear(penalty: float | None, source: str, loss_budget: float) -> str:
-    """Why a way that loses so much is not taken; "" where it may be. Of `loss_budget` 0.01 is 1 %."""
+    """Return why a strategy exceeds the loss budget (0.01 is 1 %); "" if it does not."""
     if penalty is None:
         return source
     if not loss_budget and source != EXACT:
@@ -204,37 +207,37 @@ def too_dear(penalty: float | None, source: str, loss_budget: float) -> str:
 
 
 def no_more_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
-    """Why `--sync auto` would not take the way that a run goes on with, among these ranks; "" where it would."""
+    """Return why `--sync auto` would not choose the run's current strategy among these ranks; "" if it would."""
     sync, tokens = roster.sync, roster.batch * shape.block_size
-    found, source = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
-    return too_dear(found, source, spec.train.loss_budget / 100)
+    penalty, source = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
+    return too_dear(penalty, source, spec.train.loss_budget / 100)
 
 
 def _rows_of(sync: SyncSpec) -> list[Measured]:
-    """Tables that go row by row lose nothing."""
+    """Return the measurements of a strategy; +sparse is exact and makes no difference."""
     name = str(msgspec.structs.replace(sync, sparse=False))
     return [row for row in MEASURED if row.sync == name]
 
 
 def most_error(sync: SyncSpec, num_ranks: int) -> float:
-    """Up to which its penalty holds: the largest that was seen where that was measured, infinite where nobody looked.
+    """Return the compression error up to which the penalty holds: the largest of its runs, infinite if not measured.
 
-    More than two ranks code what they send and then the sums (`worker.sync.narrow`), and what two codings lose adds up
-    as squares do: √2 times as much as between two. Of bf16 what rounding alone may make.
+    More than two ranks quantize what they send and then the sums (`worker.sync.quantized`), and the errors of the two
+    add up as squares: √2 times the error between two ranks. For bf16 it is the largest rounding error.
     """
     if sync.kind == "bf16":
         return BF16_ROUNDING
     least = num_ranks if sync.kind == "diloco" else 2
     rows = _rows_of(sync)
-    enough = min((len(row.shares) for row in rows if len(row.shares) >= least), default=0)
-    twice = math.sqrt(2) if num_ranks > 2 and sync.kind != "powersgd" else 1.0
-    known = [(row.most_error + HALF_A_DIGIT) * (twice if len(row.shares) == 2 else 1.0)
-             for row in rows if len(row.shares) <= enough and row.most_error is not None]  # fmt: skip
+    num_measured = min((len(row.shares) for row in rows if len(row.shares) >= least), default=0)
+    factor = math.sqrt(2) if num_ranks > 2 and sync.kind != "powersgd" else 1.0
+    known = [(row.most_error + HALF_A_DIGIT) * (factor if len(row.shares) == 2 else 1.0)
+             for row in rows if len(row.shares) <= num_measured and row.most_error is not None]  # fmt: skip
     return max(known, default=math.inf)
 
 
 class Watch:
-    """Is what a lossy way makes of gradients still what it was where its penalty was measured? Fed by its samples."""
+    """Monitors whether the compression error of a lossy strategy stays within that of the runs with a known penalty."""
 
     SEEN = 5  # samples, of which the median counts: each is of another bucket
 
@@ -244,7 +247,7 @@ class Watch:
         self._is_beyond = False
 
     def hear(self, error: float) -> float | None:
-        """The median of the latest samples, when it goes beyond what was measured; once, until it has come back."""
+        """Add a sample. Return the median of the latest when it first exceeds the limit, once per excess; else None."""
         self._seen.append(error)
         if len(self._seen) < self.SEEN:
             return None

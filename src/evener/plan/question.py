@@ -1,8 +1,8 @@
-"""What is asked: which job, on which machines, and where do their figures come from?
+"""Plan requests: which job is to be predicted, on which machines, and where their rates come from.
 
-a fleet's file ─┐
-a few words ────┼──▶ Question ──predict──▶ Prediction
-a run's records ┘
+fleet file ───────┐
+machine flags ────┼──▶ PlanRequest ──predict──▶ Prediction
+records of a run ─┘
 """
 
 from __future__ import annotations
@@ -31,60 +31,60 @@ from evener.plan.fit import as_it_was, fit
 from evener.plan.options import in_best_ring
 from evener.plan.search import predict, why_left_out
 
-MOST_RANKS = 1 << 16  # that are looked at one by one
+MOST_RANKS = 1 << 16  # that are predicted one by one
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, the machines, and where their figures come from."""
+    """A job, the machines, and where their rates come from."""
 
     job: Job
     cluster: Cluster
     source: str
     price_per_kwh: float | None = None  # of electricity
-    asks_fabrics: bool = False  # what other links would bring
-    measured: Option | None = None  # a run as it was; None where it is asked what another would be
-    changes: list[str] = []  # sentences: what a run's records changed in what was measured before
+    asks_fabrics: bool = False  # predict over other links, too
+    measured: Option | None = None  # the run as it was measured; None for a changed run
+    changes: list[str] = []  # sentences: rates that calibration changed
 
 
 def of_fleet(fleet: Fleet, spec: RunSpec, corpus: Corpus | None, link: str | None, source: str,
              params: str | None = None) -> Question:  # fmt: skip
-    """What was measured, in the fleet's file; without the corpus the vocabulary is the preset's own."""
+    """Return a request with the rates of the fleet file; without a corpus the vocabulary is the preset's own."""
     job, assumed = _asked_job(spec, corpus, params)
-    known = parse_link(link) if link is not None else None
-    cluster = cluster_of(fleet, job, known.wire if known else None)
-    if known is not None:
-        assumed.append(known.assumed)
+    parsed = parse_link(link) if link is not None else None
+    cluster = cluster_of(fleet, job, parsed.wire if parsed else None)
+    if parsed is not None:
+        assumed.append(parsed.assumed)
     return Question(job=job, cluster=assuming(cluster, assumed), source=source, price_per_kwh=fleet.price_per_kwh)
 
 
 def of_training(fleet: Fleet, job: Job, seats: Sequence[Seat], *, leaves_out: bool = True) -> Prediction:
-    """What `train` is about to do on these seats, by rank; NotMeasuredError where too little was measured.
+    """Predict what `train` is about to do on these rank slots. Raise NotMeasuredError if too little was measured.
 
-    With --shares auto the hosts that make it no faster are left out, unless all are to take part.
+    With --shares auto, hosts that make the run no faster are left out if `may_leave_out`.
     """
-    found = predict(job, cluster_of(fleet, job, seats=seats), keep_order=True, leaves_out=leaves_out)
-    left_out = why_left_out(found) if leaves_out and job.spec.machine.shares == "auto" else {}
+    prediction = predict(job, cluster_of(fleet, job, seats=seats), keep_order=True, leaves_out=leaves_out)
+    left_out = why_left_out(prediction) if leaves_out and job.spec.machine.shares == "auto" else {}
     if not left_out:
-        return found
-    cluster = only(found.cluster, [name for name in found.cluster.names if name not in left_out])
+        return prediction
+    cluster = only(prediction.cluster, [name for name in prediction.cluster.names if name not in left_out])
     return msgspec.structs.replace(predict(job, cluster, keep_order=True), left_out=left_out)
 
 
 def ring_order(fleet: Fleet, job: Job) -> list[str]:
-    """The hosts in the order in which `train` counts their ranks: the file's, or that of the fastest ring."""
+    """Return the hosts in the order of their ranks in `train`: the file's, or that of the fastest ring."""
     try:
         return in_best_ring(job, cluster_of(fleet, job)).names
-    except UsageError:  # too little was measured; what stands in the run's own way is told by those who start it
+    except UsageError:  # too little was measured; other errors of the run are reported when it starts
         return list(fleet.hosts)
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
-    """Machines that nobody has yet, as flags describe them."""
+    """Hypothetical machines, as described by flags."""
 
     nodes: int | None = None  # [as many as rates or GPUs are listed]
     rates: str | None = None  # tokens/s of one rank alone: one for all nodes, or one for each
     gpus: str | None = None  # hardware by name, "h100" or "4090,3090": one for all nodes, or one for each
-    per_node: int = 1  # ranks on each; more than one are GPUs
+    per_node: int = 1  # ranks on each node; several ranks are GPUs
     link: str | None = None  # between nodes
     node_link: str | None = None  # between the ranks of a node
     memory: str | None = None  # of each GPU, or of a host without any: one for all nodes, or one for each
@@ -93,7 +93,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_words(words: Words, spec: RunSpec, corpus: Corpus | None, params: str | None = None) -> Question:
-    """Machines that nobody has yet: what a fleet's file with the same words would say."""
+    """Return a request for hypothetical machines, as if a fleet file declared the same values."""
     if words.rates is None and words.gpus is None:
         raise UsageError(
             "how fast is one rank alone? --compute-tokens-per-s N, or --gpu NAME",
@@ -103,26 +103,26 @@ def of_words(words: Words, spec: RunSpec, corpus: Corpus | None, params: str | N
     fleet = fleet_of_words(words, job)
     if words.per_node > 1 and words.gpus is None and spec.machine.device == "auto":
         assumed.append("several ranks on a node are GPUs, with NCCL and bf16")
-    return Question(job=job, cluster=assuming(cluster_of(fleet, job), assumed), source="what you said",
+    return Question(job=job, cluster=assuming(cluster_of(fleet, job), assumed), source="the command line",
                     asks_fabrics=len(fleet.hosts) > 1)  # fmt: skip
 
 
 def chosen_hosts(question: Question, names: str | None) -> Question:
-    """The same about these of its hosts alone ("node1,node3"); all of them if None."""
+    """Return the request restricted to these hosts ("node1,node3"), or unchanged if None."""
     if names is None:
         return question
-    known = question.cluster.names
+    host_names = question.cluster.names
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
-        if name not in known:
-            raise UsageError(f"--hosts {names}: there is no host {name}", hint=did_you_mean(name, known[:20]))
+        if name not in host_names:
+            raise UsageError(f"--hosts {names}: there is no host {name}", hint=did_you_mean(name, host_names[:20]))
     if not wanted:
-        raise UsageError(f"--hosts {names!r}: it names no host", hint=f"--hosts {known[0]}")
+        raise UsageError(f"--hosts {names!r}: it names no host", hint=f"--hosts {host_names[0]}")
     return msgspec.structs.replace(question, cluster=only(question.cluster, wanted))
 
 
 def rented(question: Question, offer: Offer) -> Question:
-    """The same job on a machine that somebody lets."""
+    """Return a request for the same job on a rented machine."""
     words = Words(gpus=offer.gpu, per_node=offer.num_gpus, price_per_h=offer.price_per_h)
     machine = msgspec.structs.replace(question.job.spec.machine, shares="auto", device="auto", ranks=1, threads=None)
     job = msgspec.structs.replace(question.job, spec=msgspec.structs.replace(question.job.spec, machine=machine))
@@ -130,7 +130,7 @@ def rented(question: Question, offer: Offer) -> Question:
 
 
 def _check_ranks(num_ranks: int, job: Job) -> None:
-    """Before they are made."""
+    """Refuse too many ranks before they are created."""
     if num_ranks > MOST_RANKS:
         raise UsageError(f"{num_ranks} ranks, more than {MOST_RANKS}", hint="--scale 1,8,…,65536 goes as far")
     if num_ranks > job.spec.train.batch and not job.spec.machine.are_shares_told:
@@ -141,7 +141,7 @@ def _check_ranks(num_ranks: int, job: Job) -> None:
 
 
 def _asked_job(spec: RunSpec, corpus: Corpus | None, params: str | None) -> tuple[Job, list[str]]:
-    """What is trained, by a preset or by a number of parameters alone, and what was assumed of it."""
+    """Return the job, of a preset or of a number of parameters (`params`), and what was assumed about it."""
     model, vocab_size, assumed = spec.model, corpus.vocab_size if corpus else None, []
     if params is None:
         shape = shape_of(spec, vocab_size)
@@ -153,22 +153,22 @@ def _asked_job(spec: RunSpec, corpus: Corpus | None, params: str | None) -> tupl
         assumed = [f"{params} parameters: {shape.num_layers} layers of {shape.width}, otherwise like GPT-2"]
     job = _job(spec, shape, corpus)
     if shape.has_tables and not job.distinct_tokens:
-        assumed.append("with +sparse each token of a step sends a row: no corpus is here to count those that differ")
+        assumed.append("with +sparse each token of a step sends a row, as there is no corpus to count distinct tokens")
     return job, assumed
 
 
 def _job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
-    """UsageError where `train` would refuse it."""
+    """Return the job. Raise UsageError if `train` would refuse it."""
     check_suits(asked_sync(spec), shape)
     return job_of(spec, shape, corpus)
 
 
 def fleet_of_words(words: Words, job: Job) -> Fleet:
-    """The fleet that a few words describe; UsageError where they describe none."""
-    each = parse_rates(words.rates) if words.rates is not None else [None]
+    """Return the fleet that the flags describe. Raise UsageError if they contradict each other or say too little."""
+    node_rates = parse_rates(words.rates) if words.rates is not None else [None]
     gpus = words.gpus.split(",") if words.gpus is not None else [None]
     memory = words.memory.split(",") if words.memory is not None else [None]
-    lists = {"--compute-tokens-per-s": (each, "rate"), "--gpu": (gpus, "name"), "--memory": (memory, "size")}
+    lists = {"--compute-tokens-per-s": (node_rates, "rate"), "--gpu": (gpus, "name"), "--memory": (memory, "size")}
     nodes = words.nodes if words.nodes is not None else max(len(values) for values, _ in lists.values())
     for flag, (values, noun) in lists.items():
         if len(values) not in (1, nodes):
@@ -177,12 +177,12 @@ def fleet_of_words(words: Words, job: Job) -> Fleet:
     if nodes > 1 and words.link is None:
         raise UsageError("which link is between the nodes? --link 1GbE", hint="100Mbit, 2.5GbE, 400G, wifi, wan, …")
     _check_ranks(nodes * words.per_node, job)
-    wish = job.spec.machine.device
-    is_gpu = wish == "cuda" or (words.per_node > 1 and wish == "auto")
-    of_rate: dict[tuple[float, bool], dict[str, Rates]] = {}
+    device = job.spec.machine.device
+    is_gpu = device == "cuda" or (words.per_node > 1 and device == "auto")
+    rates_by_value: dict[tuple[float, bool], dict[str, Rates]] = {}
     hosts, rates = {}, {}
     for i in range(nodes):
-        rate, gpu = each[i % len(each)], gpus[i % len(gpus)]
+        rate, gpu = node_rates[i % len(node_rates)], gpus[i % len(gpus)]
         has_gpus = is_gpu if gpu is None else parse_hardware(gpu).kind != "cpu"
         name = f"node{i + 1}"
         hosts[name] = Host(
@@ -196,10 +196,10 @@ def fleet_of_words(words: Words, job: Job) -> Fleet:
             price_per_h=words.price_per_h,
         )
         if rate is not None:
-            known = ModelRate(tokens_per_s=rate)
+            model_rate = ModelRate(tokens_per_s=rate)
             devices = [f"cuda:{k}" for k in range(words.per_node)] if has_gpus else ["cpu"]
-            of_host = Rates(models={job.model: known})
-            rates[name] = of_rate.setdefault((rate, has_gpus), dict.fromkeys(devices, of_host))
+            device_rates = Rates(models={job.model: model_rate})
+            rates[name] = rates_by_value.setdefault((rate, has_gpus), dict.fromkeys(devices, device_rates))
     if words.link is not None:
         parse_link(words.link)  # also where one node has no use for it
     return Fleet(hosts=hosts, link=words.link, rates=rates)
@@ -207,16 +207,19 @@ def fleet_of_words(words: Words, job: Job) -> Fleet:
 
 def of_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]],
            prediction: Prediction | None) -> Question:  # fmt: skip
-    """A run's own records, by rank; `prediction`: what was predicted of it."""
+    """Return a request for a finished run, with the cluster calibrated to its `records` (by rank).
+
+    `prediction` is what was predicted for the run.
+    """
     if manifest.shape is None:
         raise UsageError(
-            f"{run}: a model of the user's own: its parts are not known", hint="evener report shows its steps"
+            f"{run} trained a custom model, whose layers are not known", hint="evener report shows its steps"
         )
     if not all(records):
         raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {run}")
     spec = manifest.spec
     dtypes = {member.host: member.dtype for member in manifest.roster.members}
-    if prediction is None and len(set(dtypes.values())) == 1:  # in what else they could compute nobody knows
+    if prediction is None and len(set(dtypes.values())) == 1:  # the rates of other dtypes are not known
         dtype = manifest.roster.members[0].dtype
         spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype=dtype))
     job = Job(spec=spec, shape=manifest.shape, noise_tokens=noise_scale(records[0]),
@@ -233,60 +236,60 @@ def of_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]]
 
 
 def answer(question: Question) -> Prediction:
-    """What the planner says to it."""
+    """Predict all options of the request."""
     return predict(question.job, question.cluster, measured=question.measured)
 
 
 def changed(question: Question, texts: Mapping[str, str], link: str | None) -> Question:
-    """The same machines with flags changed, still written as text, or with another link between them."""
+    """Return the request with changed flags (as text), or with another link between the machines."""
     job, cluster = question.job, question.cluster
     if texts:
         spec = make_spec(None, dict(texts), job.spec)
         vocab_size = job.shape.vocab_size if "model" not in texts else None
-        new = _job(spec, shape_of(spec, vocab_size), None)
+        new_job = _job(spec, shape_of(spec, vocab_size), None)
         if spec.model == job.spec.model:
-            new = msgspec.structs.replace(new, noise_tokens=job.noise_tokens)
-        if (spec.data, new.shape.block_size) == (job.spec.data, job.shape.block_size):
-            new = msgspec.structs.replace(new, distinct_tokens=job.distinct_tokens)
-        cluster = _for_dtype(_for_shape(cluster, job, new), job, new)
-        job = new
+            new_job = msgspec.structs.replace(new_job, noise_tokens=job.noise_tokens)
+        if (spec.data, new_job.shape.block_size) == (job.spec.data, job.shape.block_size):
+            new_job = msgspec.structs.replace(new_job, distinct_tokens=job.distinct_tokens)
+        cluster = _for_dtype(_for_shape(cluster, job, new_job), job, new_job)
+        job = new_job
     if link is not None:
-        known = parse_link(link)
-        cluster = assuming(with_wire(cluster, known.wire), [known.assumed])
+        parsed = parse_link(link)
+        cluster = assuming(with_wire(cluster, parsed.wire), [parsed.assumed])
     measured = None if texts or link is not None else question.measured
     return msgspec.structs.replace(question, job=job, cluster=cluster, measured=measured)
 
 
 def figures(question: Question, fleet: Fleet, path: str,
             measured: str) -> tuple[dict[str, dict[str, Rates]], dict[str, dict[str, Link]]]:  # fmt: skip
-    """A run's refitted figures as a fleet's file has them, (rates, links): of the preset's own shape, at a time.
+    """Return a run's calibrated (rates, links) for the fleet file, converted to the preset's own shape.
 
-    UsageError where the run had a host that the file does not name.
+    `measured_at` is the time that the file will show. Raise UsageError if the file lacks a host of the run.
     """
     job, cluster = question.job, question.cluster
-    strangers = [name for name in cluster.names if name not in fleet.hosts]
-    if strangers:
-        raise UsageError(f"{path}: the run had a host that it does not name: {', '.join(strangers)}")
+    missing = [name for name in cluster.names if name not in fleet.hosts]
+    if missing:
+        raise UsageError(f"{path} does not name all hosts of the run: {', '.join(missing)} missing")
     shape = PRESETS.get(job.model, job.shape)
     work, params = job.shape.flops_per_token() / shape.flops_per_token(), shape.num_params() / job.shape.num_params()
     rates, links = {}, {}
     for member in job.roster(cluster.seats).members:
         name, host = member.host, cluster.hosts[member.host]
-        of_host = 1 if member.is_gpu else sum(seat.host == name for seat in cluster.seats)
+        num_ranks = 1 if member.is_gpu else sum(seat.host == name for seat in cluster.seats)
         model = ModelRate(
-            tokens_per_s=cluster.tokens_per_s(member) * of_host * work,
-            pass_s=host.pass_s * params / of_host,
-            update_s=host.update_s * params / of_host,
+            tokens_per_s=cluster.tokens_per_s(member) * num_ranks * work,
+            pass_s=host.pass_s * params / num_ranks,
+            update_s=host.update_s * params / num_ranks,
             dtype=member.dtype,
-            cpus=host.cpus and host.cpus * of_host,
+            cpus=host.cpus and host.cpus * num_ranks,
         )
         gpus = [device for device in fleet.rates.get(name, {}) if device.startswith("cuda")]
         devices = (gpus or ["cuda:0"]) if member.is_gpu else ["cpu"]
         rates[name] = {device: Rates(models={job.model: model}) for device in devices}
-        known = fleet.links.get(name, {})
+        known_links = fleet.links.get(name, {})
         links[name] = {
-            target: msgspec.structs.replace(known[target], duplex_Bps=wire.bandwidth_Bps, measured=measured)
-            for target in known
+            target: msgspec.structs.replace(known_links[target], duplex_Bps=wire.bandwidth_Bps, measured=measured)
+            for target in known_links
             if target in cluster.names
             for wire in [cluster.between(name, target)]
         }
@@ -294,12 +297,12 @@ def figures(question: Question, fleet: Fleet, path: str,
 
 
 def assuming(cluster: Cluster, assumed: Sequence[str]) -> Cluster:
-    """The same cluster, with more that was assumed of it."""
+    """Return the cluster with more assumptions."""
     return msgspec.structs.replace(cluster, assumed=[*assumed, *cluster.assumed])
 
 
 def _for_shape(cluster: Cluster, old: Job, new: Job) -> Cluster:
-    """Rates of another shape, by FLOPs; the update, by parameters."""
+    """Rescale the cluster's rates to the new job's shape: compute by FLOPs, the update by parameters."""
     if new.shape == old.shape:
         return cluster
     slower = new.shape.flops_per_token() / old.shape.flops_per_token()
@@ -318,7 +321,7 @@ def _for_shape(cluster: Cluster, old: Job, new: Job) -> Cluster:
 
 
 def _for_dtype(cluster: Cluster, old: Job, new: Job) -> Cluster:
-    """Rates in another arithmetic, where nobody knows them: the same."""
+    """Assume that unknown rates in the new job's dtypes equal those of the old job."""
     hosts, assumed = dict(cluster.hosts), []
     members = [job.roster(cluster.seats).members for job in (old, new)]
     for before, after in zip(*members, strict=True):
@@ -331,17 +334,17 @@ def _for_dtype(cluster: Cluster, old: Job, new: Job) -> Cluster:
 
 
 def parse_rates(text: str) -> list[float]:
-    """Tokens/s, one for all nodes or one for each.
+    """Parse tokens/s, one value for all nodes or one for each.
 
     >>> parse_rates("60,30")
     [60.0, 30.0]
     """
     try:
-        found = [float(word) for word in text.split(",")]
+        rates = [float(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(1e-6 <= one < 1e15 for one in found):
+        rates = []
+    if not rates or not all(1e-6 <= rate < 1e15 for rate in rates):
         raise UsageError(
             f"--compute-tokens-per-s {text}: expected a rate above 0, or one for each node", hint="for example 60,30"
         )
-    return found
+    return rates

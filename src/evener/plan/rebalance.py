@@ -1,21 +1,23 @@
-"""When do the shares of a run change while it goes on, to what, and why?
+"""Dynamic rebalancing: change the shares of a run when measured step times show that the slowest rank would be faster.
 
-    every step, of every rank: seconds that its share took it ─▶ Balancer.hear ─▶ Change, or None
+    every step, for every rank: seconds of its share ─▶ LoadBalancer.observe_step ─▶ ShareChange, or None
 
-A rank's time is the median of its last 5, 15 or 45 steps with the same share: few answer a large change soon, many see
-a small one through the noise. What one share took tells what another would take (balance.Pace); what a pass costs apart
-from its sequences is learned from steps with two numbers of them. Its update takes as long with any share, and the
-slower the machine the longer: of a quarter of a core 6 % of a step.
+A rank's time is the median of its last 5, 15 or 45 steps with the same share: a short window reacts to a large change
+soon, a long one detects a small change in the noise. The time of one share predicts that of another
+(load_balancing.RankTimeModel); the overhead of a micro-batch is learned from steps with two different numbers of
+sequences. The update takes the same time with any share, and longer on slower machines: 6 % of a step on a quarter of
+a core.
 
-Where replicas drift nobody waits for a single step, and shares are of all batches of a round: 9.1 of 16 sequences in
-the mean of its steps, each of which has 9 or 10.
+With DiLoCo no rank waits for a single step, and shares are of all batches of a round: 9.1 of 16 sequences on average,
+9 or 10 in each step.
 
-Shares change only where the slowest rank would be done clearly sooner: by LEAST_GAIN at least, by SURE standard errors
-of that gain, and by medians of 5 steps four times in a row. Each change of the last RECENT steps but the first doubles
-the gain that the next one needs: machines that are merely restless are soon left alone.
+Shares change only where the slowest rank would clearly be done sooner: by at least MIN_STEP_GAIN, by
+GAIN_STANDARD_ERRORS standard errors of that gain, and, for medians of 5 steps, four times in a row. Each change in the
+last RECENT_STEPS steps but the first doubles the gain that the next one needs, so machines that merely fluctuate are
+soon left alone.
 
-No clock and no torch. All ranks decide for themselves from the same numbers and must come to the same bits, on whatever
-machine: so there is nothing here but + − × ÷, square roots and `fsum`, which are the same everywhere.
+No clock and no torch. All ranks decide independently from the same numbers and must reach bit-identical results on any
+machine, so this uses only + − × ÷, square roots and `fsum`, which are the same everywhere.
 """
 
 from __future__ import annotations
@@ -34,63 +36,65 @@ from evener.plan.balance import Pace, fastest_or_none, fastest_shares, mean_pass
 WINDOWS = (5, 15, 45)  # steps
 CONFIRMED = 4  # decisions in a row, of the shortest window: three slow steps are not enough
 ENOUGH = 8  # steps from which a rank's noise is known
-FEW = 4  # medians of 5 steps that say nothing yet of it
+FEW = 4  # fewer medians of 5 steps than this are ignored in the noise
 LEAST_GAIN = 0.04  # of a step
 SURE = 4.0  # standard errors
 LEAST_SPREAD = 0.01  # of a rank's times, relative
-TELLING = 10.0  # standard errors between what passes and what sequences would make of a time, to tell them apart
+TELLING = 10.0  # standard errors that must separate the two explanations of a time: micro-batches or sequences
 RECENT = 500  # steps
-TRIAL_EVERY = 50  # steps; a trial may also cost no more than one step in so many
-CLEARLY = 1.15  # a rank that is slower or faster than before by less is not the reason
+TRIAL_EVERY = 50  # steps; a trial may also cost at most one step in so many
+CLEARLY = 1.15  # a rank that became slower or faster by a smaller factor is not named as the reason
 
-NEVER = Pace(sequence_s=1e30)  # whoever began without a share gets none
-MAD = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+NEVER = Pace(sequence_s=1e30)  # a rank that starts without a share never gets one
+MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 OF_MEDIAN = 1.2533  # standard error of a median over that of a mean: √(π/2)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Other shares from the next step on."""
+    """New shares, in force from the next step."""
 
     shares: list[int]
     why: str
-    is_trial: bool = False  # a rank without a share is tried for a step, or has not stood the test
+    is_trial: bool = False  # a rank without a share gets one for a step, or failed this trial
 
 
 class Balancer:
-    """Decides on every rank alike. `whole`: shares are multiples of so many sequences, each of them a pass.
+    """Decides on new shares, identically on every rank.
 
-    Else sequences are those of a round, as `Roster.divided` takes them, and times are of its steps in the mean.
+    With `share_unit`, shares are multiples of so many sequences, each of which is a micro-batch. Otherwise shares count
+    the sequences of a round, as in `Roster.divided`, and times are averages over its steps.
     """
 
     def __init__(self, roster: Roster, whole: int | None = None) -> None:
         members = roster.members
-        several = {member.host for member in members if sum(other.host == member.host for other in members) > 1}
-        self._names = [f"rank {m.rank} on {m.host}" if m.host in several else m.host for m in members]
+        shared_hosts = {member.host for member in members if sum(other.host == member.host for other in members) > 1}
+        self._names = [f"rank {m.rank} on {m.host}" if m.host in shared_hosts else m.host for m in members]
         self._every = every = 1 if whole else roster.sync.every
         self._unit, self._trial = whole or 1, whole or every
         self._micro_batches = [whole or member.micro_batch for member in members]
         self._shares = roster.round_shares or [every * share for share in roster.shares]
-        self._in_force = self._shares, roster.from_step  # those of a trial, too, and since when
-        # Sequences and seconds of the last steps with the present share.
+        self._in_force = self._shares, roster.from_step  # shares, including those of a trial, and their first step
+        # Sequences and seconds of the last steps with the current share.
         self._windows: list[deque[tuple[int, float]]] = [_window() for _ in members]
-        self._noise = [_Noise() for _ in members]  # of the shares before
+        self._noise = [_Noise() for _ in members]  # with earlier shares
         self._updates: list[deque[float]] = [_window() for _ in members]  # seconds, with any share
-        self._pass_sequences = [0.0] * len(members)  # what a pass costs, in sequences
-        self._left: dict[int, tuple[int, float]] = {}  # ranks with a new share: the share before, and its seconds
-        # Of the times of neighbouring steps of a round, of which one has a sequence more.
+        self._pass_sequences = [0.0] * len(members)  # overhead of a micro-batch, in sequences
+        self._left: dict[int, tuple[int, float]] = {}  # ranks with a new share: the previous share and its seconds
+        # Ratios of the times of neighbouring steps of a round, one of which has one sequence more.
         self._ratios: list[deque[float]] = [_window() for _ in members]
-        self._idle = {rank: NEVER for rank, share in enumerate(self._shares) if not share}  # as they were last known
-        self._tried = dict.fromkeys(self._idle, roster.from_step)  # since when they have no share, or were tried
+        self._idle = {rank: NEVER for rank, share in enumerate(self._shares) if not share}  # their last known models
+        self._tried = dict.fromkeys(self._idle, roster.from_step)  # step of their last share or trial
         self._on_trial: int | None = None
         self._changes: list[int] = []  # steps
         self._confirmed = 0
         self._from_step: int | None = None
 
     def hear(self, step: int, took_s: Sequence[float], updates_s: Sequence[float], next_step: int) -> Change | None:
-        """What input, forward and backward of a step took every rank, and its update. A change that is returned is in
-        force from `next_step` on; of steps before it nothing more is asked.
+        """Observe a step: the seconds of input, forward and backward of every rank, and of its update.
+
+        A returned change is in force from `next_step`; steps before that are ignored.
         """
-        if self._from_step is None:  # the first step of a start is slower than others
+        if self._from_step is None:  # the first step after a start is slower than others
             self._from_step = step + 1
         working = [rank for rank, share in enumerate(self._shares) if share]
         shares, since = self._in_force
@@ -98,7 +102,7 @@ class Balancer:
         if step < self._from_step or not all(in_step[rank] and took_s[rank] > 0 for rank in working):
             return None
         for rank, num in enumerate(in_step):
-            if num:  # where replicas drift, nobody updates what has learned nothing
+            if num:  # with DiLoCo a rank without sequences in this step does not update
                 self._updates[rank].append(updates_s[rank])
         change = self._decide(working, in_step, took_s, next_step)
         if change is not None:
@@ -117,7 +121,7 @@ class Balancer:
         return self._better(working, next_step) or self._try_again(next_step)
 
     def _better(self, working: Sequence[int], next_step: int) -> Change | None:
-        """Shares with which the slowest rank is clearly sooner done."""
+        """Return new shares with which the slowest rank would clearly be done sooner; None if there are none."""
         least_gain = self._least_gain(next_step)
         for size in WINDOWS:
             if any(len(self._windows[rank]) < size for rank in working):
@@ -138,24 +142,24 @@ class Balancer:
         return None
 
     def _least_gain(self, next_step: int) -> float:
-        """More with every change that was made lately."""
+        """Return the required relative gain, which doubles with every recent change."""
         return LEAST_GAIN * (1 << max(0, sum(step > next_step - RECENT for step in self._changes) - 1))
 
     def _gain_error(self, working: Sequence[int], paces: Sequence[Pace], size: int) -> float | None:
-        """Standard error of a gain: with errors e of the ranks' times and parts w of the batch, e_slowest − Σ w·e.
-        None where too little is known of a rank's noise.
+        """Return the standard error of a gain: e_slowest − Σ w·e, with errors e of the ranks' times and fractions w of
+        the batch. None if too little is known about a rank's noise.
         """
-        last = max(working, key=lambda rank: (paces[rank].time_s(self._shares[rank]), -rank))
+        slowest = max(working, key=lambda rank: (paces[rank].time_s(self._shares[rank]), -rank))
         batch, errors = sum(self._shares), []
         for rank in working:
             error = self._noise[rank].and_of(self._times(rank)).error_of_median(size)
             if error is None:
                 return None
-            errors.append((float(rank == last) - self._shares[rank] / batch) * error)
+            errors.append((float(rank == slowest) - self._shares[rank] / batch) * error)
         return math.sqrt(math.fsum(error * error for error in errors))
 
     def _take_up(self, shares: list[int], paces: Sequence[Pace], next_step: int, why: str, size: int = 0) -> Change:
-        """Begin new windows where shares change. The last `size` steps, which asked for it, are not taken for noise."""
+        """Apply shares, with new windows where they change. The last `size` steps, which caused it, are not noise."""
         for rank, (before, now) in enumerate(zip(self._shares, shares, strict=True)):
             if now == before:
                 continue
@@ -167,7 +171,7 @@ class Balancer:
                 self._idle.pop(rank, None)
             else:
                 self._idle[rank], self._tried[rank] = paces[rank], next_step
-                self._left.pop(rank, None)  # it may come back as another machine
+                self._left.pop(rank, None)  # its speed may have changed when it gets a share again
             self._windows[rank], self._ratios[rank] = _window(), _window()
         self._shares, self._from_step, self._confirmed = shares, next_step, 0
         self._changes.append(next_step)
@@ -176,7 +180,7 @@ class Balancer:
     # --- ranks without a share --------------------------------------------------------------------------------------
 
     def _try_again(self, next_step: int) -> Change | None:
-        """A sequence or a micro-batch a step, of the largest share, for a rank that has none: is it fast again?"""
+        """Start a trial: give a rank without a share a sequence (or a micro-batch) a step of the largest share."""
         paces = self._paces(WINDOWS[0])
         now_s = slowest_s(self._shares, paces)
         giver = max(range(len(paces)), key=lambda rank: (self._shares[rank], -rank))
@@ -192,7 +196,7 @@ class Balancer:
         return None
 
     def _judge(self, rank: int, took_s: float, next_step: int) -> Change | None:
-        """What a trial has shown. All others' windows are as they were before it."""
+        """Evaluate a trial. The windows of all other ranks are as they were before it."""
         if not took_s > 0:
             return None
         self._on_trial, self._from_step = None, next_step
@@ -205,16 +209,16 @@ class Balancer:
             return self._take_up(shares, paces, next_step, why)
         return Change(shares=self._shares, why=f"{self._names[rank]} would still hold the others up", is_trial=True)
 
-    # --- what is known of a rank ------------------------------------------------------------------------------------
+    # --- time models of the ranks -----------------------------------------------------------------------------------
 
     def _fastest(self, paces: Sequence[Pace]) -> list[int]:
         if self._every == 1:
             return fastest_shares(sum(self._shares), paces, unit=self._unit)
-        # With less than a sequence a step a rank would be steps behind when it has one, and the others waited.
+        # With less than one sequence a step a rank would be steps behind when it gets one, and the others would wait.
         return fastest_or_none(sum(self._shares), paces, least=self._every)
 
     def _paces(self, size: int) -> list[Pace]:
-        """By the medians of the last steps."""
+        """Return the time model of every rank from the median of its last `size` steps."""
         return [self._pace(rank, share, _median(self._times(rank)[-size:])) if share else self._idle[rank]
                 for rank, share in enumerate(self._shares)]  # fmt: skip
 
@@ -227,7 +231,7 @@ class Balancer:
                     micro_batch=micro_batch, num_steps=self._every)  # fmt: skip
 
     def _times(self, rank: int) -> list[float]:
-        """Seconds of its last steps, each as if it had been like all of the round in the mean."""
+        """Return the seconds of a rank's last steps, each scaled to the mean step of a round."""
         if self._every == 1:
             return [took_s for _, took_s in self._windows[rank]]
         share, micro_batch, pass_sequences = self._shares[rank], self._micro_batches[rank], self._pass_sequences[rank]
@@ -236,7 +240,9 @@ class Balancer:
                 for num, took_s in self._windows[rank]]  # fmt: skip
 
     def _compare(self, rank: int) -> None:
-        """Times of two numbers of sequences: before and after a change of share, or of a round's neighbouring steps."""
+        """Compare the times of two numbers of sequences: before and after a change of share, or of neighbouring steps
+        of a round.
+        """
         window, ratios = self._windows[rank], self._ratios[rank]
         if self._every > 1:
             (few, few_s), (many, many_s) = sorted([window[-1], window[-2 if len(window) > 1 else -1]])
@@ -253,58 +259,58 @@ class Balancer:
                 self._learn(rank, before, self._shares[rank], grown, math.sqrt(2) * error)
 
     def _learn(self, rank: int, before: int, now: int, grown: float, error: float) -> None:
-        """What a pass costs: p sequences, where p·passes + n of two numbers n of them are in the ratio of their times,
-        `grown` with a relative standard error.
+        """Learn the overhead of a micro-batch, p sequences: for two numbers n of sequences, p·micro_batches + n is in
+        the ratio of their times, `grown` with a relative standard error.
         """
         micro_batch = self._micro_batches[rank]
         passes_before, passes = num_passes(before, micro_batch), num_passes(now, micro_batch)
-        least, most = now / before, passes / passes_before
-        if abs(most - least) < TELLING * error * grown:
+        low, high = now / before, passes / passes_before
+        if abs(high - low) < TELLING * error * grown:
             return
-        part = (grown - least) / (most - least)  # 0: passes cost nothing; 1: sequences do
-        surely = 1 - error * grown / abs(most - least)
-        grown = least + max(0.0, min(part, surely)) * (most - least)
-        found = (grown * before - now) / (passes - grown * passes_before)
-        self._pass_sequences[rank] = min(found, float(micro_batch))  # assumption: no more than its sequences
+        fraction = (grown - low) / (high - low)  # 0: micro-batches have no overhead; 1: sequences cost nothing
+        max_fraction = 1 - error * grown / abs(high - low)
+        grown = low + max(0.0, min(fraction, max_fraction)) * (high - low)
+        overhead = (grown * before - now) / (passes - grown * passes_before)
+        self._pass_sequences[rank] = min(overhead, float(micro_batch))  # assumption: no more than its sequences
 
     def _reason(self, working: Sequence[int], paces: Sequence[Pace], size: int) -> str:
-        """Who is slower or faster than before; where nobody is, how different they are."""
+        """Explain a change: the rank that became slower or faster or, if none did, how much the ranks differ."""
         changed = []
         for rank in working:
             before = self._times(rank)[:-size]
             if len(before) >= WINDOWS[0]:
                 changed.append((paces[rank].share_s(self._shares[rank]) / _median(before), rank))
-        factor, rank = max(changed, key=lambda one: max(one[0], 1 / one[0]), default=(1.0, 0))
+        factor, rank = max(changed, key=lambda c: max(c[0], 1 / c[0]), default=(1.0, 0))
         if factor > CLEARLY:
             return f"{self._names[rank]} takes {factor:.1f} times as long as before"
         if 1 / factor > CLEARLY:
             return f"{self._names[rank]} is {1 / factor:.1f} times as fast as before"
-        by_pace = sorted(working, key=lambda rank: (paces[rank].sequence_s, rank))
-        fast, slow = by_pace[0], by_pace[-1]
+        by_speed = sorted(working, key=lambda rank: (paces[rank].sequence_s, rank))
+        fast, slow = by_speed[0], by_speed[-1]
         times = paces[slow].sequence_s / paces[fast].sequence_s
         return f"{self._names[slow]} takes {times:.1f} times as long for a sequence as {self._names[fast]}"
 
 
 class _Noise:
-    """Deviations of a rank's times from the median of their window, relative: of steps, and of medians of 5 in a row.
+    """Relative deviations of a rank's times from the median of their window: of steps, and of medians of 5 in a row.
 
-    The latter are larger than the former foretell where slow steps come together.
+    The latter exceed what the former predict where slow steps come in clusters.
     """
 
     def __init__(self, steps: Sequence[float] = (), medians: Sequence[float] = ()) -> None:
         self._steps, self._medians = steps, medians
 
     def and_of(self, values: Sequence[float]) -> _Noise:
-        """With those of a window, of the last 45 steps together."""
-        size, most = WINDOWS[0], WINDOWS[-1]
+        """Return this noise extended by the values of a window, limited to the last 45 steps."""
+        size, limit = WINDOWS[0], WINDOWS[-1]
         middle = _median(values) if values else 1.0
         steps = _deviations(values)
         ends = range(len(values), size - 1, -size)
         medians = [abs(_median(values[end - size : end]) / middle - 1) for end in ends][::-1]
-        return _Noise([*self._steps, *steps][-most:], [*self._medians, *medians][-(most // size) :])
+        return _Noise([*self._steps, *steps][-limit:], [*self._medians, *medians][-(limit // size) :])
 
     def error_of_median(self, size: int) -> float | None:
-        """Standard error of the median of so many steps; None where too few are known."""
+        """Return the standard error of the median of `size` steps; None if too few are known."""
         if len(self._steps) < ENOUGH:
             return None
         of_steps = _error(self._steps, size)
@@ -314,12 +320,12 @@ class _Noise:
 
 
 def _error(deviations: Sequence[float], size: int) -> float:
-    """Standard error of the median of so many values that deviate from their median so, relative."""
+    """Return the relative standard error of a median of `size` values with these deviations."""
     return OF_MEDIAN * max(LEAST_SPREAD, MAD * _median(deviations)) / math.sqrt(size)
 
 
 def _deviations(values: Sequence[float]) -> list[float]:
-    """From their median, relative."""
+    """Return the relative deviations of values from their median."""
     middle = _median(values) if values else 1.0
     return [abs(value / middle - 1) for value in values]
 
@@ -329,13 +335,13 @@ def _window() -> deque[Any]:
 
 
 def _median(values: Sequence[float]) -> float:
-    found = median(values)
-    assert found is not None
-    return found
+    result = median(values)
+    assert result is not None
+    return result
 
 
 def _least_s(num_sequences: int, paces: Sequence[Pace]) -> float:
-    """What no division falls below: all done at once, in passes and updates that cost nothing."""
+    """Return a lower bound of the step time for any shares: all ranks busy, without micro-batch or update overhead."""
     return num_sequences / math.fsum(pace.rate for pace in paces)
 
 

@@ -1,11 +1,11 @@
-"""Has the link between the ranks changed for good, and does another way to agree train faster over it as it is now?
+"""Strategy selection during a run: switch the sync strategy when the link between the ranks has changed for good.
 
-A run with --sync auto begins with what the planner chose. All ranks then hear how long each step's exchange was in
-flight on each of them; the rank that was ready last waited for nobody, so the least over ranks is the link's. A change
-must last a whole window, both halves of it, and be larger than what a prediction can err. The links of the planner's
-cluster are scaled by it, and the ways are priced anew.
+A run with --sync auto starts with the planner's choice. All ranks then receive how long each step's exchange was in
+flight on each of them; the rank that was ready last waited for no other, so the minimum over ranks is the link's time.
+A change must last a whole window, in both of its halves, and exceed the prediction error. The links of the planner's
+cluster are then scaled by it, and all strategies are predicted again.
 
-Only ways that keep replicas equal are chosen from here: replicas that drift hold other optimizers' states.
+The candidates keep replicas equal. DiLoCo is not among them: its replicas have per-rank optimizer states.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from evener.plan.cost import price
 from evener.plan.options import BUCKETED, CANDIDATES, fastest, in_best_buckets, makes_sense, obstacle
 
 WINDOW = 50  # steps
-UNFORESEEN = 2.0  # times what was predicted, before anything was measured: beyond this it is another link
-CHANGED = 1.5  # times what was measured
-GAIN = 1.05  # in tokens/s: for less a run keeps its way
+UNFORESEEN = 2.0  # times the predicted time, before anything was measured: a larger factor is another link
+CHANGED = 1.5  # times the measured time
+GAIN = 1.05  # in tokens/s: for less a run keeps its strategy
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Another way to agree, and why."""
+    """Another sync strategy, and the reason."""
 
     option: Option
     why: str
 
 
 class Chooser:
-    """Fed with every step; pure, so that ranks that hear the same choose the same. Hosts of the cluster that are not in
-    the Roster are gone.
+    """Observes every step and decides when to switch the strategy.
+
+    Pure, so that ranks with the same observations decide the same. Hosts of the cluster that are not in the Roster have
+    left the run.
     """
 
     def __init__(self, job: Job, cluster: Cluster, roster: Roster) -> None:
@@ -46,45 +48,45 @@ class Chooser:
         self._seen: deque[float] = deque(maxlen=WINDOW)
 
     def hear(self, in_flight_s: Sequence[float], roster: Roster) -> Choice | None:
-        """A step's exchange took so long on each rank, of this Roster; NaN where nobody measured it."""
+        """Observe a step: the seconds for which its exchange was in flight on each rank, NaN where not measured."""
         took_s = min(in_flight_s)
         if not took_s > 0 or not self._expected_s:
             return None
         self._seen.append(took_s)
         if len(self._seen) < WINDOW:
             return None
-        seen = list(self._seen)
-        halves = [median(seen[: WINDOW // 2]) or 0.0, median(seen[WINDOW // 2 :]) or 0.0]
-        most = CHANGED if self._is_measured else UNFORESEEN
-        if min(halves) <= most * self._expected_s and max(halves) >= self._expected_s / most:
-            if not self._is_measured and max(halves) < CHANGED * min(halves):  # else it is changing just now
-                self._expected_s, self._is_measured = median(seen) or 0.0, True
+        samples = list(self._seen)
+        halves = [median(samples[: WINDOW // 2]) or 0.0, median(samples[WINDOW // 2 :]) or 0.0]
+        factor = CHANGED if self._is_measured else UNFORESEEN
+        if min(halves) <= factor * self._expected_s and max(halves) >= self._expected_s / factor:
+            if not self._is_measured and max(halves) < CHANGED * min(halves):  # otherwise it is still changing
+                self._expected_s, self._is_measured = median(samples) or 0.0, True
             return None
-        return self._choose(roster.by_place(), median(seen) or 0.0)
+        return self._choose(roster.by_place(), median(samples) or 0.0)
 
     def _choose(self, roster: Roster, took_s: float) -> Choice | None:
-        """The link is another one."""
-        was_s, predicted_s = self._expected_s, self._in_flight_s(roster)
-        before, factor = self._cluster, was_s / took_s
-        for _ in range(4):  # latencies stay as they are
+        """Scale the links by the change and return the best strategy over them; None to keep the current one."""
+        expected_s, predicted_s = self._expected_s, self._in_flight_s(roster)
+        before, factor = self._cluster, expected_s / took_s
+        for _ in range(4):  # iterate, because latencies are not scaled
             self._cluster = scaled(before, factor)
-            factor *= self._in_flight_s(roster) / (predicted_s * took_s / was_s)
-        present = price(self._job, self._cluster, roster)
+            factor *= self._in_flight_s(roster) / (predicted_s * took_s / expected_s)
+        current = price(self._job, self._cluster, roster)
         options = [in_best_buckets(self._job, self._cluster, roster.agreeing_by(sync))
                    for sync in CANDIDATES if sync.kind in BUCKETED and makes_sense(sync, self._job)]  # fmt: skip
         budget = self._job.spec.train.loss_budget / 100
-        able = [option for option in options if not obstacle(option, self._cluster, budget)]
-        best = fastest(able) or present
-        gain = best.tokens_per_s / present.tokens_per_s
+        runnable = [option for option in options if not obstacle(option, self._cluster, budget)]
+        best = fastest(runnable) or current
+        gain = best.tokens_per_s / current.tokens_per_s
         if best.roster.sync == roster.sync or gain < GAIN:
-            best = present
-        # As near to the prediction as before: what was not known of the link is not known of another way either.
-        self._expected_s, self._is_measured = self._in_flight_s(best.roster) * was_s / predicted_s, False
+            best = current
+        # Keep the ratio of measured to predicted time: what the model misses of this link it misses for any strategy.
+        self._expected_s, self._is_measured = self._in_flight_s(best.roster) * expected_s / predicted_s, False
         self._seen.clear()
-        if best is present:
+        if best is current:
             return None
         why = (
-            f"an exchange takes {seconds(took_s)} and not {seconds(was_s)}: with {best.roster.sync} the run is "
+            f"an exchange takes {seconds(took_s)} instead of {seconds(expected_s)}: with {best.roster.sync} the run is "
             f"predicted to be {gain:.2f} times as fast as with {roster.sync}"
         )
         return Choice(option=best, why=why)

@@ -1,10 +1,10 @@
-"""With this step on one rank, what do 1, 2, 4, … 4096 ranks give?
+"""Scaling model: predict the throughput, efficiency and goodput of 1, 2, 4, … 4096 ranks from the step of one rank.
 
-n  ranks    N  nodes    k  ranks of a node    S  bytes    α  seconds of a message    β  bytes a second
+n  ranks    N  nodes    k  ranks of a node    S  bytes    α  latency of a message, s    β  bandwidth, bytes/s
 
-A step is as long as that of its slowest rank, so what a rank's compute time varies by costs more the more ranks there
-are; communication grows by its latencies; and of a thousand nodes one fails every few hours. Expectations are
-integrals, not samples: the same scenario gives the same figures.
+A step is as long as that of its slowest rank, so jitter of compute times costs more with more ranks; communication
+grows by its latencies; and of a thousand nodes one fails every few hours. Expectations are integrals, not samples: the
+same scenario gives the same figures.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ LIMITS: list[tuple[str, Callable[[float], bool], str]] = [
 MOST_RANKS = 1 << 16
 MOST_POINTS = 64
 MTBF_DAYS = 300.0  # *assumption*
-CHECKPOINT_S, RESTART_S = 20.0, 300.0  # *assumptions*: to write all weights, and from a failure to the next step
+CHECKPOINT_S, RESTART_S = 20.0, 300.0  # *assumptions*: to write a checkpoint, and from a failure to the next step
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's step, and what happens when there are more. Ranks fill a node before the next one is used."""
+    """The step of one rank, and the conditions for more ranks. Ranks fill a node before the next one is used."""
 
     compute_s: float  # forward and backward of one rank alone: its mean
     sequences: int  # of its step
-    micro_batch: int  # largest number of them in one backward; the last backward alone hides communication
+    micro_batch: int  # largest number of them in one backward; only the last backward hides communication
     sequence_tokens: int
     update_s: float = 0.0
     backward_share: float = BACKWARD  # of compute_s
     gradient_bytes: int  # reduced once a step
-    buckets: list[tuple[int, float]] = []  # (bytes, share of backward when it is there), see plan.sync.buckets;
+    buckets: list[tuple[int, float]] = []  # (bytes, fraction of backward when ready), see sync_traffic.bucket_sizes;
     # empty: DDP's 25 MiB each, ready evenly over backward
-    small_buckets: list[tuple[int, float]] = []  # instead of them where that is clearly faster; empty: never
+    small_buckets: list[tuple[int, float]] = []  # used instead where that is clearly faster; empty: never
     per_node: int = 8
     inner: Wire  # between two ranks of a node
-    outer: Wire  # between two nodes: all that a node has, so eight adapters of 50 GB/s are 400 GB/s
-    sum_Bps: float = math.inf  # γ; infinite where sums are hidden behind the transfer, as NCCL's are
-    has_trees: bool = True  # NCCL takes a tree where that is faster; Gloo has rings alone
+    outer: Wire  # between two nodes, all adapters of a node together: eight of 50 GB/s are 400 GB/s
+    sum_Bps: float = math.inf  # γ; infinite where the transfer hides the reduction, as with NCCL
+    has_trees: bool = True  # NCCL uses a tree where that is faster; Gloo has only rings
     overlap: bool = True
     jitter: float = 0.0  # coefficient of variation of a rank's compute time from step to step; lognormal
-    slow_share: float = 0.0  # a rank is slow for good with this probability …
+    slow_share: float = 0.0  # probability that a rank is permanently slow …
     slow_factor: float = 1.0  # … and then takes so many times as long
     kind: Literal["weak", "strong"] = "weak"  # each rank keeps its sequences, or all ranks share them
     mtbf_s: float | None = None  # mean time between failures of one node; None: nothing fails
-    checkpoint_s: float = 0.0  # the run stands still while it saves
+    checkpoint_s: float = 0.0  # the run pauses while it saves
     restart_s: float = 0.0  # from a failure to the first step after it
-    assumed: list[str] = []  # sentences: what nobody measured
+    assumed: list[str] = []  # sentences: assumptions in place of measurements
 
     def check(self) -> None:
-        """Raise UsageError for a scenario that cannot be."""
+        """Raise UsageError for an impossible scenario."""
         given = msgspec.structs.asdict(self) | {"mtbf_s": math.inf if self.mtbf_s is None else self.mtbf_s}
         for name, wire in (("inner", self.inner), ("outer", self.outer)):
             given |= {f"{name}.latency_s": wire.latency_s, f"{name}.bandwidth_Bps": wire.bandwidth_Bps}
@@ -83,31 +83,31 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """What so many ranks give."""
+    """The prediction for one number of ranks."""
 
     ranks: int
     nodes: int
-    share: int  # sequences of the rank that takes most
+    share: int  # sequences of the rank that has most
     cost: StepCost  # of the mean rank in the mean step; wait_s = E[slowest rank's compute] - E[a rank's compute]
     step_p50_s: float
     step_p95_s: float
     sync_s: float  # all-reduces in flight, hidden or not
-    algorithm: str  # of most bytes: "none", "ring" or "tree"
+    algorithm: str  # of most transfers: "none", "ring" or "tree"
     tokens_per_s: float
-    efficiency: float  # tokens/s of a rank against one rank alone
-    useful: float  # share of the time that remains, with failures, restarts, lost work and checkpoints
+    efficiency: float  # tokens/s per rank, relative to a single rank
+    useful: float  # fraction of the time left after failures, restarts, lost work and checkpoints
     goodput: float  # efficiency · useful
     mtbf_s: float | None  # of all nodes together
     checkpoint_every_s: float | None  # the interval that loses least
 
     @property
     def step_s(self) -> float:
-        """The mean step."""
+        """Seconds of the mean step."""
         return self.cost.total_s
 
 
 def scale(scenario: Scenario, counts: Sequence[int]) -> list[Point]:
-    """A point for each number of ranks. UsageError where one is not positive or the scenario cannot be."""
+    """Predict each number of ranks. Raise UsageError for a number below 1 or an impossible scenario."""
     scenario.check()
     if any(num < 1 for num in counts):
         raise UsageError(f"{min(counts)} ranks", hint="at least one rank trains")
@@ -116,12 +116,12 @@ def scale(scenario: Scenario, counts: Sequence[int]) -> list[Point]:
 
 
 def _point(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None) -> Point:
-    usual = _with_buckets(scenario, num_ranks, alone_tokens_per_s)
+    default = _with_buckets(scenario, num_ranks, alone_tokens_per_s)
     if not scenario.small_buckets or num_ranks == 1:
-        return usual
-    other = msgspec.structs.replace(scenario, buckets=scenario.small_buckets)
-    small = _with_buckets(other, num_ranks, alone_tokens_per_s)
-    return small if usual.step_s > WORTH * small.step_s else usual
+        return default
+    small_scenario = msgspec.structs.replace(scenario, buckets=scenario.small_buckets)
+    alternative = _with_buckets(small_scenario, num_ranks, alone_tokens_per_s)
+    return alternative if default.step_s > WORTH * alternative.step_s else default
 
 
 def _with_buckets(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float | None) -> Point:
@@ -175,15 +175,18 @@ def _with_buckets(scenario: Scenario, num_ranks: int, alone_tokens_per_s: float 
     )
 
 
-# What is asked
+# Scenarios
 
 
 def scenario_of(job: Job, cluster: Cluster, *, strong: bool, jitter: float | None, mtbf_days: float | None) -> Scenario:
-    """Ranks like the cluster's first, nodes like its first two; UsageError where they are not alike."""
+    """Build a scenario of ranks like the cluster's first and links like that between its first two nodes.
+
+    Raise UsageError if the hosts differ in speed.
+    """
     if len({tuple(host.tokens_per_s.items()) for host in cluster.hosts.values()}) > 1:
-        raise UsageError("--scale: all its ranks are alike", hint="one rate: --compute-tokens-per-s 500")
-    alone = job.roster(cluster.seats[:1])
-    (first,), names = alone.members, cluster.names
+        raise UsageError("--scale needs identical ranks", hint="one rate: --compute-tokens-per-s 500")
+    single = job.roster(cluster.seats[:1])
+    (first,), names = single.members, cluster.names
     host, outer = cluster.hosts[names[0]], cluster.between(names[0], names[1])
     jitter, mtbf_days = cluster.jitter if jitter is None else jitter, MTBF_DAYS if mtbf_days is None else mtbf_days
     return Scenario(
@@ -206,7 +209,7 @@ def scenario_of(job: Job, cluster: Cluster, *, strong: bool, jitter: float | Non
         checkpoint_s=CHECKPOINT_S,
         restart_s=RESTART_S,
         assumed=[
-            "sums hide behind the transfer",
+            "the transfer hides the reduction",
             f"a rank's compute time varies by {jitter:.0%} from step to step (lognormal; --jitter)",
             f"a node fails every {mtbf_days:g} days (--mtbf-days); a checkpoint takes {CHECKPOINT_S:.0f} s, a restart "
             f"{RESTART_S:.0f} s",
@@ -215,96 +218,97 @@ def scenario_of(job: Job, cluster: Cluster, *, strong: bool, jitter: float | Non
 
 
 def with_slow(scenario: Scenario, text: str) -> Scenario:
-    """The same with ranks that are slower for good: "0.01:1.5"."""
+    """Return the scenario with permanently slow ranks, from "share:factor" such as "0.01:1.5"."""
     try:
         share, factor = map(float, text.split(":"))
     except ValueError:
         share, factor = -1.0, 0.0
     if not (0 <= share <= 1 and 1 <= factor < 1e6):
         raise UsageError(f"--slow {text}: expected a share of the ranks and a factor", hint="--slow 0.01:1.5")
-    told = f"of the ranks {share:.2%} take {factor:g} times as long in every step (--slow)"
-    return msgspec.structs.replace(scenario, slow_share=share, slow_factor=factor, assumed=[*scenario.assumed, told])
+    note = f"{share:.2%} of the ranks take {factor:g} times as long in every step (--slow)"
+    return msgspec.structs.replace(scenario, slow_share=share, slow_factor=factor, assumed=[*scenario.assumed, note])
 
 
 def parse_counts(text: str) -> list[int]:
-    """Numbers of ranks; … goes on as the two before it did, by their ratio.
+    """Parse numbers of ranks; "…" continues with the ratio of the two numbers before it.
 
     >>> parse_counts("1,2,4,…,32"), parse_counts("8, 16"), parse_counts("3,9,...,81")
     ([1, 2, 4, 8, 16, 32], [8, 16], [3, 9, 27, 81])
     """
-    wrong = UsageError(f"--scale {text}: expected numbers of ranks, growing", hint="for example 1,2,4,…,4096")
+    error = UsageError(f"--scale {text}: expected numbers of ranks, growing", hint="for example 1,2,4,…,4096")
     words = [word.strip() for word in text.split(",")]
-    found: list[int] = []
+    ranks: list[int] = []
     for i, word in enumerate(words):
         if re.fullmatch(r"…|\.\.\.?", word):
-            if len(found) < 2 or i + 1 >= len(words) or not words[i + 1].isdecimal():
-                raise wrong
-            ratio, last = found[-1] / found[-2], int(words[i + 1])
-            while ratio > 1 and round(found[-1] * ratio) < last:
-                found.append(max(found[-1] + 1, round(found[-1] * ratio)))
-                if len(found) > MOST_POINTS:
+            if len(ranks) < 2 or i + 1 >= len(words) or not words[i + 1].isdecimal():
+                raise error
+            ratio, last = ranks[-1] / ranks[-2], int(words[i + 1])
+            while ratio > 1 and round(ranks[-1] * ratio) < last:
+                ranks.append(max(ranks[-1] + 1, round(ranks[-1] * ratio)))
+                if len(ranks) > MOST_POINTS:
                     break
-        elif word.isdecimal() and 1 <= int(word) <= MOST_RANKS and (not found or int(word) > found[-1]):
-            found.append(int(word))
+        elif word.isdecimal() and 1 <= int(word) <= MOST_RANKS and (not ranks or int(word) > ranks[-1]):
+            ranks.append(int(word))
         else:
-            raise wrong
-        if len(found) > MOST_POINTS:
+            raise error
+        if len(ranks) > MOST_POINTS:
             raise UsageError(f"--scale: more than {MOST_POINTS} numbers of ranks", hint="for example 1,2,4,…,4096")
-    return found
+    return ranks
 
 
 # Communication
 
 
 def all_reduce_s(size_bytes: float, num_ranks: int, scenario: Scenario) -> tuple[float, str]:
-    """Seconds of one all-reduce, and "ring" or "tree": the faster of NCCL's two. Both go through a node's k ranks.
+    """Return the seconds of one all-reduce, and its algorithm: "ring" or, with NCCL, the faster of "ring" and "tree".
 
-    Latencies are about 2(n-N)·α_inner + 2(N-1)·α_outer of the ring, which sends 2(n-1)/n · S. Chunks are in all links
-    at once, so the slowest sets the pace, and a node sends what one rank does. Published: 4 nodes of 8 B200 with 400
-    GB/s each reach a busbw of 382 GB/s; this gives 400, two levels one after the other 340 (NVLink of 900 GB/s).
+    Both pass through the k ranks of a node. The latencies of the ring are about 2(n-N)·α_inner + 2(N-1)·α_outer, and it
+    sends 2(n-1)/n · S. Chunks are on all links at once, so the slowest sets the pace, and a node sends as much as one
+    rank. Published: 4 nodes of 8 B200 with 400 GB/s each reach a busbw of 382 GB/s; this predicts 400, two levels one
+    after the other 340 (NVLink of 900 GB/s).
 
     >>> fabric = Scenario(compute_s=1, sequences=1, micro_batch=1, sequence_tokens=1, gradient_bytes=0,
     ...     inner=Wire(latency_s=0, bandwidth_Bps=900e9), outer=Wire(latency_s=10e-6, bandwidth_Bps=400e9))
     >>> [(round(time_s * 1e3, 2), name) for time_s, name in (all_reduce_s(25e6, n, fabric) for n in (8, 16, 4096))]
     [(0.05, 'ring'), (0.16, 'ring'), (0.59, 'tree')]
     """
-    around = _ring(scenario, num_ranks)
+    ring = _ring(scenario, num_ranks)
     if not scenario.has_trees:
-        return backend_s("all_reduce", size_bytes, around, "gloo"), "ring"
+        return backend_s("all_reduce", size_bytes, ring, "gloo"), "ring"
     part = size_bytes / num_ranks
-    ring_s = lap_s(around.to_next.at_most(scenario.sum_Bps), part) + lap_s(around.to_next, part)
-    k, nodes = min(num_ranks, scenario.per_node), len(around.host_sizes)
-    _, algorithm = nccl_all_reduce_s(size_bytes, ring_s, k, nodes, around.inner, around.outer, scenario.sum_Bps)
-    return backend_s("all_reduce", size_bytes, around, "nccl"), algorithm
+    ring_s = lap_s(ring.to_next.at_most(scenario.sum_Bps), part) + lap_s(ring.to_next, part)
+    k, nodes = min(num_ranks, scenario.per_node), len(ring.host_sizes)
+    _, algorithm = nccl_all_reduce_s(size_bytes, ring_s, k, nodes, ring.inner, ring.outer, scenario.sum_Bps)
+    return backend_s("all_reduce", size_bytes, ring, "nccl"), algorithm
 
 
 def _ring(scenario: Scenario, num_ranks: int) -> Ring:
-    """Through all ranks of a node before it leaves it."""
+    """Return the ring that passes through all ranks of a node before it leaves the node."""
     k = scenario.per_node
     nodes = [f"{rank // k}" for rank in range(num_ranks)]
-    wires = tuple(scenario.inner if here == there else scenario.outer
-                  for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))  # fmt: skip
+    wires = tuple(scenario.inner if a == b else scenario.outer
+                  for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))  # fmt: skip
     return Ring(hosts=tuple(nodes), wires=wires, back=wires[-1:] + wires[:-1],
                 sum_Bps=(scenario.sum_Bps,) * num_ranks)  # fmt: skip
 
 
 def _transfers(scenario: Scenario, num_ranks: int) -> list[tuple[float, float, str]]:
-    """(share of backward when it may start, seconds, algorithm) of each bucket."""
+    """Return (fraction of backward when it may start, seconds, algorithm) of each bucket's all-reduce."""
     if num_ranks == 1:
         return []
-    found = list(scenario.buckets)
-    if not found:
+    buckets = list(scenario.buckets)
+    if not buckets:
         total, sent = scenario.gradient_bytes, 0
         while sent < total:
             size = min(BUCKET_BYTES, total - sent)
             sent += size
-            found.append((size, sent / total))
-    times = {size: all_reduce_s(size, num_ranks, scenario) for size in {size for size, _ in found}}
-    return [(ready, *times[size]) for size, ready in found]
+            buckets.append((size, sent / total))
+    times = {size: all_reduce_s(size, num_ranks, scenario) for size in {size for size, _ in buckets}}
+    return [(ready, *times[size]) for size, ready in buckets]
 
 
 def exposed(transfers: Sequence[tuple[float, float, str]], backward_s: float) -> float:
-    """Seconds from the end of backward to that of the last transfer: start_i = max(ready_i, end_{i-1}).
+    """Return the seconds from the end of backward to the end of the last transfer: start_i = max(ready_i, end_{i-1}).
 
     >>> exposed([(0.5, 0.75, "ring"), (1.0, 0.5, "ring")], backward_s=1.0)
     0.75
@@ -316,6 +320,9 @@ def exposed(transfers: Sequence[tuple[float, float, str]], backward_s: float) ->
 
 
 def _slowest(scenario: Scenario, shares: Sequence[int]) -> Slowest:
-    """Of ranks whose compute time is share · lognormal with mean 1 · slow_factor with probability slow_share."""
+    """Return the distribution of the slowest rank's compute time.
+
+    A rank's time is its share · a lognormal with mean 1 · slow_factor with probability slow_share.
+    """
     groups = [(scenario.compute_s * s / scenario.sequences, shares.count(s)) for s in sorted(set(shares)) if s]
     return slowest_of(groups, scenario.jitter, scenario.slow_share, scenario.slow_factor)

@@ -1,7 +1,7 @@
-"""How long does the slowest of many ranks take, when each takes now longer, now shorter?
+"""Expected maximum: the time of the slowest of many ranks whose times vary from step to step.
 
-A step is as long as that of its slowest rank, so what a rank's time varies by costs more the more ranks there are.
-Expectations are integrals, not samples: the same ranks give the same figures.
+A step is as long as that of its slowest rank, so jitter costs more with more ranks. Expectations are integrals, not
+samples: the same ranks give the same figures.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ INTERVALS = 512  # of a trapezoid rule over a function that fades at both ends: 
 
 
 class Slowest:
-    """The maximum of independent times. `log_cdf(x)` is the logarithm of the probability that none exceeds x.
+    """Distribution of the maximum of independent times; `log_cdf(x)` is the log of the probability that none exceeds x.
 
-    Where the times are fixed, `atoms` are their possible values; else they have a density.
+    For constant times `atoms` are their possible values; otherwise they have a density.
     """
 
     def __init__(self, log_cdf: Callable[[float], float], atoms: Sequence[float] = ()) -> None:
         self.log_cdf, self.atoms = log_cdf, sorted(set(atoms))
 
     def mean(self) -> float:
-        """E[max] = ∫ (1 - F(x)) dx.
+        """Return E[max] = ∫ (1 - F(x)) dx.
 
         >>> exponential = Slowest(lambda x: 4 * math.log(-math.expm1(-x)))
         >>> round(exponential.mean(), 6), round(1 + 1 / 2 + 1 / 3 + 1 / 4, 6)
@@ -39,7 +39,7 @@ class Slowest:
         return width * (middle + math.exp(low) / -math.expm1(-width))  # below it all x count: a geometric series
 
     def quantile(self, share: float) -> float:
-        """The time that this share of all maxima does not exceed."""
+        """Return the time that the maximum does not exceed with this probability."""
         if self.atoms:
             return next(x for x in self.atoms if x == self.atoms[-1] or self.log_cdf(x) >= math.log(share))
         return self._crossing(math.log(share))
@@ -54,36 +54,38 @@ class Slowest:
 
 def slowest_of(groups: Sequence[tuple[float, int]], jitter: float, slow_share: float = 0.0,
                slow_factor: float = 1.0) -> Slowest:  # fmt: skip
-    """Of (mean seconds, ranks): each takes its mean · lognormal with mean 1, and a share of them a factor longer for
-    good. `jitter` is the lognormal's coefficient of variation.
+    """Return the distribution of the slowest rank of groups of (mean seconds, ranks).
+
+    A rank's time is its mean · a lognormal with mean 1 and coefficient of variation `jitter`, multiplied by
+    `slow_factor` with probability `slow_share`.
     """
     factors = [(1.0, 1 - slow_share), (slow_factor, slow_share)]
     factors = [(factor, weight) for factor, weight in factors if weight]
     variance = math.log1p(jitter**2)
-    spread = math.sqrt(2 * variance)
+    scale = math.sqrt(2 * variance)
 
     def tail(ratio: float) -> float:
-        """Probability that a rank takes longer than `ratio` times its mean."""
-        if not spread:
+        """Return the probability that a rank takes longer than `ratio` times its mean."""
+        if not scale:
             return float(ratio < 1)
-        return math.erfc((math.log(ratio) + variance / 2) / spread) / 2
+        return math.erfc((math.log(ratio) + variance / 2) / scale) / 2
 
     def log_cdf(x: float) -> float:
-        found = 0.0
+        total = 0.0
         for mean_s, num in groups:
             beyond = sum(weight * tail(x / (mean_s * factor)) for factor, weight in factors)
             if beyond >= 1:
                 return -math.inf
-            found += num * math.log1p(-beyond)
-        return found
+            total += num * math.log1p(-beyond)
+        return total
 
-    atoms = [] if spread else [mean_s * factor for mean_s, _ in groups for factor, _ in factors]
+    atoms = [] if scale else [mean_s * factor for mean_s, _ in groups for factor, _ in factors]
     return Slowest(log_cdf, atoms)
 
 
 @lru_cache(maxsize=4096)
 def mean_slowest_s(groups: tuple[tuple[float, int], ...], jitter: float) -> float:
-    """The mean of the slowest of (mean seconds, ranks).
+    """Return the expected time of the slowest rank of groups of (mean seconds, ranks).
 
     >>> [round(mean_slowest_s(((1.0, num),), 0.02), 3) for num in (1, 2, 64)]
     [1.0, 1.011, 1.048]

@@ -1,8 +1,8 @@
-"""Under which assumptions does the rule of thumb hold: 80 to 90 % at 8 ranks, 60 to 70 % at 64?
+"""Rule of thumb: find the assumptions under which efficiency is 80 to 90 % at 8 ranks and 60 to 70 % at 64.
 
-A guide to nanoGPT's data-parallel training says so of GPT-2 124M without saying of which machines. Of three things that
-cost efficiency (bandwidth, whether backward hides communication, how much ranks differ) this finds the one while the
-others are fixed, by bisection over `scale`.
+A guide to nanoGPT's data-parallel training states this rule for GPT-2 124M without naming the machines. Three things
+cost efficiency: bandwidth, whether backward hides communication, and how much ranks differ. This solves for one while
+the others are fixed, by bisection over `simulate_scaling`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evener.core.units import link_rate, size
 from evener.plan.scale import Scenario, scale
 from evener.plan.sync import buckets, gradients
 
-RULE = {8: (0.80, 0.90), 64: (0.60, 0.70)}  # ranks → efficiency, least and most
+RULE = {8: (0.80, 0.90), 64: (0.60, 0.70)}  # ranks → efficiency, minimum and maximum
 # *Assumption*: an A100 on GPT-2 124M, compiled, bf16. nanoGPT's README implies 107,000: 600,000 steps of 491,520 tokens
 # in about 4 days on 8.
 TOKENS_PER_S = 150_000.0
@@ -29,9 +29,9 @@ UPDATE_S = 0.004  # *assumption*: 124M parameters · 28 bytes read and written a
 
 
 def nanogpt(passes: int = 5, *, tokens_per_s: float = TOKENS_PER_S) -> Scenario:
-    """GPT-2 124M as nanoGPT trains it: micro-batches of 12 × 1024 tokens, fp32 gradients, 8 ranks in a node.
+    """Return the scenario of nanoGPT's GPT-2 124M: micro-batches of 12 × 1024 tokens, fp32 gradients, 8 ranks a node.
 
-    `passes` are the micro-batches of a rank's step; nanoGPT's 40 shared by 8 ranks are 5.
+    `micro_batches` are those of a rank's step; nanoGPT's 40 shared by 8 ranks are 5.
 
     >>> round(nanogpt().compute_s, 4), nanogpt().gradient_bytes
     (0.4096, 497759232)
@@ -56,9 +56,9 @@ def nanogpt(passes: int = 5, *, tokens_per_s: float = TOKENS_PER_S) -> Scenario:
 
 
 def needed_bandwidth_Bps(scenario: Scenario, num_ranks: int, efficiency: float) -> float | None:
-    """Bandwidth at which so many ranks reach an efficiency: inside the node if they fit in one, else between nodes.
+    """Return the bandwidth at which so many ranks reach an efficiency: inside a node if they fit in one, else between.
 
-    None where no bandwidth is enough, infinity where even 1 byte/s would do.
+    None if no bandwidth is enough; at least 1 byte/s.
     """
 
     def reached(log_Bps: float) -> float:
@@ -70,9 +70,9 @@ def needed_bandwidth_Bps(scenario: Scenario, num_ranks: int, efficiency: float) 
 
 
 def needed_jitter(scenario: Scenario, num_ranks: int, efficiency: float) -> float | None:
-    """Coefficient of variation of a rank's compute time at which so many ranks sink to an efficiency.
+    """Return the coefficient of variation of a rank's compute time at which efficiency drops to this value.
 
-    None where they are below it without any.
+    None if it is lower even without jitter.
     """
 
     def lost(jitter: float) -> float:
@@ -84,22 +84,22 @@ def needed_jitter(scenario: Scenario, num_ranks: int, efficiency: float) -> floa
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What would have to be true for one line of the rule; from the least efficiency of the line to the most."""
+    """The conditions under which one line of the rule holds, each for its minimum and its maximum efficiency."""
 
     ranks: int
     efficiency: tuple[float, float]
-    expected: float  # the efficiency of the scenario as it is
-    blocking_Bps: tuple[float | None, float | None]  # bandwidth, where backward hides nothing
-    overlapped_Bps: tuple[float | None, float | None]  # and where it hides what it can
+    expected: float  # the efficiency of the unchanged scenario
+    blocking_Bps: tuple[float | None, float | None]  # bandwidth without overlap
+    overlapped_Bps: tuple[float | None, float | None]  # bandwidth with overlap
     jitter: tuple[float | None, float | None]  # at the scenario's bandwidth, with overlap
 
 
 def read_rule(scenario: Scenario) -> list[Reading]:
-    """Each line of the rule, explained."""
-    found = []
+    """Return the conditions of each line of the rule."""
+    explanations = []
     blocking = msgspec.structs.replace(scenario, overlap=False)
     for ranks, (low, high) in RULE.items():
-        found.append(
+        explanations.append(
             Reading(
                 ranks=ranks,
                 efficiency=(low, high),
@@ -115,15 +115,15 @@ def read_rule(scenario: Scenario) -> list[Reading]:
                 jitter=(needed_jitter(scenario, ranks, low), needed_jitter(scenario, ranks, high)),
             )
         )
-    return found
+    return explanations
 
 
 def sentences(scenario: Scenario) -> list[str]:
-    """The rule, what it takes for granted, and what this scenario gives instead."""
+    """Describe the rule, its assumptions, and the efficiency that this scenario predicts instead."""
     passes = num_passes(scenario.sequences, scenario.micro_batch)
     micro = f"{min(scenario.micro_batch, scenario.sequences)} × {scenario.sequence_tokens} tokens"
-    told = [
-        f"The rule of thumb is of GPT-2 124M with data parallelism. A rank's step is {passes} "
+    lines = [
+        f"The rule of thumb is for GPT-2 124M with data parallelism. A rank's step is {passes} "
         f"micro-batch{'es' if passes > 1 else ''} of {micro} and one all-reduce of {size(scenario.gradient_bytes)}. "
         f"Assumptions: {'; '.join(scenario.assumed)}."
     ]
@@ -131,10 +131,10 @@ def sentences(scenario: Scenario) -> list[str]:
     for reading in readings:
         low, high = reading.efficiency
         where = "a busbw in the node" if reading.ranks <= scenario.per_node else "a bandwidth out of each node"
-        told.append(
-            f"{low:.0%} to {high:.0%} at {reading.ranks} ranks come out with {where} of "
-            f"{_span(reading.blocking_Bps)} where nothing is hidden, of {_span(reading.overlapped_Bps)} where backward "
-            f"hides what it can; with the bandwidth assumed here it is {reading.expected:.0%}."
+        lines.append(
+            f"{low:.0%} to {high:.0%} at {reading.ranks} ranks need {where} of {_span(reading.blocking_Bps)} without "
+            f"overlap, or of {_span(reading.overlapped_Bps)} with it. With the bandwidth assumed here, efficiency is "
+            f"{reading.expected:.0%}."
         )
     spans = [(most, least) for reading in readings for least, most in [reading.jitter] if least and most]
     if len(spans) == len(readings):
@@ -143,8 +143,8 @@ def sentences(scenario: Scenario) -> list[str]:
             f"only {both[0]:.1%} to {both[1]:.1%} explain both" if both[0] <= both[1] else "no value explains both"
         )
         of_each = [f"{least:.1%} to {most:.1%} at {r.ranks}" for r, (least, most) in zip(readings, spans, strict=True)]
-        told.append(f"Or ranks' compute times vary from step to step, by {' and '.join(of_each)}; {verdict}.")
-    return told
+        lines.append(f"Or the ranks' compute times vary from step to step, by {' and '.join(of_each)}; {verdict}.")
+    return lines
 
 
 def _with_bandwidth(scenario: Scenario, num_ranks: int, bandwidth_Bps: float) -> Scenario:
@@ -163,7 +163,7 @@ def _bisect(rising: Callable[[float], float], wanted: float, low: float, high: f
 
 
 def _span(found: tuple[float | None, float | None]) -> str:
-    """Bandwidths as text, from the least efficiency to the most; None where no bandwidth is enough."""
+    """Format the bandwidths for the minimum and the maximum efficiency; None where no bandwidth is enough."""
     low, high = found
     if low is None:
         return "no size (no bandwidth is enough)"
