@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "join":  # torch is imported by who trains, and by nobody else
+    if name == "join":  # only training imports torch
         from evener.worker.run import join
 
         return join

@@ -1,4 +1,4 @@
-"""`python -m evener` is `evener`."""
+"""Entry point of `python -m evener`, equivalent to `evener`."""
 
 from evener.cli.main import main
 

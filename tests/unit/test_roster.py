@@ -67,7 +67,7 @@ def test_a_strategys_name_is_written_as_it_was_read(text):
 def test_a_strategy_that_nobody_knows_is_refused(text):
     with pytest.raises(UsageError, match="no such strategy") as caught:
         parse_sync(text)
-    hints = {"diloco": "diloco:H, agreeing every H steps", "powersgd": "powersgd:R of rank R"}
+    hints = {"diloco": "diloco:H, synchronizing every H steps", "powersgd": "powersgd:R of rank R"}
     assert caught.value.hint.startswith(hints.get(text.partition(":")[0], "one of none, ddp"))
 
 
@@ -85,7 +85,7 @@ def test_shares_that_are_not_numbers_of_ranks():
 
 
 def test_a_share_of_less_than_a_sequence_is_refused():
-    with pytest.raises(UsageError, match="--shares 1000:1: of 16 sequences rank 1's part is less than one"):
+    with pytest.raises(UsageError, match="--shares 1000:1: rank 1's share of 16 sequences is less than one"):
         first_roster(RunSpec(machine=MachineSpec(shares="1000:1")), [CPU, CPU], None)
     with pytest.raises(UsageError, match="more than the 2 sequences"):
         first_roster(RunSpec(train=TrainSpec(batch=2)), [CPU] * 3, None)

@@ -239,7 +239,7 @@ def test_many_shares_are_named_by_who_chose_them():
 
 
 def test_replicas_that_never_exchange_are_not_one_model():
-    with pytest.raises(UsageError, match="never exchange"):
+    with pytest.raises(UsageError, match="never synchronize"):
         predict(changed(JOB, sync="none"), cluster(1.0, 1.0))
 
 

@@ -183,7 +183,7 @@ def test_a_machine_that_acknowledges_nothing_is_told_of():
         assert (hang is not None) == (second >= 30 + CUT_S)
     assert hang is not None
     assert (hang.host, hang.peer, hang.how) == ("a", "b", "cut-off")
-    assert sentence(hang).startswith("a has no answer from b any more")
+    assert sentence(hang).startswith("a gets no acknowledgements from b")
     watch.see("a", 60, {0: look(WAITS, 60)})
     assert watch.hang() is None
 

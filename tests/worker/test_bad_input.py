@@ -232,7 +232,7 @@ def test_a_run_that_began_with_another_sampler(world, recorded, flags, told_of, 
     path.write_text(json.dumps(manifest))
     assert_refused(tmp_path, "train", "--resume", "runs/good", *flags)
     _, told = call("train", "--resume", "runs/good", *flags)
-    assert f"its batches came from the sampler {told_of} would go on with others" in told
+    assert f"its batches came from the sampler {told_of} would draw others" in told
     assert hint in told
 
 
@@ -248,7 +248,7 @@ def test_a_run_of_the_first_format_is_refused_by_the_name_of_its_sampler(world, 
         assert_refused(tmp_path, *verb, "runs/good")
         _, told = call(*verb, "runs/good")
         assert f"{file}: format 1, this evener reads 2" in told
-        assert "its batches came from the sampler uniform-1, which this evener has no more" in told
+        assert "its batches came from the sampler uniform-1, which this evener no longer has" in told
 
 
 def test_a_run_goes_on_with_its_sampler(world, monkeypatch):
@@ -361,7 +361,7 @@ def test_a_machine_needs_room_for_its_own_ranks_and_by_the_strategy_of_the_roste
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--model=gpt2", "--sync=ddp+sparse"), "no table that is only looked up: a head that is tied reads it too"),
+        (("--model=gpt2", "--sync=ddp+sparse"), "no lookup-only embedding table: its tied head reads the table too"),
         (("--model=tiny", "--width=128", "--sync=powersgd:64"), "no matrix of this model has both sides above 128"),
     ],
 )

@@ -213,7 +213,7 @@ def test_another_strategy_than_the_checkpoints_is_refused(tmp_path, train, start
     train(tmp_path / "run", *FLAGS, "--max-s", "0", ranks=2)
     refused = start(tmp_path / "run", *FLAGS, "--sync", "int8", "--resume")
     assert refused.wait() != 0
-    assert "its replicas agree by ddp" in refused.text()
+    assert "its sync strategy is ddp" in refused.text()
     assert "Traceback" not in refused.text()
 
 
@@ -235,7 +235,7 @@ def test_a_strategy_that_cannot_be_is_one_line(tmp_path, start, sync, told):
 @pytest.mark.parametrize(
     ("sync", "dtype", "told"),
     [
-        ("int8+sparse", "fp32", "no table that is only looked up"),
+        ("int8+sparse", "fp32", "no lookup-only embedding table"),
         ("powersgd:500", "fp32", "no matrix of this model"),
         ("int8", "fp16", "of another loss scale"),
     ],

@@ -1,8 +1,8 @@
-"""What is a prepared corpus, and is this folder one?
+"""The format of a prepared corpus, its reader and its checks.
 
     data/NAME/
-      train.bin val.bin   token ids one after another: little-endian uint16, or uint32 where the vocabulary needs it
-      meta.json           what they are: tokenizer, counts, hashes, the recipe that made them
+      train.bin val.bin   token ids one after another: little-endian uint16, or uint32 for a larger vocabulary
+      meta.json           tokenizer, counts, hashes, and the recipe that made the corpus
       tokenizer.json      from text to ids and back
 
 nanoGPT's folders are read as they are: train.bin and val.bin of uint16, with `meta.pkl` for characters and without it
@@ -13,9 +13,9 @@ What is checked, and when:
 | check | cost | by |
 |---|---|---|
 | the files exist and hold whole tokens, as many as meta.json says; its tokenizer | none | `load_corpus` |
-| each split is at least one block long | none | `check_block`, by whoever knows the block |
+| each split is at least one block long | none | `check_block_size`, once the block size is known |
 | every id is inside the vocabulary | reads the files | `evener.corpus.check.check_token_ids`, before a launch |
-| the content is what was written | reads and hashes the files | `verify_content`, when asked |
+| the content is unchanged | reads and hashes the files | `verify_content`, on request |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMAT = 1
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
 SPLITS = ("train", "val")
 TOKENIZER_FILES = ("tokenizer.json", "meta.pkl")  # ours, nanoGPT's; its GPT-2 folders have none
-MIN_TOKENS = 2  # one token and the one to predict after it
+MIN_TOKENS = 2  # one token and the next one, which is predicted
 GPT2_VOCAB_SIZE = 50257
 PARTIAL_SUFFIX = ".partial"
 
@@ -71,11 +71,11 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Corpus(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared corpus whose files were found whole.
+    """A prepared corpus whose files are complete.
 
     `content_hash` names its method: `sha256:` over all of train.bin and val.bin, or, for a nanoGPT folder above 64 MiB,
-    `sampled-sha256:` over their sizes and evenly spread blocks, so that no start has to read them whole.
-    Two corpora of one `tokenizer_hash` give every text the same ids.
+    `sampled-sha256:` over their sizes and evenly spread blocks, so that no start has to read them in full.
+    Two corpora with the same `tokenizer_hash` encode every text with the same ids.
     """
 
     path: str
@@ -89,7 +89,7 @@ class Corpus(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_hash: str
 
     def file(self, split: str) -> Path:
-        """The .bin file of "train" or "val"."""
+        """Return the .bin file of "train" or "val"."""
         return Path(self.path) / f"{split}.bin"
 
     def num_tokens(self, split: str) -> int:
@@ -97,7 +97,7 @@ class Corpus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smallest type that holds the ids 0 .. vocab_size - 1.
+    """Return the smallest dtype that holds the ids 0 .. vocab_size - 1.
 
     >>> token_dtype(65_536), token_dtype(65_537)
     ('uint16', 'uint32')
@@ -106,7 +106,7 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 def describe_tokenizer(kind: str, chars: str = "") -> bytes:
-    """The tokenizer.json of a byte, char or gpt2 tokenizer; its SHA-256 is the `tokenizer_hash`.
+    """Return the tokenizer.json of a byte, char or gpt2 tokenizer; its SHA-256 is the `tokenizer_hash`.
 
     >>> describe_tokenizer("char", "ab")
     b'{"kind": "char", "chars": "ab"}\\n'
@@ -116,9 +116,9 @@ def describe_tokenizer(kind: str, chars: str = "") -> bytes:
 
 
 def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
-    """The corpus in `folder`, after all checks that need no reading of the .bin files.
+    """Load the corpus in `folder` after all checks that do not read the .bin files.
 
-    Raises DataError, in one line that names the file and what is wrong with it.
+    Raise DataError, whose one line names the file and what is wrong with it.
     """
     root = Path(folder)
     if root.name.endswith(PARTIAL_SUFFIX):
@@ -142,7 +142,7 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
 
 
 def check_block(corpus: Corpus, block_tokens: int) -> None:
-    """Refuse a split too short for one block and the token after it."""
+    """Raise DataError if a split is too short for one block and the token after it."""
     for split in SPLITS:
         if corpus.num_tokens(split) < block_tokens + 1:
             raise DataError(
@@ -153,7 +153,7 @@ def check_block(corpus: Corpus, block_tokens: int) -> None:
 
 
 def beyond_vocabulary(corpus: Corpus, split: str, position: int, token_id: int) -> DataError:
-    """The error for a token id that the tokenizer cannot have written; whoever reads the tokens raises it."""
+    """Return the error for a token id outside the vocabulary; the reader of the tokens raises it."""
     return DataError(
         f"{corpus.file(split)} holds token id {token_id} at position {position}, "
         f"beyond the {corpus.tokenizer} vocabulary of {corpus.vocab_size}",
@@ -162,10 +162,10 @@ def beyond_vocabulary(corpus: Corpus, split: str, position: int, token_id: int) 
 
 
 def distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
-    """How many tokens are different ones in 1, 2, 4, … blocks of the training split, in the mean: so many rows of a
-    table does a batch of them look up.
+    """Return the mean number of distinct tokens in 1, 2, 4, … blocks of the training split.
 
-    Of 256 blocks drawn from all over it; empty where it is shorter than one.
+    This is the number of embedding rows that a batch of so many blocks looks up. Measured on at most 256 random blocks;
+    empty if the split is shorter than one block.
     """
     num_blocks = corpus.train_tokens // block_size
     if not num_blocks:
@@ -177,27 +177,27 @@ def distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
         for block in random.Random(0).sample(range(num_blocks), num):
             file.seek(block * num_bytes)
             groups.append(set(array(kind, file.read(num_bytes))))
-    found = [sum(map(len, groups)) / len(groups)]
+    means = [sum(map(len, groups)) / len(groups)]
     while len(groups) > 1:
-        groups = [one | other for one, other in zip(groups[::2], groups[1::2], strict=True)]
-        found.append(sum(map(len, groups)) / len(groups))
-    return found
+        groups = [first | second for first, second in zip(groups[::2], groups[1::2], strict=True)]
+        means.append(sum(map(len, groups)) / len(groups))
+    return means
 
 
 def verify_content(corpus: Corpus) -> None:
-    """Hash the .bin files again and compare with `content_hash`: about a second per GB."""
+    """Hash the .bin files again, about a second per GB. Raise DataError if the hash is not `content_hash`."""
     method = corpus.content_hash.partition(":")[0]
-    found = hash_content(Path(corpus.path), sampled=method == "sampled-sha256")
+    actual = hash_content(Path(corpus.path), sampled=method == "sampled-sha256")
     recorded = corpus.content_hash
-    if found != recorded:
+    if actual != recorded:
         raise DataError(
-            f"{corpus.path}: train.bin or val.bin has changed: {found[:23]}… where {recorded[:23]}… is recorded",
+            f"{corpus.path}: train.bin or val.bin has changed: its hash is {actual[:23]}…, expected {recorded[:23]}…",
             hint="prepare the corpus again, or copy it again from where it came",
         )
 
 
 def hash_content(folder: Path, *, sampled: bool = False) -> str:
-    """The `content_hash` of the .bin files in `folder`: a hash over the hashes of both."""
+    """Return the `content_hash` of the .bin files in `folder`: a hash over the hashes of both."""
     read = _sample_blocks if sampled else _all_blocks
     digests = []
     for split in SPLITS:
@@ -209,7 +209,7 @@ def hash_content(folder: Path, *, sampled: bool = False) -> str:
 
 
 def join_digests(train_digest: bytes, val_digest: bytes, *, sampled: bool = False) -> str:
-    """The `content_hash` from the SHA-256 digests of train.bin and val.bin."""
+    """Return the `content_hash` for the SHA-256 digests of train.bin and val.bin."""
     method = "sampled-sha256" if sampled else "sha256"
     return f"{method}:{hashlib.sha256(train_digest + val_digest).hexdigest()}"
 
@@ -259,11 +259,11 @@ def _from_meta(root: Path) -> Corpus:
 
 
 def _check_size(path: Path, num_tokens: int, dtype: str) -> None:
-    found, expected = _size_of(path), num_tokens * _ITEM_BYTES[dtype]
-    if found != expected:
-        state = "truncated" if found < expected else "too long"
+    actual, expected = _size_of(path), num_tokens * _ITEM_BYTES[dtype]
+    if actual != expected:
+        state = "truncated" if actual < expected else "too long"
         raise DataError(
-            f"{path} is {state}: {found} bytes where meta.json says {num_tokens} tokens of {dtype} ({expected} bytes)",
+            f"{path} is {state}: {actual} bytes where meta.json says {num_tokens} tokens of {dtype} ({expected} bytes)",
             hint="prepare the corpus again, or copy it again from where it came",
         )
 
@@ -280,7 +280,7 @@ def _size_of(path: Path) -> int:
 def _from_nanogpt(root: Path) -> Corpus:
     if not any((root / f"{split}.bin").exists() for split in SPLITS):
         raise DataError(f"{root} holds no corpus: neither meta.json nor train.bin", hint=_PREPARE_HINT)
-    if (root / "tokenizer.json").exists():  # so it is not nanoGPT's
+    if (root / "tokenizer.json").exists():  # not a nanoGPT folder
         raise DataError(f"{root / 'meta.json'} is missing", hint="prepare the corpus again, or copy it again")
     sizes = {split: _size_of(root / f"{split}.bin") for split in SPLITS}
     for split, size in sizes.items():
@@ -306,14 +306,14 @@ def _from_nanogpt(root: Path) -> Corpus:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, strings and their containers; whatever names a class or a function is refused."""
+    """Unpickles numbers, strings and their containers; refuses every class and function."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain dicts of str and int are read")
 
 
 def read_nanogpt_chars(path: Path) -> str:
-    """The characters of nanoGPT's meta.pkl in the order of their ids. Runs no code that the file may hold."""
+    """Return the characters of nanoGPT's meta.pkl in the order of their ids, without executing code in the file."""
     hint = "evener reads the meta.pkl of nanoGPT's character corpora; prepare other text with: evener data text"
     try:
         if path.stat().st_size > _MAX_PICKLE_BYTES:

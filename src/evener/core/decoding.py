@@ -1,7 +1,7 @@
-"""How does what was written or told become a value of a type?
+"""Decode JSON, MessagePack and TOML into typed values, thread-safely.
 
-msgspec learns a type at its first decoding and shows the half-learned type to other threads: two that decode the
-first `Facts` at once end the process (SIGSEGV, msgspec 0.22). So the first decoding of every type stands behind a lock.
+msgspec builds its description of a type at the first decoding and exposes the unfinished one to other threads: two that
+decode the first `Facts` at once crash the process (SIGSEGV, msgspec 0.22). So decoders are created behind a lock.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]: ...
 @overload
 def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]: ...  # of several types: A | B
 def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """A decoder that has learned its type: any thread may use it."""
+    """Return a decoder whose type description is complete, so that any thread may use it."""
     with _LOCK:
         return msgspec.json.Decoder(kind)
 
 
 def from_json(text: bytes | str, kind: type[T]) -> T:
-    """The value of this type that the text holds; msgspec.MsgspecError says what is wrong with it."""
+    """Decode JSON into a value of this type. Raise msgspec.MsgspecError, which says what is wrong."""
     return lines_from_json([text], kind)[0]
 
 
 def lines_from_json(lines: Iterable[bytes | str], kind: type[T]) -> list[T]:
-    """The same of each of these."""
+    """Decode each line of JSON. Raise msgspec.MsgspecError, which says what is wrong."""
     decoder = json_decoder(kind)
     try:
         return [decoder.decode(line) for line in lines]
@@ -44,25 +44,28 @@ def lines_from_json(lines: Iterable[bytes | str], kind: type[T]) -> list[T]:
 
 
 def from_msgpack(packed: bytes, kind: type[T]) -> T:
-    """The same of MessagePack."""
+    """Decode MessagePack into a value of this type. Raise msgspec.MsgspecError, which says what is wrong."""
     with _LOCK:
         decoder = msgspec.msgpack.Decoder(kind)
     return decoder.decode(packed)
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    """The tables of a text; tomllib.TOMLDecodeError says what is wrong with it."""
+    """Decode TOML into tables. Raise tomllib.TOMLDecodeError, which says what is wrong."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError as error:  # of a number or a date that Python cannot hold
+    except ValueError as error:  # a number or date out of Python's range
         raise tomllib.TOMLDecodeError(str(error)) from None
     except RecursionError:
         raise tomllib.TOMLDecodeError("nested too deeply") from None
 
 
 def from_tree(tree: Any, kind: type[T], *, strict: bool = True) -> T:
-    """The same of dicts, lists and numbers, as TOML, a terminal or a host gives them."""
+    """Convert dicts, lists and scalars, as from TOML or the command line, into a value of this type.
+
+    Raise msgspec.ValidationError, which says what is wrong.
+    """
     with _LOCK:
         return msgspec.convert(tree, kind, strict=strict)

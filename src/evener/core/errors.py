@@ -1,15 +1,15 @@
-"""What can go wrong that a person can mend?
+"""The exception tree: errors that the user can fix.
 
-    EvenerError            one line for a person: what, where, the evidence; `hint` is the next step
-    ├── UsageError         a flag, a file or a value that the user wrote is wrong      (exit status 2)
-    │   └── NoRoomError    or a disk is too full for it                            (exit status 2)
-    ├── DataError          a corpus that cannot be read or made                        (exit status 2)
-    ├── CheckpointError    a checkpoint or a run directory that cannot be trusted      (exit status 2)
-    ├── HostError          a machine that cannot be reached or cannot do what is asked (exit status 1)
-    └── RunError           a run that started and failed                               (exit status 1)
-        ├── NonFiniteError in a step that came to what is no number                (exit status 1)
-        ├── DivergedError  since its replicas are not one model any more           (exit status 1)
-        └── HopelessError  and would in any world, where hosts come and go         (exit status 2)
+    EvenerError                  one line for the user: what, where, the evidence; `hint` is the next step
+    ├── UsageError               a wrong flag, file or value from the user                  (exit status 2)
+    │   └── DiskSpaceError       the disk is too full                                       (exit status 2)
+    ├── DataError                a corpus that cannot be read or made                       (exit status 2)
+    ├── CheckpointError          a damaged or unsuitable checkpoint or run directory        (exit status 2)
+    ├── HostError                a host that cannot be reached or cannot do what is needed  (exit status 1)
+    └── RunError                 a run that started and failed                              (exit status 1)
+        ├── NonFiniteError       a step with a NaN or infinite value                        (exit status 1)
+        ├── ReplicaMismatchError replicas that are not identical                            (exit status 1)
+        └── NonRetryableError    a failure that would recur in any membership epoch         (exit status 2)
 
 The command line catches EvenerError alone; any other traceback is a bug in evener.
 """
@@ -23,26 +23,26 @@ from typing import Any
 
 
 class EvenerError(Exception):
-    """An error that its reader can mend. `str(error)` is one line; `hint` says what to do next."""
+    """An error that the user can fix. `str(error)` is one line; `hint` says what to do next."""
 
     exit_status = 2
 
     def __init__(self, message: str, *, hint: str = "", output: str = "") -> None:
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
         self.hint = hint
-        self.output = output  # what the program that failed printed last
+        self.output = output  # the last output of the failed program
 
     def as_line(self) -> str:
-        """As a worker program reports it to the verb that called it, which raises it again: see launch.tool."""
+        """Encode the error for the command that started this worker program and raises it again: see launch.tool."""
         return json.dumps({"error": str(self), "hint": self.hint, "kind": type(self).__name__})
 
 
 class UsageError(EvenerError):
-    """A flag, a key or a value that the user wrote is wrong."""
+    """A flag, key or value from the user is wrong."""
 
 
 class NoRoomError(UsageError):
-    """What was asked for is more than a disk has room for now: it takes `needed` bytes."""
+    """A disk is too full for the request, which needs `needed_bytes`."""
 
     needed = 0
 
@@ -52,11 +52,11 @@ class DataError(EvenerError):
 
 
 class CheckpointError(EvenerError):
-    """A checkpoint or a run directory cannot be trusted."""
+    """A checkpoint or a run directory is damaged or unsuitable."""
 
 
 class HostError(EvenerError):
-    """A machine cannot be reached or cannot do what is asked; `check` is the finding's id, such as "ssh.auth"."""
+    """A host cannot be reached or cannot do what is needed; `check` is the finding's id, such as "ssh.auth"."""
 
     exit_status = 1
 
@@ -66,7 +66,7 @@ class HostError(EvenerError):
 
 
 class RunError(EvenerError):
-    """A run started and failed; `of_rank` is the one that did, where another raises this."""
+    """A run started and failed; `failed_rank` is the rank that failed, if another one raises this."""
 
     exit_status = 1
 
@@ -76,30 +76,30 @@ class RunError(EvenerError):
 
 
 class NonFiniteError(RunError):
-    """A step came to what is no number; all ranks raise this together."""
+    """A step produced a NaN or infinite value; all ranks raise this together."""
 
     def __init__(self, message: str, *, step: int, ranks: list[int], hint: str = "") -> None:
         super().__init__(message, hint=hint + "a smaller --lr, a longer --warmup, or --dtype fp32")
-        self.step, self.ranks = step, ranks  # of the step, from 0; where it began
+        self.step, self.ranks = step, ranks  # the step, counted from 0; the ranks on which the value first appeared
 
 
 class DivergedError(RunError):
-    """Replicas hold what they should not; all ranks raise this together."""
+    """Replicas that should be identical are not; all ranks raise this together."""
 
     def __init__(self, message: str, *, step: int, odd: list[int], hint: str, **facts: Any) -> None:
         super().__init__(message, hint=hint)
-        self.step, self.odd = step, odd  # steps that were taken; ranks that are not as most are: [] where none can tell
-        self.facts = facts  # for the event
+        self.step, self.odd = step, odd  # steps taken; ranks that differ from the majority, [] if there is no majority
+        self.facts = facts  # further keys of the event
 
 
 class HopelessError(RunError):
-    """A run failed as it would in any world: its agents are not to try another."""
+    """A run failed as it would in any membership epoch: its agents must not retry."""
 
     exit_status = 2
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """'did you mean "steps"?' for a near miss, else the list of what is known.
+    """Return 'did you mean "steps"?' for a close match, else the list of known words.
 
     >>> did_you_mean("stesp", ["steps", "seed"])
     'did you mean "steps"?'

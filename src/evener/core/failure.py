@@ -1,10 +1,10 @@
-"""Which failure was first? One rank fails for a reason of its own; the others then fail because it is gone."""
+"""Distinguish the first failure from the peer failures that follow, when other ranks lose their connection to it."""
 
 from __future__ import annotations
 
 import re
 
-# How Gloo, NCCL, torch's store and our own agent tell that somebody else is gone.
+# Messages of Gloo, NCCL, torch's store and our own agent for a lost peer.
 CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|Broken pipe|recvValue failed|Timed out waiting|pair closure"
     r"|TCPStore.*(closed|failed)|DistStoreError|DistNetworkError"
@@ -14,7 +14,7 @@ CONSEQUENCE = re.compile(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Did this rank fail only because another was gone?
+    """Return whether this rank failed only because a peer was lost.
 
     >>> is_consequence(RuntimeError("[gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.2]:41"))
     True

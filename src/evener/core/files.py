@@ -1,4 +1,4 @@
-"""How is a file written so that no crash leaves half of it, and read while it grows?"""
+"""Write files atomically and durably, append lines, and read regular files, also while they grow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write(temporary)` fill a folder, make it durable, then give it its name in one step."""
+    """Let `write(temporary)` fill a temporary folder, make it durable, then rename it to `folder` atomically."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -31,7 +31,7 @@ def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file in one step: a reader sees the old content or the new one. `mode` is cut by the umask."""
+    """Replace a file atomically: readers see the old content or the new one. The umask applies to `mode`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
@@ -45,9 +45,10 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 class LineFile:
-    """A file to which one process appends lines, each whole or, where a full disk or a kill cut it short, none: what is
-    left of such a one goes when the file is opened again. It is another file then, so that who copies it as it grows
-    begins anew.
+    """A file to which one process appends lines.
+
+    Opening it removes a last line that a full disk or a kill cut short. The file is then replaced by a new one (another
+    inode), so that a program that copies it as it grows starts again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +63,7 @@ class LineFile:
             self._file = path.open("ab", buffering=0)
 
     def write(self, lines: bytes) -> None:
-        """OSError where not all of it could be written."""
+        """Append lines. Raise OSError if they could not be written completely."""
         if self._file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
@@ -77,10 +78,10 @@ class LineFile:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """To read; OSError of what is no file: nobody waits for a pipe's other end, or reads a device to its end."""
+    """Open a regular file for reading. Raise OSError for anything else, as pipes can block and devices never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # of a name that no file can have: with a NUL in it
+    except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -89,26 +90,26 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_file(path: Path) -> bytes:
-    """All of a file; OSError where there is none."""
+    """Read a whole file. Raise OSError if there is none."""
     with open_file(path) as file:
         return file.read()
 
 
 def digest_of(path: Path) -> str:
-    """blake2b of a file's content in 32 bytes, as hex: the digest by which files travel."""
+    """Return the blake2b digest (32 bytes, as hex) of a file's content, which verifies copied files."""
     with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def follow_lines(path: Path) -> Iterator[list[bytes]]:
-    """Each time it is asked, the complete lines that a growing file has gained; of a file that was replaced, all."""
+    """Yield at each iteration the complete lines appended to a file since the last; all lines if it was replaced."""
     position, inode = 0, -1
     while True:
         try:
             with open_file(path) as file:
-                facts = os.fstat(file.fileno())
-                if inode != facts.st_ino or facts.st_size < position:
-                    position, inode = 0, facts.st_ino
+                status = os.fstat(file.fileno())
+                if inode != status.st_ino or status.st_size < position:
+                    position, inode = 0, status.st_ino
                 file.seek(position)
                 chunk = file.read()
         except OSError:
@@ -119,7 +120,7 @@ def follow_lines(path: Path) -> Iterator[list[bytes]]:
 
 
 def sync(path: Path) -> None:
-    """Return when a file or folder is on the disk."""
+    """Flush a file or folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What is wrong between machines, and which command mends it?"""
+"""Findings: problems on or between hosts, each with its evidence and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One obstacle. `check` is the stable id: the same in `doctor --json` and in the events of a run."""
+    """One detected problem. `check` is its stable id, the same in `doctor --json` and in the events of a run."""
 
     check: str  # "net.firewall"
     severity: Severity  # error: a run cannot start or cannot be right; warning: it will be slow or may break
-    host: str | None = None  # the host where it is mended
-    peer: str | None = None  # the other end, where there is one
-    evidence: str  # what was seen
-    fix: str  # the command or the line that mends it
+    host: str | None = None  # the host on which to fix it
+    peer: str | None = None  # the host at the other end, if any
+    evidence: str  # what was observed
+    fix: str  # the command or configuration line that fixes it
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors first; else in the order in which they were found."""
+    """Sort findings by severity, errors first; the sort is stable."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -1,10 +1,10 @@
-"""Which machines are there? `fleet.toml`: hosts as ssh knows them, and what `probe` measured between and on them.
+"""The fleet file, `fleet.toml`: hosts as ssh knows them, and what `probe` measured between and on them.
 
-link = "2.5GbE"                 # between all hosts, where nothing else is said
+link = "2.5GbE"                 # the default between any two hosts
 [hosts.attic]
 address = "192.168.1.36"        # "local", or anything that ssh accepts: a name in ~/.ssh/config, an IP address
 [links.attic]
-shed = "wifi:200Mbit,6ms"       # by hand: from attic to shed, and back where nothing else is said of that
+shed = "wifi:200Mbit,6ms"       # by hand: from attic to shed, and back unless the file has another link for that
 [links.attic.laptop]            # written by `evener probe wire`: from attic to laptop
 goodput_Bps = 117_000_000.0
 [rates.attic.cpu]               # written by `evener probe host`, for each device
@@ -45,116 +45,116 @@ Few = Annotated[int, Meta(ge=1, le=1024)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One table of the file."""
+    """One table of the fleet file."""
 
 
 class Host(Section, frozen=True, kw_only=True):
-    """How one machine is reached and used. Only `address` is needed; ssh's own configuration applies."""
+    """How to reach and use one machine. Only `address` is required; ssh's own configuration applies."""
 
-    address: str  # "local" or what ssh accepts
+    address: str  # "local", or anything that ssh accepts
     user: str | None = None
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     identity_file: str | None = None
-    ssh_options: list[str] = []  # each is ssh's -o: "ConnectTimeout=20"
-    python: str | None = None  # that trains, or of which setup makes WORKDIR/venv [WORKDIR/venv/bin/python]
+    ssh_options: list[str] = []  # each for ssh -o: "ConnectTimeout=20"
+    python: str | None = None  # interpreter for training, or for setup to make WORKDIR/venv [WORKDIR/venv/bin/python]
     workdir: str = DEFAULT_WORKDIR  # where evener keeps its venv, code, data and runs on that machine
     interface: str | None = None  # the network interface for training [the one that routes to the others]
-    devices: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs found, else the processor
-    ranks: Few | None = None  # processes [one a GPU, else one]
-    threads: Few | None = None  # processor threads a rank [cores / ranks]
-    # What the planner goes by where nobody measured it:
+    devices: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the detected GPUs, else the CPU
+    ranks: Few | None = None  # processes [one per GPU, else one]
+    threads: Few | None = None  # CPU threads per rank [cores / ranks]
+    # The planner's fallback for what was not measured:
     gpu: str | None = None  # "4090", "h100", "cpu:8": see core.hardware
-    gpus: Few | None = None  # so many of them [1]
-    memory: str | None = None  # "24GB": of each GPU, or of a host without any
-    node_link: str | None = None  # between its GPUs: "nvlink", "pcie", "50GB/s" [as the GPU has it, else pcie]
+    gpus: Few | None = None  # number of GPUs [1]
+    memory: str | None = None  # "24GB": of each GPU, or of a host without GPUs
+    node_link: str | None = None  # between its GPUs: "nvlink", "pcie", "50GB/s" [the GPU's own, else pcie]
     watts: Rate | None = None  # of the whole machine while it trains [its devices']
     price_per_h: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # of the whole machine, in any money
 
     @property
     def is_local(self) -> bool:
-        """Is it the machine that runs this program?"""
+        """Whether the host is the machine that runs this program."""
         return self.address == "local"
 
 
 class Gain(Section, frozen=True, kw_only=True):
-    """A setting of a host that was tried beside another on the same wire, in turn, and brought more."""
+    """A host setting with a faster alternative, measured by alternating between the two on the same link."""
 
     check: str  # the finding's id: link.congestion, link.window, link.idle
-    host: HostName  # where it is set
+    host: HostName  # the host of the setting
     setting: str  # net.ipv4.tcp_congestion_control
-    was: str  # what the host has
-    better: str  # what brings more
-    was_Bps: Rate  # medians of what was measured with the one and with the other
-    better_Bps: Rate
-    evidence: str  # in a sentence
+    was: str  # the current value
+    better: str  # the faster value
+    was_Bps: Rate  # median throughput with the current value
+    better_Bps: Rate  # median throughput with the faster value
+    evidence: str  # one sentence
 
 
 class Link(Section, frozen=True, kw_only=True):
-    """What was measured from one host to another."""
+    """The measured or declared link from one host to another."""
 
-    goodput_Bps: Bandwidth  # β: payload of one TCP stream, nothing coming back but acknowledgements
-    duplex_Bps: Bandwidth | None = None  # the same while as much is sent the other way: what a ring all-reduce uses
-    parallel_Bps: Bandwidth | None = None  # payload of several streams together
+    goodput_Bps: Bandwidth  # β: payload of one TCP stream in one direction
+    duplex_Bps: Bandwidth | None = None  # the same with equal traffic in the other direction, as in a ring all-reduce
+    parallel_Bps: Bandwidth | None = None  # total payload of several streams
     rtt_s: Annotated[
         float, Meta(ge=0, le=60)
-    ]  # median round trip of a small message: 2α and what two programs take to answer
+    ]  # median round trip of a small message: 2α and the reply time of two programs
     rtt_p95_s: Duration | None = None
-    retransmits: int | None = None  # segments sent again meanwhile; None = the system does not tell
-    is_shared: bool = False  # with all other such links, both ways: Wi-Fi's air, whose payload in all goodput_Bps is
-    declared: str = ""  # as somebody wrote it: "1GbE"; "" = it was measured
+    retransmits: int | None = None  # TCP segments retransmitted meanwhile; None = not reported by the system
+    is_shared: bool = False  # half duplex, shared with all such links, as Wi-Fi is; goodput_Bps is their total payload
+    declared: str = ""  # as written in the file: "1GbE"; "" = it was measured
     measured: str = ""  # ISO date and time
-    gains: list[Gain] = []  # settings that would bring more
+    gains: list[Gain] = []  # settings that would raise the throughput
 
     @property
     def bandwidth_Bps(self) -> float:
-        """What a collective can use: sending while receiving, where that was measured."""
+        """The bandwidth that a collective can use: the duplex rate, if it was measured."""
         return self.goodput_Bps if self.duplex_Bps is None or self.is_shared else self.duplex_Bps
 
 
 class ModelRate(Section, frozen=True, kw_only=True):
-    """What a model preset does on one device, in one process."""
+    """The training speed of a model preset on one device, in one process."""
 
     tokens_per_s: Rate  # forward and backward, sustained, in large micro-batches
-    pass_s: Duration | None = None  # what a forward and backward costs apart from its tokens
-    update_s: Duration | None = None  # clipping and AdamW's update of all its parameters
-    dtype: str = ""  # its arithmetic; "" = not said
-    cpus: Rate | None = None  # processors at work meanwhile
+    pass_s: Duration | None = None  # fixed overhead of one micro-batch's forward and backward
+    update_s: Duration | None = None  # clipping and AdamW's update of all parameters
+    dtype: str = ""  # of forward and backward; "" = not given
+    cpus: Rate | None = None  # mean number of busy CPUs meanwhile
 
 
 class Rates(Section, frozen=True, kw_only=True):
-    """What was measured on one device of a host, or declared by hand."""
+    """The measured or declared rates of one device of a host."""
 
     name: str = ""  # "AMD EPYC", "NVIDIA H200"
     matmul_flops: dict[str, Rate] = {}  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
     copy_Bps: Rate | None = None  # memory bandwidth of a large copy, bytes read and written
-    triad_Bps: Rate | None = None  # and of a = b + s·c
-    sum_Bps: dict[str, Rate] = {}  # γ: by dtype, bytes of a buffer to which one thread adds another, in a second
-    sync_Bps: Rate | None = None  # bytes that a processor sends, receives and adds in its second
-    loopback_Bps: Rate | None = None  # bytes that each of two ranks here sends in an all-reduce
-    coding_Bps: dict[str, Rate] = {}  # by strategy, bytes of gradients that a thread makes small and large again
-    memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # of the device, all of it
+    triad_Bps: Rate | None = None  # memory bandwidth of a = b + s·c
+    sum_Bps: dict[str, Rate] = {}  # γ: by dtype, bytes per second that one thread adds from one buffer to another
+    sync_Bps: Rate | None = None  # bytes sent, received and added per second of CPU time
+    loopback_Bps: Rate | None = None  # bytes that each of two ranks on the host sends per second of an all-reduce
+    coding_Bps: dict[str, Rate] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
+    memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # total memory of the device
     models: dict[str, ModelRate] = {}  # by preset
     measured: str = ""
 
 
 class Fleet(Section, frozen=True, kw_only=True):
-    """The whole file."""
+    """The whole fleet file."""
 
     hosts: dict[HostName, Host]
-    file: str | None = None  # where it was read from, as it was named; no key of the file's
-    link: str | None = None  # between any two hosts of which `links` says nothing: "1GbE", "wifi:200Mbit"
+    file: str | None = None  # the path as given by the user; not a key of the file
+    link: str | None = None  # between any two hosts without an entry in `links`: "1GbE", "wifi:200Mbit"
     links: dict[HostName, dict[HostName, Link]] = {}
     rates: dict[HostName, dict[str, Rates]] = {}  # by host, then by device: "cpu", "cuda:0"
     price_per_kwh: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # of electricity
 
     @property
     def flag(self) -> str:
-        """What a command needs to be about this fleet: " --fleet lab.toml"; nothing of the usual file."""
+        """The flag that selects this fleet in a command: " --fleet lab.toml"; "" for the default file."""
         return "" if self.file in (None, DEFAULT_FLEET) else f" --fleet {shlex.quote(self.file)}"
 
 
 def load_fleet(path: str | Path) -> Fleet:
-    """The fleet that a file describes; UsageError where it is not one."""
+    """Read a fleet file. Raise UsageError if it is invalid."""
     file = Path(path)
     try:
         text = read_file(file).decode("utf-8-sig")
@@ -168,7 +168,7 @@ def load_fleet(path: str | Path) -> Fleet:
 
 
 def parse_fleet(text: str, path: str | Path) -> Fleet:
-    """The same of what stands in the file of this name, or is about to."""
+    """Parse the text of a fleet file; `path` names it in errors. Raise UsageError if it is invalid."""
     file = Path(path)
     try:
         tree = from_toml(text)
@@ -185,7 +185,7 @@ def parse_fleet(text: str, path: str | Path) -> Fleet:
 
 
 def fleet_text(hosts: Mapping[str, Host], head: str = "") -> str:
-    """A fleet file with these hosts, below a line that says what it is.
+    """Return the text of a fleet file with these hosts, below the comment `head`.
 
     >>> print(fleet_text({"attic": Host(address="local"), "10.0.0.7": Host(address="10.0.0.7", user="ben")}), end="")
     [hosts.attic]
@@ -211,7 +211,7 @@ def fleet_text(hosts: Mapping[str, Host], head: str = "") -> str:
 
 
 def only(fleet: Fleet, names: str | None) -> Fleet:
-    """The fleet with these hosts alone ("attic,laptop"), in the file's order; all of them if None."""
+    """Return the fleet with only these hosts ("attic,laptop"), in the file's order; None: all of them."""
     if names is None:
         return fleet
     wanted = [name.strip() for name in names.split(",") if name.strip()]
@@ -259,7 +259,7 @@ def _check_known(file: Path, where: str, name: str, hosts: dict[str, Any]) -> No
 
 
 def _read_links(file: Path, tree: dict[str, Any]) -> None:
-    """Links that stand there in words become what they say: "1GbE" as [links.a] b = "1GbE"."""
+    """Replace links declared as text, [links.a] b = "1GbE", by tables with their rates."""
     for source, targets in _tables(tree.get("links")):
         for target, text in targets.items():
             if isinstance(text, str):
@@ -277,7 +277,7 @@ def _parsed(where: str, parse: Callable[[str], T], text: str) -> T:
 
 
 def _tables(tree: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The tables inside one; what is none of them is told by the types, afterwards."""
+    """Return the tables inside a table; type validation reports all other values later."""
     return [(name, table) for name, table in tree.items() if isinstance(table, dict)] if isinstance(tree, dict) else []
 
 
@@ -298,16 +298,18 @@ def _check(file: Path, fleet: Fleet) -> None:
         if host.user is not None and (host.user.startswith("-") or "@" in host.user or not host.user.isprintable()):
             raise UsageError(f"{file}: hosts.{name}: user {host.user!r}: expected a login name")
         if host.is_local and (host.user or host.port or host.identity_file or host.ssh_options):
-            raise UsageError(f"{file}: hosts.{name}: address is local, so ssh's settings have no use")
+            raise UsageError(f"{file}: hosts.{name}: address is local, so ssh settings do not apply")
         for key, text, parse in (("gpu", host.gpu, parse_hardware), ("memory", host.memory, parse_bytes),
                                  ("node_link", host.node_link, parse_link)):  # fmt: skip
             if text is not None:
                 _parsed(f"{file}: hosts.{name}.{key}", parse, text)
     if fleet.link is not None:
         _parsed(f"{file}: link", parse_link, fleet.link)
-    here = [name for name, host in fleet.hosts.items() if host.is_local]
-    if len(here) > 1:
-        raise UsageError(f"{file}: {' and '.join(here)} are both local: one machine is one host", hint="ranks = 2")
+    local_hosts = [name for name, host in fleet.hosts.items() if host.is_local]
+    if len(local_hosts) > 1:
+        raise UsageError(
+            f"{file}: {' and '.join(local_hosts)} are both local: one machine is one host", hint="ranks = 2"
+        )
 
 
 def _told(error: msgspec.ValidationError) -> str:

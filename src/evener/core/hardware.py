@@ -1,21 +1,21 @@
-"""What can a device do that is known by its name? "h100", "RTX 4090", "A100-SXM4-80GB", "m2-max", "cpu:8".
+"""Published peak rates of devices by name: "h100", "RTX 4090", "A100-SXM4-80GB", "m2-max", "cpu:8".
 
-The figures are the peaks that makers print; `evener probe host` measures what a device does. Each row names its source.
-Makers' papers were read as other public pages quote them, which the row names, too. What no source tells is None, or
-has no key.
+The figures are the manufacturers' published peaks; `evener probe host` measures the real rates. Each row names its
+source. Datasheets were read as quoted by other public pages, which the row names too. A figure without a source is
+None, or its key is missing.
 
-    matmul_flops   dense products: where a maker prints the rate with 2:4 sparsity, half of it. On tensor cores with
-                   sums in fp32, as PyTorch asks for: half of what GeForce cards do with sums in fp16. "fp32" is plain
-                   fp32, no TF32. A type that a device has no units for has no key: bf16 before Ampere.
-    memory_bytes   as sold, a GB being 1e9: CUDA reports 4 to 7 % more. GDDR6 that can hold its own error-correcting
-                   codes (T4, A10, L4, L40S, RTX A6000) gives up a sixteenth for them, so that is taken off there.
-    copy_Bps       makers print what the memory reads or writes in a second; a copy's bytes read and written together
-                   cannot be more, so the same figure stands for their sum.
-    local_Bps      one direction, all links of a GPU together: NVLink or Infinity Fabric of boards that are made with
-                   it, else PCIe ×16. Bridges that are bought apart, for two cards (RTX 3090, RTX A6000, A100 and H100
-                   PCIe), do not count.
+    matmul_flops   dense products: half of a published rate with 2:4 sparsity. On tensor cores with fp32 accumulation,
+                   as PyTorch uses: half of the rate of GeForce cards with fp16 accumulation. "fp32" is plain fp32,
+                   not TF32. A dtype without hardware support has no key: bf16 before Ampere.
+    memory_bytes   as sold, a GB being 1e9: CUDA reports 4 to 7 % more. GDDR6 with inline ECC (T4, A10, L4, L40S,
+                   RTX A6000) reserves a sixteenth for it, which is subtracted.
+    copy_Bps       the published memory bandwidth counts bytes read or written per second. A copy's bytes read and
+                   written together cannot exceed it, so the same figure is used for their sum.
+    intra_node_Bps one direction, all links of a GPU together: built-in NVLink or Infinity Fabric, else PCIe ×16.
+                   Bridges for two cards, which are sold separately (RTX 3090, RTX A6000, A100 and H100 PCIe), do not
+                   count.
 
-Apple's devices are here for planning alone: `evener train` uses the processor there, not yet the GPU.
+Apple's devices are for planning only: `evener train` uses the CPU there, not yet the GPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import msgspec
 
 from evener.core.errors import UsageError, did_you_mean
 
-# GB/s in one direction. PCIe ×16 by its transfers, of which line coding takes 2 of 130; a card's generation is from
-# TechPowerUp. NVLink of V100, A100, H100 and H200, B200 is half of what NVIDIA prints for both directions.
+# GB/s in one direction. PCIe ×16 from its transfer rate, less 2 of 130 bits for line coding; the cards' generations are
+# from TechPowerUp. NVLink of V100, A100, H100 and H200, B200 is half of NVIDIA's figure for both directions.
 PCIE_3, PCIE_4, PCIE_5 = (giga_transfers * 16 / 8 * 128 / 130 for giga_transfers in (8, 16, 32))
 NVLINK_2, NVLINK_3, NVLINK_4, NVLINK_5 = 150.0, 300.0, 450.0, 900.0
 ECC_SHARE = 1 / 16  # of GDDR6: an L4 of 24 GiB reports 22.5 (23034 MiB), an L40S of 48 reports 45 (46068 MiB)
@@ -36,21 +36,21 @@ MOST_CORES = 1024
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """One device, as its maker describes it. Rates are peaks; None: no source tells."""
+    """The published data of one device. Rates are peaks; None: no source."""
 
-    name: str  # as its maker calls it
-    kind: Literal["cuda", "mps", "cpu"]  # PyTorch's; AMD's GPUs are "cuda" there
+    name: str  # the manufacturer's
+    kind: Literal["cuda", "mps", "cpu"]  # PyTorch's device type; AMD's GPUs are "cuda" there
     memory_bytes: int | None
     matmul_flops: dict[str, float]  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
     copy_Bps: float | None  # memory bandwidth, bytes read and written
-    local_Bps: float | None  # to the other GPUs of its host, one direction; also None where there is only one
+    local_Bps: float | None  # to the other GPUs of its host, one direction; None for devices that have no peers
     watts: float | None  # of the board
     source: str
 
 
 def _gpu(name: str, *, gb: int, fp32: float, half: float, memory: float, local: float, watts: float, source: str,
          bf16: bool = True, ecc: bool = False) -> Hardware:  # fmt: skip
-    """A row of a GPU with CUDA or ROCm, in datasheets' units: GB, TFLOP/s, GB/s. `half` is of bf16 and of fp16."""
+    """Return the row of a CUDA or ROCm GPU from datasheet units: GB, TFLOP/s, GB/s. `half`: rate of bf16 and fp16."""
     tflops = {"fp32": fp32} | ({"bf16": half} if bf16 else {}) | {"fp16": half}
     return Hardware(
         name=name,
@@ -65,7 +65,7 @@ def _gpu(name: str, *, gb: int, fp32: float, half: float, memory: float, local: 
 
 
 def _mac(name: str, *, tflops: float, memory: float, source: str) -> Hardware:
-    """A row of Apple's, as fast in fp16 as in fp32: the memory is what a buyer chose, the power is not published."""
+    """Return the row of an Apple GPU, as fast in fp16 as in fp32. Memory sizes vary, and the power is not published."""
     return Hardware(
         name=name,
         kind="mps",
@@ -78,7 +78,7 @@ def _mac(name: str, *, tflops: float, memory: float, source: str) -> Hardware:
     )
 
 
-# The pages that quote makers' papers, read in November 2026
+# The pages that quote the manufacturers' datasheets, read in November 2026
 ML_ENGINEERING = "stas00/ml-engineering, chapters Accelerators and Network (2026-08)"
 COMPOSER = "mosaicml/composer, speed_monitor.py (2026-04)"
 LIGHTNING = "Lightning, fabric/utilities/throughput.py (2026-07)"
@@ -93,7 +93,7 @@ V100_SXM = f"{V100}; memory, NVLink, power: Dell EMC Ready Solutions for AI, ref
 V100_PCIE = f"{V100}; memory: {TECHPOWERUP}; power: hwupgrade.it on NVIDIA's announcement (2017)"
 APPLE = f"{METAL_BENCHMARKS}; memory: Apple, by way of MacRumors (2023-01-18)"
 
-HARDWARE: dict[str, Hardware] = {  # by the short name that a person types
+HARDWARE: dict[str, Hardware] = {  # by the short name for --gpu
     "h100": _gpu("NVIDIA H100 SXM 80GB", gb=80, fp32=67, half=989, memory=3350, local=NVLINK_4, watts=700, source=H100),
     "h100-pcie": _gpu(
         "NVIDIA H100 PCIe 80GB", gb=80, fp32=51, half=756, memory=2000, local=PCIE_5, watts=350,
@@ -104,7 +104,7 @@ HARDWARE: dict[str, Hardware] = {  # by the short name that a person types
         "NVIDIA H200 SXM 141GB", gb=141, fp32=67, half=989, memory=4800, local=NVLINK_4, watts=700,
         source=f"NVIDIA H200 product page, 1,979 TFLOPS with sparsity, by way of {ML_ENGINEERING}",
     ),
-    "b200": _gpu(  # others have 80 TFLOP/s in fp32 and 8 TB/s: the smaller of what is printed
+    "b200": _gpu(  # the smaller of the published figures: other sources have 80 TFLOP/s in fp32 and 8 TB/s
         "NVIDIA B200 SXM 180GB", gb=180, fp32=74.4, half=2250, memory=7700, local=NVLINK_5, watts=1000,
         source=f"NVIDIA DGX B200 datasheet, by way of {ML_ENGINEERING}; fp32: {TECHPOWERUP}; memory: hmc-tech.com",
     ),
@@ -166,7 +166,7 @@ HARDWARE: dict[str, Hardware] = {  # by the short name that a person types
         "NVIDIA GeForce RTX 4090 24GB", gb=24, fp32=82.6, half=165.2, memory=1008, local=PCIE_4, watts=450,
         source=f"NVIDIA Ada whitepaper v2.1, Appendix A, by way of {SANSKRIT}; power: {TECHPOWERUP}",
     ),
-    "4080": _gpu(  # AI TOPS: int8 with sparsity, 8 times the rate of 16-bit products with sums in fp32, as of the 4090
+    "4080": _gpu(  # AI TOPS: int8 with sparsity, 8 times the 16-bit rate with fp32 accumulation, as for the 4090
         "NVIDIA GeForce RTX 4080 16GB", gb=16, fp32=48.7, half=97.5, memory=716, local=PCIE_4, watts=320,
         source=f"NVIDIA RTX 4080 family page (2026-10): 780 AI TOPS / 8; fp32, memory: {TECHPOWERUP}",
     ),
@@ -178,7 +178,7 @@ HARDWARE: dict[str, Hardware] = {  # by the short name that a person types
         "NVIDIA GeForce RTX 3090 24GB", gb=24, fp32=35.6, half=71, memory=936, local=PCIE_4, watts=350,
         source=f"NVIDIA GA102 whitepaper v2, Appendix A, by way of karpathy/nanochat (2026-07); power: {TECHPOWERUP}",
     ),
-    "3060": _gpu(  # the one of 8 GB has the same name to CUDA
+    "3060": _gpu(  # CUDA reports the same name for the 8 GB version
         "NVIDIA GeForce RTX 3060 12GB", gb=12, fp32=12.7, half=25.4, memory=360, local=PCIE_4, watts=170,
         source=f"{TECHPOWERUP}; 16-bit: 28 SMs at 1777 MHz, 512 FLOP a clock as in NVIDIA's GA102 whitepaper v2",
     ),
@@ -202,22 +202,22 @@ HARDWARE: dict[str, Hardware] = {  # by the short name that a person types
     ),
     "m2-pro": _mac("Apple M2 Pro", tflops=6.8, memory=200, source=APPLE),
     "m2-max": _mac("Apple M2 Max", tflops=13.6, memory=400, source=APPLE),
-    "m3-max": _mac(  # of 40 cores; Apple prints no rate, others print 14.2 to 16.4
+    "m3-max": _mac(  # with 40 cores; Apple publishes no rate, others publish 14.2 to 16.4
         "Apple M3 Max", tflops=14.2, memory=400,
         source="huggingface.js, tasks/src/hardware.ts, approximate; fp16: hmc-tech.com; memory: radargit.com (2025-03)",
     ),
 }  # fmt: skip
 
-# Of one core: half of what `evener probe host` *measured* on 2 cores of an AMD EPYC (Zen 4, AVX-512) together, with
-# nothing beside it, 2026-11-23, PyTorch 2.13: 188 GFLOP/s in fp32, 409 in bf16, 27.3 GB/s. That N cores do N times as
-# much is an *assumption*: their products nearly do, while memory ends at the socket's.
+# Of one core: half of what `evener probe host` *measured* on 2 cores of an AMD EPYC (Zen 4, AVX-512) together, on an
+# idle machine, 2026-11-23, PyTorch 2.13: 188 GFLOP/s in fp32, 409 in bf16, 27.3 GB/s. That N cores are N times as fast
+# is an *assumption*: nearly true of matrix products, while memory bandwidth is limited by the socket.
 CORE_FLOPS = {"fp32": 94e9, "bf16": 205e9}
 CORE_COPY_BPS = 13.7e9
 CORE_WATTS = 360 / 96  # AMD's product page of the EPYC 9654: 360 W for 96 cores
 
 
 def _cpu(num_cores: int) -> Hardware:
-    """So many cores of a server's processor of 2022; how much memory they have nobody knows."""
+    """Return the row of this many cores of a 2022 server CPU; the memory is unknown."""
     return Hardware(
         name=f"{num_cores} processor core{'s' * (num_cores > 1)}",
         kind="cpu",
@@ -230,14 +230,14 @@ def _cpu(num_cores: int) -> Hardware:
     )
 
 
-# What says nothing about which device it is; "sxm4" before "80gb" takes its own digit alone.
+# Words that do not distinguish devices; "sxm4" before "80gb" matches its own digit only.
 NOISE = re.compile(
     r"nvidia|geforce|rtx|tesla|amd|instinct|oam|apple|hbm\d?e?|sxm[2-6]?(?=\d\d|\D|$)|(?<=\d)\s*gb|[\s_-]"
 )
 
 
 def _key(text: str) -> str:
-    """The letters and digits that tell devices apart.
+    """Return the letters and digits of a name that distinguish devices.
 
     >>> _key("NVIDIA A100-SXM4-80GB"), _key("NVIDIA H100 PCIe"), _key("m2-max")
     ('a10080', 'h100pcie', 'm2max')
@@ -247,11 +247,13 @@ def _key(text: str) -> str:
 
 
 KEYS = {_key(word): short for short, row in HARDWARE.items() for word in (short, row.name)}
-KEYS["mi250x/mi250"] = "mi250"  # ROCm's name of both: the slower
+KEYS["mi250x/mi250"] = "mi250"  # ROCm's name for both: take the slower
 
 
 def parse_hardware(text: str) -> Hardware:
-    """The device that a person means, or that torch.cuda.get_device_name prints; UsageError where nobody could know.
+    """Return the device of a name as users type it or torch.cuda.get_device_name prints it.
+
+    Raise UsageError if the name is unknown or ambiguous.
 
     >>> parse_hardware("NVIDIA GeForce RTX 4090") == parse_hardware("rtx4090") == HARDWARE["4090"]
     True
@@ -273,5 +275,5 @@ def parse_hardware(text: str) -> Hardware:
     if many and _key(many[2]) in KEYS:
         num, name = int(many[1]), KEYS[_key(many[2])]
         hint = f"--gpu {name} --per-node {num} for {num} in each machine, --gpu {name} --nodes {num} for {num} machines"
-        raise UsageError(f"--gpu {text}: expected a device's name, without how many there are", hint=hint)
+        raise UsageError(f"--gpu {text}: expected a device's name without their number", hint=hint)
     raise UsageError(f"--gpu {text}: expected a device's name, or cpu:8", hint=did_you_mean(key, [*HARDWARE, "cpu:8"]))

@@ -1,6 +1,6 @@
-"""How fast is a link that a person describes? "1GbE", "8x400Gbit", "1Gbit,5ms", "wifi:200Mbit", "nvlink".
+"""The alpha-beta link model, and parsing of link names: "1GbE", "8x400Gbit", "1Gbit,5ms", "wifi:200Mbit", "nvlink".
 
-α  seconds of a small message, one way    β  bytes of payload a second
+α  one-way latency of a small message, seconds    β  payload bandwidth, bytes per second
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from msgspec import Meta
 from evener.core.errors import UsageError, did_you_mean
 
 Positive = Annotated[float, Meta(gt=0)]
-ETHERNET_SHARE = (
-    0.85  # of the line rate reaches a collective: *assumption*, the rule that home labs use; measured links
-)
-# in Linux reach 0.95, so what it predicts is rather too slow
-WIRED_S, DATACENTRE_S = 50e-6, 10e-6  # α with the sockets of both ends: *assumptions*
+ETHERNET_SHARE = 0.85  # share of the line rate that a collective gets: *assumption*, the rule of thumb in home labs
+# Measured links in Linux reach 0.95, so predictions are rather too slow.
+WIRED_S, DATACENTRE_S = 50e-6, 10e-6  # α including the sockets of both ends: *assumptions*
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-MOST_BPS, LONGEST_S = 1e15, 60.0  # more is a slip of the pen
+MOST_BPS, LONGEST_S = 1e15, 60.0  # larger values are typing errors
 LINE_RATE = re.compile(r"(?:(\d{1,3})\s*x\s*)?(\d+(?:\.\d+)?)\s*([kmgt])(bits?/s|bits?|bps|be)?", re.IGNORECASE)
 BIT_RATE = re.compile(r"(?:(\d{1,3})\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(b/s)")
 PAYLOAD_RATE = re.compile(r"(?:(\d{1,3})\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(Bps|B/s)")
@@ -30,19 +28,19 @@ LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs)")
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction between two ranks; all of a medium where its ends share it."""
+    """Alpha-beta model of one direction between two ranks, or of a whole medium that is shared."""
 
-    latency_s: float  # α: a small message, one way, with what the backend does for it
-    bandwidth_Bps: Positive  # β: payload, while as much comes back; of a shared medium what it carries in all
-    is_shared: bool = False  # with all other such wires, both ways: Wi-Fi's air
+    latency_s: float  # α: a small message, one way, including the backend's overhead
+    bandwidth_Bps: Positive  # β: payload, with equal traffic in the other direction; of a shared medium its total
+    is_shared: bool = False  # half duplex and shared with all such links, as Wi-Fi is
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """A link as it is sold, and what a collective gets of it."""
+    """A link by its commercial name, and its model for a collective."""
 
     name: str
     wire: Wire
-    assumed: str  # a sentence
+    assumed: str  # the assumption, one sentence
 
 
 def _named(name: str, bandwidth_Bps: float, latency_s: float, why: str) -> Link:
@@ -50,9 +48,7 @@ def _named(name: str, bandwidth_Bps: float, latency_s: float, why: str) -> Link:
 
 
 def _wifi(rate_Bps: float, latency_s: float) -> Link:
-    """One half-duplex air for all hosts on it. From host to host everything crosses it twice: to the access point, and
-    from there.
-    """
+    """Return a half-duplex medium shared by its hosts; traffic between two crosses it twice, via the access point."""
     rate = f"{rate_Bps * 8 / 1e6:g} Mbit/s"
     why = f"Wi-Fi: {rate} to one host at a time, half of that from host to host, shared by all, and {_ms(latency_s)}"
     wire = Wire(latency_s=latency_s, bandwidth_Bps=rate_Bps / 2, is_shared=True)
@@ -68,7 +64,7 @@ def _ms(latency_s: float) -> str:
     return f"{latency_s * 1e3:g} ms" if latency_s >= 1e-3 else f"{latency_s * 1e6:g} µs"
 
 
-# What makes a link of a rate and a latency, and both where nobody says them: *assumptions*
+# Constructor, default rate and default latency: *assumptions*
 MEDIA = {"wifi": (_wifi, 300e6 / 8, 2e-3), "wan": (_wan, 100e6 / 8, 20e-3)}
 NAMED = {
     "wifi": _wifi(*MEDIA["wifi"][1:]),
@@ -80,11 +76,11 @@ FABRICS = ("wan", "wifi", "1GbE", "2.5GbE", "10GbE", "25GbE", "100GbE", "400GbE"
 
 
 def parse_link(text: str) -> Link:
-    """The link that a person means; UsageError where nobody could know.
+    """Parse a link's name or rate. Raise UsageError if it is neither.
 
-    In bits it is a line's rate, of which 85 % are taken for payload; in bytes it is what was measured. `8x400Gbit` are
-    eight adapters of a host. What follows a comma is a round trip, as ping tells it. Of Wi-Fi the rate is what one host
-    gets of it, as a download shows it.
+    A rate in bits is a line rate, of which 85 % are taken for payload; a rate in bytes is measured payload. `8x400Gbit`
+    are eight adapters of a host. After a comma comes the round-trip time, as ping reports it. Wi-Fi's rate is that of a
+    download by one host.
 
     >>> parse_link("1GbE").wire.bandwidth_Bps, parse_link("2.5 Gbit/s").wire.bandwidth_Bps
     (106250000.0, 265625000.0)
@@ -96,37 +92,37 @@ def parse_link(text: str) -> Link:
     name, comma, rtt = (part.strip() for part in text.partition(","))
     medium, colon, rate = (part.strip() for part in name.partition(":"))
     latency_s = _latency_s(text, rtt) if comma else None
-    known = medium.lower().replace("-", "")
-    if known in MEDIA:
-        make, usual_Bps, usual_s = MEDIA[known]
-        return make(_rate(text, rate)[0] if colon else usual_Bps, usual_s if latency_s is None else latency_s)
+    key = medium.lower().replace("-", "")
+    if key in MEDIA:
+        make, default_Bps, default_s = MEDIA[key]
+        return make(_rate(text, rate)[0] if colon else default_Bps, default_s if latency_s is None else latency_s)
     if colon:
         raise _unknown(text, medium)
-    if known in NAMED:
-        found = NAMED[known]
+    if key in NAMED:
+        link = NAMED[key]
     else:
         rate_Bps, is_payload = _rate(text, name)
         rate_Bps *= 1 if is_payload else ETHERNET_SHARE
-        usual_s = DATACENTRE_S if rate_Bps >= 10e9 else WIRED_S
+        default_s = DATACENTRE_S if rate_Bps >= 10e9 else WIRED_S
         share = "its rate" if is_payload else f"{ETHERNET_SHARE:.0%} of the line rate"
-        alpha_s = usual_s if latency_s is None else latency_s
-        found = _named(name, rate_Bps, alpha_s, f"{name}: {share} and {_ms(alpha_s)} one way are assumed")
+        alpha_s = default_s if latency_s is None else latency_s
+        link = _named(name, rate_Bps, alpha_s, f"{name}: {share} and {_ms(alpha_s)} one way are assumed")
     if latency_s is None:
-        return found
-    return msgspec.structs.replace(found, wire=msgspec.structs.replace(found.wire, latency_s=latency_s))
+        return link
+    return msgspec.structs.replace(link, wire=msgspec.structs.replace(link.wire, latency_s=latency_s))
 
 
 def _latency_s(text: str, rtt: str) -> float:
-    """One way, of a round trip."""
+    """Parse a round-trip time and return the one-way latency."""
     matched = LATENCY.fullmatch(rtt)
     rtt_s = float(matched[1]) * TIMES[matched[2]] if matched else -1.0
     if not 0 <= rtt_s <= LONGEST_S:
-        raise UsageError(f"link {text}: after the comma stands a round trip", hint="as ping tells it: 1Gbit,5ms")
+        raise UsageError(f"link {text}: expected a round-trip time after the comma", hint="for example 1Gbit,5ms")
     return rtt_s / 2
 
 
 def _rate(text: str, rate: str) -> tuple[float, bool]:
-    """(bytes a second, is it payload and not a line's rate?)"""
+    """Parse a rate and return (bytes per second, whether it is payload rather than a line rate)."""
     payload = PAYLOAD_RATE.fullmatch(rate)
     matched = payload or BIT_RATE.fullmatch(rate) or LINE_RATE.fullmatch(rate)
     if matched is None:

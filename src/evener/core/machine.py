@@ -1,4 +1,7 @@
-"""What machine is this? Facts for the manifest and for choosing threads; standard library only."""
+"""Information about the local host for the manifest and the number of threads, and process settings of the C library.
+
+Standard library only, except for the struct.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ CHOSEN = r"MALLOC_(MMAP|TRIM|TOP_PAD)_|GLIBC_TUNABLES=.*glibc\.malloc\.(mmap|tri
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """A host as a run found it."""
+    """Name, system, CPU and memory of a host in a run."""
 
     host: str
     system: str
     cpu: str
-    cores: int  # that this process may use: affinity and cgroup quota count
+    cores: int  # usable by this process: limited by affinity and cgroup quota
     memory_bytes: int | None
     python: str
 
 
 def this_machine() -> Machine:
-    """The machine that calls this."""
+    """Return the information about the local host."""
     return Machine(
-        host=os.environ.get("EVENER_HOST") or socket.gethostname(),  # the fleet's own name for it comes first
+        host=os.environ.get("EVENER_HOST") or socket.gethostname(),  # the fleet file's name takes precedence
         system=f"{platform.system()} {platform.release()}",
         cpu=_cpu_model(),
         cores=usable_cores(),
@@ -44,9 +47,9 @@ def this_machine() -> Machine:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory that this process has held.
+    """Return the peak resident memory of this process.
 
-    Not getrusage's figure where there is another: that one begins with what the process was before it ran this program.
+    getrusage is only the fallback: its figure includes the process's memory before it executed this program.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -58,23 +61,23 @@ def peak_memory_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for its next tensors.
+    """Make malloc keep freed memory in this process, for its next tensors.
 
-    glibc gives large blocks back, and the kernel fills every page with zeros anew when the next pass wants them.
-    *Measured* on one core (2026-11-23), a pass of d8 over 2048 tokens: 430,000 page faults and 5.4 s; none and 4.5 s
-    with this. `char` frees small blocks: no difference. Elsewhere than on glibc nothing is done, nor where somebody has
-    chosen otherwise: MALLOC_MMAP_…, MALLOC_TRIM_…, MALLOC_TOP_PAD_ or GLIBC_TUNABLES of malloc in the environment.
+    glibc returns large blocks to the kernel, which must zero every page again for the next pass. *Measured* on one core
+    (2026-11-23), a pass of d8 over 2048 tokens: 430,000 page faults and 5.4 s; none and 4.5 s with this. `char` frees
+    small blocks: no difference. No effect without glibc, or if the environment has settings of its own: MALLOC_MMAP_…,
+    MALLOC_TRIM_…, MALLOC_TOP_PAD_ or GLIBC_TUNABLES of malloc.
     """
     if any(re.match(CHOSEN, f"{name}={value}") for name, value in os.environ.items()):
         return
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)  # large blocks lie in the heap, too: the main thread's
-        mallopt(M_TRIM_THRESHOLD, -1)  # and the heap's free end stays: never trimmed  [mallopt(3)]
+        mallopt(M_MMAP_MAX, 0)  # allocate large blocks in the main thread's heap too
+        mallopt(M_TRIM_THRESHOLD, -1)  # never trim the free end of the heap  [mallopt(3)]
 
 
 def end_with(parent: int) -> None:
-    """This process is killed when the one that started it ends, however that ends: at once, where it has. Linux."""
+    """Have the kernel kill this process when its parent ends, immediately if it has ended already. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
@@ -82,7 +85,7 @@ def end_with(parent: int) -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: the affinity mask, cut by a cgroup quota (v2 or v1), at least 1."""
+    """Return the cores usable by this process: the affinity mask, limited by a cgroup quota (v2 or v1); at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, min(cores, int(quota))) if quota else cores

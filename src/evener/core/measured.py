@@ -1,4 +1,4 @@
-"""How do measured figures get into the fleet's file? The user's own lines and comments stay as they are."""
+"""Write measured links and rates into the fleet file; the user's own lines and comments are preserved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evener.core.link import parse_link
 
 def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None = None,
                  rates: dict[str, dict[str, Rates]] | None = None) -> None:  # fmt: skip
-    """Write links and rates into the file, in place of those of the same hosts and devices that stand there."""
+    """Write links and rates into the fleet file, replacing those of the same hosts and devices."""
     import tomlkit
 
     file = Path(path)
@@ -25,8 +25,8 @@ def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None =
         raise UsageError(f"{file}: {error.strerror}") from None
     for source, targets in (links or {}).items():
         for target, link in targets.items():
-            told = msgspec.structs.replace(link, is_shared=_is_shared(document, source, target))
-            _table(document, "links", source)[target] = msgspec.to_builtins(told)
+            updated = msgspec.structs.replace(link, is_shared=_is_shared(document, source, target))
+            _table(document, "links", source)[target] = msgspec.to_builtins(updated)
     for name, devices in (rates or {}).items():
         host = _table(document, "rates", name)
         for device, rate in devices.items():
@@ -40,11 +40,11 @@ def update_fleet(path: str | Path, *, links: dict[str, dict[str, Link]] | None =
     try:
         write_atomic(file, tomlkit.dumps(document).encode())
     except OSError as error:
-        raise UsageError(f"{file}: the figures cannot be written into it: {error.strerror}") from None
+        raise UsageError(f"{file}: cannot write the measured figures: {error.strerror}") from None
 
 
 def _is_shared(document: Any, source: str, target: str) -> bool:
-    """Does the file say of this link that its ends share it with others? No measurement of two hosts shows that."""
+    """Return whether the file declares this link as a shared medium, which no measurement of two hosts can show."""
     links = document.get("links", {})
     known = links.get(source, {}).get(target, links.get(target, {}).get(source, document.get("link")))
     return parse_link(known).wire.is_shared if isinstance(known, str) else bool(known and known.get("is_shared"))

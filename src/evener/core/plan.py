@@ -1,5 +1,6 @@
-"""Who does what, where, with which command, and what will it cost? `plan.json` of a run: pure data. It is all that is
-needed later to follow, stop or resume the run, from this machine or after a restart of it.
+"""`plan.json` of a run: each host's ranks and command, and the prediction. Pure data.
+
+It is all that is needed later to follow, stop or resume the run, from this machine or after a restart of it.
 
     Prediction (of plan/) + commands for every host (of launch/commands.py) ─▶ Plan
 """
@@ -22,89 +23,89 @@ from evener.core.spec import RunSpec
 from evener.core.stored import from_stored, read_stored
 from evener.core.world import AgentSpec
 
-ROSTER_FILE = "roster.json"  # in a run's folder on each host, as EVENER_ROSTER tells the ranks
-CLUSTER_FILE = "cluster.json"  # beside it, where the ranks may choose another way to agree
-JOINED_FILE = "host/joined"  # where a script's `join` says which run directory it has, as EVENER_JOINED tells the ranks
+ROSTER_FILE = "roster.json"  # in the run's folder on each host; EVENER_ROSTER is its path
+CLUSTER_FILE = "cluster.json"  # in the same folder, if the ranks may choose another sync strategy
+JOINED_FILE = "host/joined"  # where a script's `join` writes its run directory; EVENER_JOINED is its path
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's part of a run. Its ranks are first_rank, first_rank + 1, …
+    """One host's ranks, folders and command. Its ranks are first_rank, first_rank + 1, …
 
-    A host has a folder of its own for the run, whose files are copied to the run directory. The only host of a run on
-    this machine alone has the run directory itself: nothing is copied.
+    A host has its own folder for the run, whose files are copied to the run directory. If the run is on this machine
+    alone, that folder is the run directory itself and nothing is copied.
     """
 
     name: str
-    host: Host  # how it is reached
+    host: Host  # how to reach it
     node_rank: int
     first_rank: int
     num_ranks: int
-    address: str  # what its ranks listen on, and nothing else
+    address: str  # the only address on which its ranks listen
     interface: str
-    run: str | None  # the run's folder there, absolute; None: the run directory
-    code: str | None  # the project as it was sent; what is new of it goes to its folder there, which is `cwd`
+    run: str | None  # the run's folder on the host, absolute; None: the run directory
+    code: str | None  # the project as sent to the host; its new files are copied to the project's folder, `cwd`
     cwd: str
     argv: list[str]
-    is_rank: bool = False  # the program is the one rank itself, and not what starts and watches the ranks
-    env: dict[str, str]  # on top of what a session there has
-    agent: AgentSpec | None = None  # of a run that hosts may leave and come back to: the program is its agent
+    is_rank: bool = False  # the program is the only rank itself, not a launcher of ranks
+    env: dict[str, str]  # in addition to the environment of a session on the host
+    agent: AgentSpec | None = None  # of a run with dynamic membership: the program is the host's agent
 
     @property
     def is_here(self) -> bool:
-        """Is its folder the run directory?"""
+        """Whether the host's folder is the run directory."""
         return self.run is None
 
     def folder(self, rundir: RunDir) -> str:
-        """The run's folder on that host."""
+        """Return the run's folder on the host."""
         return str(rundir.path.absolute()) if self.run is None else self.run
 
     def log_path(self, rundir: RunDir) -> Path:
-        """What its program printed, here."""
+        """Return the local log of the host's program."""
         return rundir.log_path(self.name, self.first_rank if self.is_rank else None)
 
     def events_path(self, rundir: RunDir) -> Path:
-        """The events that its ranks told, here."""
+        """Return the local file of the events that the host's ranks recorded."""
         return rundir.events_path if self.is_here else rundir.path / "hosts" / self.name / "events.jsonl"
 
     def state_path(self, rundir: RunDir) -> Path:
-        """How its supervisor said that it is doing, here."""
+        """Return the local copy of the host's supervisor state."""
         return rundir.path / "host" / "state.json" if self.is_here else rundir.path / "hosts" / self.name / "state.json"
 
     def shell_line(self) -> str:
-        """What to type on that host to do the same by hand."""
+        """Return the shell command that runs the program by hand on the host."""
         env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         return f"cd {shlex.quote(self.cwd)} && {' '.join([*env, shlex.join(self.argv)])}"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run."""
+    """The plan of a run: `plan.json`."""
 
     format: int = FORMAT
     id: str = ""  # marks every process of the run
     kind: str  # train, launch
     address: str = ""  # of the rendezvous, on the first host
     port: int = 0
-    roster: Roster | None = None  # with which it begins, and hosts that were added; None of a script of the user's own
-    grace_s: float = 0.0  # how long the ranks may take to save when they are told to stop
-    spec: RunSpec | None  # as it was asked for; None of a script of the user's own
-    project: str | None = None  # the folder here that a script came from
+    roster: Roster | None = None  # the initial one, and hosts that were added; None for a user's own script
+    grace_s: float = 0.0  # how long the ranks may take to save after a request to stop
+    spec: RunSpec | None  # as requested; None for a user's own script
+    project: str | None = None  # the local folder of a script
     hosts: list[HostPlan] = []
-    fleet_file: str | None = None  # that names them, an absolute path; None: it runs on this machine alone
-    prediction: Prediction | None = None  # None: of a script of the user's own, or too little is known
+    fleet_file: str | None = None  # the fleet file of the hosts, an absolute path; None: this machine alone
+    prediction: Prediction | None = None  # None: a user's own script, or too little is known
 
     @property
     def is_here(self) -> bool:
-        """Does it run on this machine alone, in the run directory itself?"""
+        """Whether the run is on this machine alone, in the run directory itself."""
         return len(self.hosts) == 1 and self.hosts[0].is_here
 
     @property
     def outlives_hosts(self) -> bool:
-        """Does it go on without a host that is gone?"""
+        """Whether hosts may leave and join during the run."""
         return any(host.agent is not None for host in self.hosts)
 
     @property
     def fleet(self) -> Fleet:
-        """The hosts that take part."""
+        """The fleet of the hosts that take part."""
         file = self.fleet_file
         if file is not None and Path(file).is_relative_to(Path.cwd()):
             file = str(Path(file).relative_to(Path.cwd()))
@@ -112,44 +113,43 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return sum(host.num_ranks for host in self.hosts)
 
     def host(self, name: str) -> HostPlan:
-        """The part of a host."""
+        """Return the HostPlan of this name."""
         return next(host for host in self.hosts if host.name == name)
 
     def host_of(self, rank: int) -> HostPlan:
-        """Where a rank runs."""
+        """Return the HostPlan of the host on which a rank runs."""
         return next(host for host in self.hosts if host.first_rank <= rank < host.first_rank + host.num_ranks)
 
 
 def told_roster() -> Roster | None:
-    """The Roster that the launcher made for this process; None of one that was started by hand. CheckpointError where
-    it is damaged.
-    """
+    """Read the launcher's Roster for this process; None if it was started by hand. Raise CheckpointError if damaged."""
     path = os.environ.get("EVENER_ROSTER")
     return None if path is None else read_stored(Path(path), Roster)
 
 
 def launched_into() -> str | None:
-    """The folder that `evener launch` made for the run of this process; None of one that was started otherwise, or has
-    told of a run already.
+    """Return the folder that `evener launch` made for this process's run.
+
+    None if the process was started otherwise, or has already reported a run.
     """
     path = os.environ.get("EVENER_JOINED")
     return None if path is None or Path(path).exists() else str(Path(path).parents[1])
 
 
 def tell_launcher(rundir: RunDir) -> None:
-    """Whoever launched this program finds the records of its (first) run there."""
+    """Report the directory of this program's first run to its launcher."""
     path = os.environ.get("EVENER_JOINED")
     if path is not None and not Path(path).exists():
         write_atomic(Path(path), str(rundir.path.absolute()).encode())
 
 
 def find_plan(rundir: RunDir) -> Plan | None:
-    """The plan of a run; None where there is none, as of a worker that was started by hand. CheckpointError where it
-    is damaged.
+    """Read the plan of a run, or return None if there is none, as for a worker that was started by hand.
+
+    Raise CheckpointError if the plan is damaged.
     """
     try:
         text = read_file(_path(rundir))
@@ -161,16 +161,16 @@ def find_plan(rundir: RunDir) -> Plan | None:
 
 
 def read_plan(rundir: RunDir) -> Plan:
-    """The plan of a run; UsageError where there is none."""
+    """Read the plan of a run. Raise UsageError if there is none."""
     plan = find_plan(rundir)
     if plan is None and not rundir.path.exists():
         raise UsageError(
-            f"{rundir}: no such run; one that is still being prepared has no directory yet",
+            f"{rundir}: no such run; a run in preparation has no directory yet",
             hint="evener runs shows the runs made here; Ctrl-C ends one that is being prepared",
         )
     if plan is None:
         raise UsageError(
-            f"{rundir}: nothing that evener started: it has no plan.json", hint="evener runs shows the runs made here"
+            f"{rundir}: not started by evener: it has no plan.json", hint="evener runs shows the runs made here"
         )
     if not plan.hosts:
         raise CheckpointError(f"{_path(rundir)}: damaged: it names no host")
@@ -178,13 +178,13 @@ def read_plan(rundir: RunDir) -> Plan:
 
 
 def read_prediction(rundir: RunDir) -> Prediction | None:
-    """What was predicted of a run, wherever it ran; None where nothing was."""
+    """Read the prediction of a run, or return None if there is none."""
     plan = find_plan(rundir)
     return None if plan is None else plan.prediction
 
 
 def write_plan(rundir: RunDir, plan: Plan) -> None:
-    """Replace plan.json in one step; only its owner may read it."""
+    """Replace plan.json atomically; only its owner may read it."""
     write_atomic(_path(rundir), msgspec.json.format(msgspec.json.encode(plan), indent=2), mode=0o600)
 
 

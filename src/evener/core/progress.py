@@ -1,4 +1,4 @@
-"""How far is a run, in one line? And is one of its hosts unlike the others?"""
+"""Progress of a run as one status line, and straggler detection among its hosts."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from evener.core.step import StepRecord
 from evener.core.units import count, median, seconds
 
-WINDOW = 20  # steps over which the rates are taken
-FEWEST = 5  # of which a host's pace can be told
-UNLIKE = 0.05  # of the step: by how much the wait of two hosts must differ
+WINDOW = 20  # steps over which rates are computed
+FEWEST = 5  # steps needed to judge a host
+UNLIKE = 0.05  # share of the step by which the waits of two hosts must differ
 
 
 class Progress:
-    """Feed it rank 0's records; it says loss, rate, share of communication and the time left."""
+    """Computes loss, throughput, share of communication and remaining time from the records of rank 0."""
 
     def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None, every: int = 1) -> None:
-        """`every`: steps from one exchange to the next; one of them costs what the others do not."""
+        """`every`: steps from one synchronization to the next, of which one alone pays for it."""
         self._num_steps, self._tokens_per_step, self._max_s, self._every = num_steps, tokens_per_step, max_s, every
         self._recent: deque[StepRecord] = deque(maxlen=max(WINDOW, every))
-        self._began: float | None = None  # seen from here: the first step of this start
+        self._began: float | None = None  # start of the first step that was added: Unix time
 
     def add(self, record: StepRecord) -> None:
-        """One more step is done."""
+        """Add the record of a step."""
         self._recent.append(record)
         if self._began is None:
             self._began = record.ended - record.wall_s
@@ -36,7 +36,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """Of its steps or of its seconds, whichever end first, that is over."""
+        """The fraction done of the run's steps or of its seconds, whichever end first."""
         by_steps = self.done / self._num_steps
         return by_steps if self._max_s is None else min(1.0, max(by_steps, self._spent_s / self._max_s))
 
@@ -46,7 +46,7 @@ class Progress:
 
     @property
     def is_begun(self) -> bool:
-        """Is a step done?"""
+        """Whether a step is done."""
         return bool(self._recent)
 
     @property
@@ -56,7 +56,7 @@ class Progress:
 
     @property
     def loss(self) -> str:
-        """Of the last step."""
+        """The loss of the last step, as text."""
         loss = self._recent[-1].loss
         return "not measured" if loss is None else f"{loss:.4f}"
 
@@ -67,14 +67,14 @@ class Progress:
 
     @property
     def communication(self) -> float | None:
-        """Share of the recent steps in which ranks sent or waited; None of one rank."""
+        """Share of the recent steps in exposed communication and waiting; None with one rank."""
         if self._recent[-1].members < 2:
             return None
         return sum((r.cost.exposed_sync_s or 0) + (r.cost.wait_s or 0) for r in self._recent) / self._busy_s
 
     @property
     def left_s(self) -> float:
-        """Until its last step, or the end of its seconds."""
+        """Seconds until the last step or the time limit, whichever comes first."""
         return seconds_left(self._step_s, self._num_steps - self.done, self._max_s, self._spent_s)
 
     @property
@@ -101,7 +101,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Pace:
-    """The usual step of a host lately, of its slowest rank: what it does itself, and what it stands still for."""
+    """The recent median step of a host's slowest rank: its own work, exposed communication and waiting."""
 
     host: str
     works_s: float  # input, forward, backward, update
@@ -110,45 +110,46 @@ class Pace:
 
 
 class Hosts:
-    """Feed it every rank's records; it says whether one host is unlike the others."""
+    """Detects from the records of all ranks whether the others wait for one host."""
 
     def __init__(self) -> None:
         self._recent: dict[tuple[str, int], deque[StepRecord]] = {}
 
     def add(self, host: str, rank: int, record: StepRecord) -> None:
-        """One more step of a rank."""
+        """Add the record of a rank's step."""
         self._recent.setdefault((host, rank), deque(maxlen=WINDOW)).append(record)
 
     def keep(self, hosts: Collection[str]) -> None:
-        """Forget all others: they take no part any more."""
+        """Drop the records of all other hosts, which no longer take part."""
         self._recent = {place: records for place, records in self._recent.items() if place[0] in hosts}
 
     def unlike(self) -> list[Pace]:
-        """The hosts' paces, the slowest first, where the others wait for one or some wait clearly less; else none.
+        """Return the hosts' step times, the slowest host first, if the hosts are imbalanced, else [].
 
-        As the report judges it: the least wait of a host is less than half the most, and by a clear part of the step.
+        The report has the same rule: the shortest wait of a host is less than half the longest, and the difference is
+        more than 5 % of the step.
         """
-        paces, step_s = [], 0.0
+        step_times, step_s = [], 0.0
         for host in dict.fromkeys(host for host, _ in self._recent):
-            of_ranks = [records for (name, _), records in self._recent.items() if name == host]
-            if any(len(records) < FEWEST for records in of_ranks):
+            records_of_ranks = [records for (name, _), records in self._recent.items() if name == host]
+            if any(len(records) < FEWEST for records in records_of_ranks):
                 return []
-            last = min((_pace(host, records) for records in of_ranks), key=lambda pace: pace.waits_s)
-            step_s = max(step_s, last.works_s + last.sends_s + last.waits_s)
-            paces.append(last)
-        if len(paces) < 2:
+            slowest = min((_pace(host, records) for records in records_of_ranks), key=lambda time: time.waits_s)
+            step_s = max(step_s, slowest.works_s + slowest.sends_s + slowest.waits_s)
+            step_times.append(slowest)
+        if len(step_times) < 2:
             return []
-        least_s, most_s = (of(pace.waits_s for pace in paces) for of in (min, max))
-        if least_s >= most_s / 2 or most_s - least_s <= UNLIKE * step_s:
+        min_wait_s, max_wait_s = (function(time.waits_s for time in step_times) for function in (min, max))
+        if min_wait_s >= max_wait_s / 2 or max_wait_s - min_wait_s <= UNLIKE * step_s:
             return []
-        return sorted(paces, key=lambda pace: pace.waits_s)
+        return sorted(step_times, key=lambda time: time.waits_s)
 
 
 def _pace(host: str, records: Collection[StepRecord]) -> Pace:
-    def middle(*parts: str) -> float:
-        return median([sum(getattr(record.cost, part) or 0.0 for part in parts) for record in records]) or 0.0
+    def median_s(*phases: str) -> float:
+        return median([sum(getattr(record.cost, phase) or 0.0 for phase in phases) for record in records]) or 0.0
 
-    return Pace(host, middle("data_s", "compute_s", "optimizer_s"), middle("exposed_sync_s"), middle("wait_s"))
+    return Pace(host, median_s("data_s", "compute_s", "optimizer_s"), median_s("exposed_sync_s"), median_s("wait_s"))
 
 
 def seconds_left(step_s: float, num_steps: int, max_s: float | None, spent_s: float) -> float:

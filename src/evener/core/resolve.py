@@ -1,4 +1,4 @@
-"""Can this run start? The checks that need no torch, so that a mistake costs a second and leaves nothing behind."""
+"""Resolve and check a run's spec before it starts, without torch: a mistake costs a second and leaves no files."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.core.spec import RunSpec
 
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
-# Of a rank's own state: what it has not sent of its gradients and of sums; drifting replicas' weights, those agreed
-# on, both momenta and Adam's second moments, and what of them is not sent.
+# Bytes per parameter of per-rank state. Lossy strategies: error-feedback residuals of the gradients and of their sums.
+# DiLoCo: local and last synchronized weights, inner and outer momentum, Adam's second moments, and both residuals.
 OWN_BYTES_PER_PARAM = {"bf16": 8, "int8": 8, "int4": 8, "powersgd": 8, "diloco": 28}
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """A spec and what it names."""
+    """A checked spec with the corpus, model shape and checkpoint that it names."""
 
     spec: RunSpec
     corpus: Corpus
     shape: GPTShape
-    resume: Checkpoint | None  # the checkpoint to go on from
+    resume: Checkpoint | None  # the checkpoint to resume from
 
     @property
     def job(self) -> Job:
-        """What the planner is asked about."""
+        """The planner's input."""
         return job_of(self.spec, self.shape, self.corpus)
 
 
@@ -45,10 +45,10 @@ def resolve(
     roster: Roster | None = None,
     ranks_here: int | None = None,
 ) -> Resolved:
-    """Look up what a spec names and check that it can run; EvenerError where it cannot.
+    """Resolve what a spec names and check that the run can start. Raise EvenerError if it cannot.
 
-    `in_world`: where it goes on the hosts will find out together. `roster` is what the launcher made of the spec, where
-    it has; `ranks_here` of its ranks are on this machine [all].
+    `has_dynamic_membership`: the hosts will agree on the checkpoint to resume from. `roster`: the launcher's, if there
+    is one. `num_local_ranks`: its ranks on this machine [all].
     """
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
@@ -70,28 +70,28 @@ def resolve(
 
 
 def job_of(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
-    """With what the corpus says of a model's tables, where it has some."""
+    """Return the planner's Job; if the model has lookup-only embeddings, with the corpus's distinct-token counts."""
     distinct = distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_tables else []
     return Job(spec=spec, shape=shape, distinct_tokens=distinct)
 
 
 def weights_file(init_from: str) -> Path:
-    """The file of `--init-from`: itself, that of a checkpoint or of transformers' folder, or a run's newest one."""
+    """Return the weights file of `--init-from`: a file, a checkpoint, a transformers folder, or a run (its newest)."""
     path = Path(init_from)
     if RunDir(path).is_run():
         return RunDir(path).whole_checkpoint() / "weights.safetensors"
     if path.is_dir():
-        found = [path / name for name in ("weights.safetensors", "model.safetensors") if (path / name).is_file()]
-        if not found:
-            raise UsageError(f"--init-from {path}: neither a run, nor a checkpoint, nor a folder of transformers")
-        return found[0]
+        files = [path / name for name in ("weights.safetensors", "model.safetensors") if (path / name).is_file()]
+        if not files:
+            raise UsageError(f"--init-from {path}: neither a run, nor a checkpoint, nor a transformers folder")
+        return files[0]
     if not path.is_file():
         raise UsageError(f"--init-from {path}: no such file")
     return path
 
 
 def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
-    """The model's shape for a vocabulary, the preset's own if None; UsageError where no model can have it."""
+    """Return the model's shape for a vocabulary [the preset's]. Raise UsageError if the shape is invalid."""
     model = spec.model
     fields = ("num_layers", "num_heads", "width", "dropout")
     overrides = {field: getattr(model, field) for field in fields if getattr(model, field) is not None}
@@ -101,34 +101,35 @@ def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
 
 
 def check_suits(sync: SyncSpec, shape: GPTShape) -> None:
-    """UsageError where a strategy has nothing to do in a model of this shape."""
+    """Raise UsageError if a sync strategy would save nothing in a model of this shape."""
     check_useful(sync, has_tables=shape.has_tables, is_thinner=shape.width > 2 * sync.rank)
 
 
 def check_useful(sync: SyncSpec, *, has_tables: bool, is_thinner: bool) -> None:
-    """UsageError where a strategy has nothing to do in this model.
+    """Raise UsageError if a sync strategy would save nothing in this model.
 
-    `has_tables`: it has some that are only looked up; `is_thinner`: factors of PowerSGD's rank are, than some matrix.
+    `has_sparse_embeddings`: the model has lookup-only embedding tables. `is_low_rank_smaller`: the factors of
+    PowerSGD's rank are smaller than some matrix.
     """
     if sync.kind == "powersgd" and not is_thinner:
         raise UsageError(
-            f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: nothing is smaller",
+            f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: none would shrink",
             hint="a smaller rank, such as powersgd:4",
         )
     if sync.sparse and not has_tables:
         raise UsageError(
-            f"--sync {sync}: this model has no table that is only looked up: a head that is tied reads it too",
+            f"--sync {sync}: this model has no lookup-only embedding table: its tied head reads the table too",
             hint=f"--sync {str(sync).removesuffix('+sparse')}",
         )
 
 
 def new_run_path(spec: RunSpec) -> str:
-    """A run directory for a run that was given none."""
+    """Return the default run directory, for a run without --out."""
     return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
 
 
 def starting_point(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint | None:
-    """The checkpoint with which a run begins, None where it is a new one; EvenerError where it can do neither there."""
+    """Return the checkpoint to resume from, or None for a new run. Raise EvenerError if --out allows neither."""
     if resume:
         return _newest_checkpoint(rundir, spec)
     _check_free(spec)
@@ -136,7 +137,7 @@ def starting_point(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint
 
 
 def _check_free(spec: RunSpec) -> None:
-    """UsageError where a new run cannot have the place that it was given."""
+    """Raise UsageError if a new run cannot use its --out."""
     rundir = RunDir(spec.out or "runs")
     if spec.out is not None and rundir.is_run():
         raise UsageError(
@@ -147,14 +148,16 @@ def _check_free(spec: RunSpec) -> None:
 
 
 def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
-    """What a run is to go on from; CheckpointError where there is nothing, it is damaged or holds nothing of the
-    strategy that was asked for, UsageError where it has taken all its steps.
+    """Return the checkpoint that a run resumes from.
+
+    Raise CheckpointError if there is none, it is damaged or it has no state for the requested strategy, and UsageError
+    if the run has taken all its steps.
     """
-    had, steps = rundir.manifest().roster.sync, spec.train.steps
-    if had != NO_SYNC and spec.train.sync != "auto" and asked_sync(spec) != had:
+    sync, steps = rundir.manifest().roster.sync, spec.train.steps
+    if sync != NO_SYNC and spec.train.sync != "auto" and asked_sync(spec) != sync:
         raise CheckpointError(
-            f"{rundir}: its replicas agree by {had}, and its checkpoints hold nothing of {spec.train.sync}",
-            hint=f"--sync {had}, or a new run from its weights",
+            f"{rundir}: its sync strategy is {sync}, and its checkpoints hold no state for {spec.train.sync}",
+            hint=f"--sync {sync}, or a new run from its weights",
         )
     saved = rundir.newest_checkpoint()
     if saved >= steps:
@@ -168,34 +171,34 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
         raise CheckpointError(f"{rundir}: its model has another shape than {spec.model.model} with these flags")
     if manifest.corpus is not None and manifest.corpus.tokenizer_hash != corpus.tokenizer_hash:
         raise CheckpointError(
-            f"{rundir}: it was trained on {manifest.corpus.path}; the tokenizer of {corpus.path} is another",
+            f"{rundir}: it was trained on {manifest.corpus.path}; {corpus.path} has another tokenizer",
             hint=f"--data {manifest.corpus.path}",
         )
     if manifest.sampler != SAMPLERS[spec.train.sampling]:
         flag = next(name for name, sampler in SAMPLERS.items() if sampler == manifest.sampler)
         raise CheckpointError(
             f"{rundir}: its batches came from the sampler {manifest.sampler}, and "
-            f"{SAMPLERS[spec.train.sampling]} would go on with others",
+            f"{SAMPLERS[spec.train.sampling]} would draw others",
             hint=f"--sampling {flag}",
         )
 
 
 def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, own_bytes_per_param: int) -> None:
-    """NoRoomError where there is no room for the checkpoints, and for what the ranks here keep for themselves."""
-    place = rundir.path.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise UsageError(f"--out {rundir}: {place} is a file", hint="another --out")
-    if not os.access(place, os.W_OK):
-        raise UsageError(f"{place}: may not be written", hint="another --out")
-    num_kept = spec.checkpoint.keep + 2  # the best, and one in the making
-    needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * num_kept
-    needed += shape.num_params() * own_bytes_per_param * 3  # the newest two, and one in the making
-    free = shutil.disk_usage(place).free
+    """Raise DiskSpaceError if the disk is too full for the checkpoints and the per-rank state of the local ranks."""
+    folder = rundir.path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"--out {rundir}: {folder} is a file", hint="another --out")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder}: not writable", hint="another --out")
+    num_checkpoints = spec.checkpoint.keep + 2  # the best one, and one being written
+    needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * num_checkpoints
+    needed += shape.num_params() * own_bytes_per_param * 3  # the newest two, and one being written
+    free = shutil.disk_usage(folder).free
     if free < needed:
         error = NoRoomError(
-            f"{place}: {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
+            f"{folder}: {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
             hint="another --out, or a smaller --keep",
         )
         error.needed = needed

@@ -1,10 +1,10 @@
-"""Who takes part from which step on, with what share of the global batch, and how do the replicas agree?
+"""Roster: the ranks that take part from one step on, their shares of the global batch, and the sync strategy.
 
-All that may differ between two ranks or change during a run stands here, and nowhere else. The planner makes the first
-Roster, plan.json holds it, the ranks compare it before their first step and take their work from it alone. Whoever
-changes it writes the next one, which all ranks take up at the same step.
+Everything that may differ between two ranks or change during a run is in the Roster, and nowhere else. The planner
+makes the first one and stores it in plan.json. The ranks compare it before their first step and take their work from it
+alone. A change makes the next Roster, which all ranks adopt at the same step.
 
-    seats_of(host)… ──▶ first_roster() ──▶ Roster 0 ──with_shares()──▶ Roster 1 ──▶ …
+    rank slots of the hosts ──▶ initial_roster() ──▶ Roster 0 ──with_shares()──▶ Roster 1 ──▶ …
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["gloo", "nccl", "none"]
 Kind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "hsdp", "zero1", "diloco"]
 
-BUILT: tuple[Kind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")  # what `train` runs
-MICRO_BATCH_TOKENS = 16384  # assumption: enough to fill a processor, little enough to fit
+BUILT: tuple[Kind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")  # what `train` can run
+MICRO_BATCH_TOKENS = 16384  # *assumption*: enough to keep a processor busy, few enough to fit in memory
 
 
-# --- how replicas agree -----------------------------------------------------------------------------------------------
+# --- sync strategies --------------------------------------------------------------------------------------------------
 
 
 class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How replicas agree: a strategy's name, parsed once. `str()` writes it as `parse_sync` reads it.
+    """A sync strategy, parsed from its name. `str()` returns the name that `parse_sync` reads.
 
     >>> str(SyncSpec(kind="diloco", every=100, bits=4, streamed=True))
     'diloco:100:int4:streamed'
     """
 
     kind: Kind
-    sparse: bool = False  # tables that are only looked up go row by row
+    sparse: bool = False  # gradients of lookup-only embedding tables are sent row by row
     rank: int = 0  # of PowerSGD's factors
-    every: int = 1  # steps from one exchange to the next
-    bits: int = 32  # of a value that DiLoCo sends
-    streamed: bool = False  # DiLoCo's exchange runs beside the next steps
+    every: int = 1  # steps from one synchronization to the next
+    bits: int = 32  # per value that DiLoCo sends
+    streamed: bool = False  # DiLoCo's exchange overlaps the following steps
 
     def __str__(self) -> str:
         words: list[str] = [self.kind]
@@ -66,60 +66,60 @@ _GRAMMAR = re.compile(
 SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse", "powersgd:4", "fsdp", "hsdp",
                  "zero1", "diloco:30")  # fmt: skip
 _NUMBERED = {
-    "powersgd": "powersgd:R of rank R, of 1 to 999999",
-    "diloco": "diloco:H, agreeing every H steps, of 1 to 999999; then :int8 or :int4, then :streamed, if wanted",
+    "powersgd": "powersgd:R of rank R, from 1 to 999999",
+    "diloco": "diloco:H, synchronizing every H steps, H from 1 to 999999; optionally :int8 or :int4, then :streamed",
 }
 
 
 def parse_sync(text: str) -> SyncSpec:
-    """The strategy that a text names; UsageError where none has that name.
+    """Return the sync strategy of this name. Raise UsageError if there is none.
 
     >>> parse_sync("powersgd:4").rank, parse_sync("diloco:30:int8").bits, parse_sync("ddp") == DDP
     (4, 8, True)
     """
-    found = _GRAMMAR.fullmatch(text)
-    if found is None:
+    matched = _GRAMMAR.fullmatch(text)
+    if matched is None:
         hint = _NUMBERED.get(text.partition(":")[0], f"one of {', '.join(SYNC_EXAMPLES)}")
         raise UsageError(f"--sync {text}: no such strategy", hint=hint)
-    sparse = bool(found["sparse"])
-    if name := found["plain"] or found["dense"]:
+    sparse = bool(matched["sparse"])
+    if name := matched["plain"] or matched["dense"]:
         return SyncSpec(kind=name, sparse=sparse)  # type: ignore[arg-type]  # the grammar has the same names
-    if found["rank"]:
-        return SyncSpec(kind="powersgd", rank=int(found["rank"]), sparse=sparse)
-    bits, streamed = int(found["bits"] or 32), bool(found["streamed"])
-    return SyncSpec(kind="diloco", every=int(found["every"]), bits=bits, streamed=streamed)
+    if matched["rank"]:
+        return SyncSpec(kind="powersgd", rank=int(matched["rank"]), sparse=sparse)
+    bits, streamed = int(matched["bits"] or 32), bool(matched["streamed"])
+    return SyncSpec(kind="diloco", every=int(matched["every"]), bits=bits, streamed=streamed)
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
+# --- ranks and the roster ---------------------------------------------------------------------------------------------
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """A place that a rank can take."""
+    """A device on a host where one rank can run."""
 
     host: str
     device: str  # cpu, cuda:0, cuda:1, …
-    name: str = ""  # of the device, as its maker calls it
+    name: str = ""  # the manufacturer's name of the device
     has_bf16: bool = False  # in hardware
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of every step."""
+    """One rank of a Roster, and its share of every step."""
 
-    rank: int  # its number for as long as the run lasts, by which its files are named
+    rank: int  # constant throughout the run; the names of the rank's files contain it
     host: str
     device: str  # cpu, cuda:0, …
     dtype: Dtype  # of forward and backward; weights, gradients and optimizer are fp32
-    share: int  # sequences of the global batch; 0: it takes part in everything but forward
+    share: int  # sequences of the global batch; 0: the rank takes part in everything except forward and backward
     micro_batch: int  # largest number of sequences in one backward
 
     @property
     def is_gpu(self) -> bool:
-        """Does it compute on a GPU?"""
+        """Whether the rank computes on a GPU."""
         return self.device != "cpu"
 
     @property
     def micro_batches(self) -> list[int]:
-        """Sequences of each micro-batch of its share: the fewest that are not too large, as equal as can be.
+        """Sequences in each micro-batch of the share: the fewest micro-batches within the limit, as equal as possible.
 
         >>> member = Member(rank=0, host="attic", device="cpu", dtype="fp32", share=11, micro_batch=4)
         >>> member.micro_batches
@@ -129,22 +129,22 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_passes(self) -> int:
-        """Number of micro-batches."""
+        """Number of micro-batches; 0 without a share."""
         return num_passes(self.share, self.micro_batch) if self.share else 0
 
     @property
     def largest_pass(self) -> int:
-        """Sequences of the first micro-batch; 0 without a share."""
+        """Sequences in the largest (first) micro-batch; 0 without a share."""
         return -(-self.share // self.num_passes) if self.share else 0
 
     @property
     def last_pass(self) -> int:
-        """Sequences of the last micro-batch; 0 without a share."""
+        """Sequences in the last micro-batch; 0 without a share."""
         return self.share // self.num_passes if self.share else 0
 
 
 def num_passes(share: int, micro_batch: int) -> int:
-    """Micro-batches of which none is too large.
+    """Return the number of micro-batches that a share needs.
 
     >>> num_passes(17, 16), num_passes(16, 16), num_passes(0, 16)
     (2, 1, 0)
@@ -153,55 +153,54 @@ def num_passes(share: int, micro_batch: int) -> int:
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):
-    """Who takes part from this step on, with what share of the global batch, and how replicas agree."""
+    """The ranks that take part from one step on, their shares of the global batch, and the sync strategy."""
 
-    epoch: int = 0  # grows with each change
-    from_step: int = 0  # the first step that is divided like this
-    members: list[Member]  # by place among them: where nobody has left, by rank
+    epoch: int = 0  # roster epoch: incremented with each change
+    from_step: int = 0  # the first step that uses this Roster
+    members: list[Member]  # in the order of the process group; equal to the order of ranks until a host has left
     sync: SyncSpec
     backend: Backend  # of the collectives; none: one rank
-    bucket_bytes: int = 0  # of gradients that leave together, at most; 0: as is the strategy's habit
-    round_shares: list[int] = []  # sequences by rank of `sync.every` batches, where those are not divided alike
-    why: str = ""  # it follows the one before
-    is_trial: bool = False  # a rank without a share is tried for a step, or that is over
+    bucket_bytes: int = 0  # largest gradient bucket; 0: the strategy's default
+    round_shares: list[int] = []  # by rank, sequences of a round of `sync.every` batches, if its steps divide unequally
+    why: str = ""  # the reason for the change from the previous Roster
+    is_trial: bool = False  # a rank without a share computes one step on trial, or has just failed it
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.members)
 
     @property
     def batch(self) -> int:
-        """Sequences of the global batch."""
+        """Sequences in the global batch."""
         return sum(member.share for member in self.members)
 
     @property
     def shares(self) -> list[int]:
-        """Sequences by rank."""
+        """Sequences of the global batch, by rank."""
         return [member.share for member in self.members]
 
     @property
     def is_equal(self) -> bool:
-        """Is the batch divided as equally as whole sequences allow?"""
+        """Whether the shares are as equal as whole sequences allow."""
         return self.mean_shares == equal_shares(self.batch, self.world_size)
 
     @property
     def mean_shares(self) -> list[float]:
-        """Sequences by rank of a step, in the mean of a round."""
+        """Mean sequences a step, by rank, over the steps of a round."""
         return [share / self.sync.every for share in self.round_shares] or [float(share) for share in self.shares]
 
     @property
     def hosts(self) -> list[str]:
-        """Their names, in the order of the ranks."""
+        """The host names, in the order of the ranks."""
         return list(dict.fromkeys(member.host for member in self.members))
 
     @property
     def dtypes(self) -> str:
-        """The arithmetic of all members, for a person: one name where it is one."""
+        """The dtypes of all members as text: "bf16", or "bf16 and fp32"."""
         return " and ".join(dict.fromkeys(member.dtype for member in self.members))
 
     def name_of(self, rank: int) -> str:
-        """What a person calls a rank: on several hosts by its host, "b", or "b:0" and "b:1" where that has two."""
+        """Return how messages name a rank: "rank 1" on one host; else its host, "b", or "b:0", "b:1" if b has two."""
         host = next((member.host for member in self.members if member.rank == rank), None)
         if len(self.hosts) == 1 or host is None:
             return f"rank {rank}"
@@ -209,110 +208,110 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return host if len(of_host) == 1 else f"{host}:{of_host.index(rank)}"
 
     def divide(self, num: int) -> list[int]:
-        """So many pieces of work by rank, in proportion to the shares."""
+        """Divide `num` units of work among the ranks in proportion to their shares."""
         return weighted_shares(num, self.mean_shares)
 
     def at(self, step: int) -> Roster:
-        """As it is for one step: with that step's shares, where those of a round are not alike."""
+        """Return the Roster for one step: with that step's shares, if the steps of a round divide unequally."""
         if not self.round_shares:
             return self
         return self.divided(turn(self.round_shares, self.sync.every, step - self.from_step))
 
     def divided(self, shares: Sequence[int], micro_batch: int | None = None) -> Roster:
-        """The same with other shares: of every batch, or of all of a round, whose steps need not be alike then."""
+        """Return this Roster with other shares: of every batch, or of a whole round, whose steps may then differ."""
         batch, every, is_of_round = self.batch, self.sync.every, sum(shares) != self.batch
         assert not is_of_round or sum(shares) == batch * every, f"shares {shares} of a batch of {batch}"
-        alike = weighted_shares(batch, shares) if is_of_round else shares
+        step_shares = weighted_shares(batch, shares) if is_of_round else shares
         is_of_round = is_of_round and any(share % every for share in shares)
-        if alike == self.shares and not is_of_round and micro_batch is None:
+        if step_shares == self.shares and not is_of_round and micro_batch is None:
             return msgspec.structs.replace(self, round_shares=[]) if self.round_shares else self
         members = [msgspec.structs.replace(member, share=share, micro_batch=micro_batch or member.micro_batch)
-                   for member, share in zip(self.members, alike, strict=True)]  # fmt: skip
+                   for member, share in zip(self.members, step_shares, strict=True)]  # fmt: skip
         return msgspec.structs.replace(self, members=members, round_shares=list(shares) if is_of_round else [])
 
     def first_sequence(self, rank: int) -> int:
-        """Where a rank's part of the global batch begins: parts lie one behind the other."""
+        """Return the index in the global batch of the first sequence of a rank's share; shares are contiguous."""
         return sum(self.shares[:rank])
 
     def micro_batch_of_two_each(self) -> int | None:
-        """The largest size of which the whole batch consists, two and more for every rank; None where there is none."""
+        """Return the largest micro-batch that divides the global batch and leaves two or more per rank, or None."""
         largest = self.batch // (2 * self.world_size)
         return next((size for size in range(largest, 0, -1) if self.batch % size == 0), None)
 
     def with_shares(self, shares: Sequence[int], from_step: int, micro_batch: int | None = None, *, why: str = "",
                     is_trial: bool = False) -> Roster:  # fmt: skip
-        """The next Roster: these shares, in micro-batches as before or of one size for all."""
+        """Return the next Roster: these shares, with the current micro-batch limits or one limit for all ranks."""
         return msgspec.structs.replace(self.divided(shares, micro_batch), epoch=self.epoch + 1, from_step=from_step,
                                        why=why, is_trial=is_trial)  # fmt: skip
 
     def agreeing_by(self, sync: SyncSpec, bucket_bytes: int = 0) -> Roster:
-        """The same, with another way to agree: all steps are divided alike."""
+        """Return this Roster with another sync strategy and the same shares in every step."""
         return msgspec.structs.replace(self, sync=sync, bucket_bytes=bucket_bytes, round_shares=[])
 
     def with_sync(self, sync: SyncSpec, bucket_bytes: int, from_step: int, *, why: str) -> Roster:
-        """The next Roster: another way to agree, all else as it is."""
+        """Return the next Roster: another sync strategy, everything else unchanged."""
         return msgspec.structs.replace(self.agreeing_by(sync, bucket_bytes), epoch=self.epoch + 1, from_step=from_step,
                                        why=why, is_trial=False)  # fmt: skip
 
     def by_place(self) -> Roster:
-        """The same with ranks numbered by their places, as those of a plan are."""
-        members = [msgspec.structs.replace(member, rank=place) for place, member in enumerate(self.members)]
+        """Return this Roster with the ranks renumbered 0, 1, … in their order, as a plan numbers them."""
+        members = [msgspec.structs.replace(member, rank=rank) for rank, member in enumerate(self.members)]
         return msgspec.structs.replace(self, members=members)
 
     def among(self, hosts: Sequence[str], epoch: int, why: str) -> Roster:
-        """The Roster of these hosts' ranks, in this order, with the others' parts divided among them."""
+        """Return the Roster of these hosts' ranks, in this order; they take over the shares of the other ranks."""
         members = [member for host in hosts for member in self.members if member.host == host]
         weights = [self.mean_shares[self.members.index(member)] for member in members]
         is_equal = self.is_equal or not any(weights)
         shares = equal_shares(self.batch, len(members)) if is_equal else weighted_shares(self.batch, weights)
-        is_alone = len(members) == 1
+        is_single = len(members) == 1
         return msgspec.structs.replace(
             self,
             epoch=epoch,
-            members=[msgspec.structs.replace(one, share=share) for one, share in zip(members, shares, strict=True)],
-            sync=NO_SYNC if is_alone else self.sync,
-            backend="none" if is_alone else self.backend,
+            members=[msgspec.structs.replace(m, share=share) for m, share in zip(members, shares, strict=True)],
+            sync=NO_SYNC if is_single else self.sync,
+            backend="none" if is_single else self.backend,
             round_shares=[],
             why=why,
         )
 
     def of_one(self, member: Member) -> Roster:
-        """The Roster of one of these ranks, with all of the batch."""
+        """Return the Roster of one of these ranks, with the whole batch."""
         return msgspec.structs.replace(self, members=[msgspec.structs.replace(member, share=self.batch)],
                                        sync=NO_SYNC, backend="none", round_shares=[])  # fmt: skip
 
     def with_weights(self, weights: Sequence[float], from_step: int) -> Roster:
-        """The next Roster: shares in proportion to the ranks' weights, all else as it is."""
-        return self.with_shares(weighted_shares(self.batch, weights), from_step, why="the program weighs its ranks so")
+        """Return the next Roster: shares in proportion to the ranks' weights, everything else unchanged."""
+        return self.with_shares(weighted_shares(self.batch, weights), from_step, why="weights set by the program")
 
 
 def wished_device(host: Host, machine: MachineSpec) -> Literal["auto", "cpu", "cuda"]:
-    """What the ranks of a host were asked to compute on: `--device` wins over the host's table."""
+    """Return the device requested for the ranks of a host: `--device` takes precedence over the fleet file."""
     return machine.device if machine.device != "auto" else host.devices
 
 
 def devices_of(name: str, host: Host, num_gpus: int, machine: MachineSpec) -> list[str]:
-    """The device of each rank of a host: one rank a GPU, else as many on the processor as were asked for.
+    """Return the device of each rank of a host: one rank per GPU, else the requested number of CPU ranks.
 
-    UsageError where GPUs were asked for and there is none.
+    Raise UsageError if GPUs were requested and the host has none.
 
     >>> devices_of("attic", Host(address="local"), 2, MachineSpec())
     ['cuda:0', 'cuda:1']
     >>> devices_of("laptop", Host(address="192.168.1.28", ranks=2), 0, MachineSpec())
     ['cpu', 'cpu']
     """
-    wish = wished_device(host, machine)
-    if wish == "cuda" and not num_gpus:
+    requested = wished_device(host, machine)
+    if requested == "cuda" and not num_gpus:
         raise UsageError(f"{name}: ranks asked for GPUs, and it has none", hint="--device cpu trains on the processor")
-    if wish == "cpu" or not num_gpus:
+    if requested == "cpu" or not num_gpus:
         return ["cpu"] * (host.ranks or machine.ranks)
     return [f"cuda:{rank % num_gpus}" for rank in range(host.ranks or num_gpus)]
 
 
 def backend_of(seats: Sequence[Seat], wish: Literal["auto", "gloo", "nccl"]) -> Backend:
-    """What moves the gradients between these seats: NCCL where each rank has a GPU of its own, else Gloo.
+    """Return the collective backend for these slots: NCCL if each rank has a GPU to itself, else Gloo.
 
-    NCCL moves GPU memory only, and refuses two ranks on one GPU: UsageError where it was asked for all the same.
+    NCCL moves GPU memory only and refuses two ranks on one GPU. Raise UsageError if it was requested nevertheless.
     """
     if len(seats) == 1:
         return "none"
@@ -331,7 +330,7 @@ def backend_of(seats: Sequence[Seat], wish: Literal["auto", "gloo", "nccl"]) -> 
 
 
 def rank_without_gpu(seats: Sequence[Seat]) -> int | None:
-    """The first rank on a processor, or on a GPU that a lower rank has; None where each has a GPU of its own.
+    """Return the first rank on a CPU or on a GPU of a lower rank, or None if each rank has a GPU to itself.
 
     >>> rank_without_gpu([Seat(host="attic", device="cuda:0"), Seat(host="attic", device="cuda:0")])
     1
@@ -345,10 +344,10 @@ def rank_without_gpu(seats: Sequence[Seat]) -> int | None:
 
 
 def dtypes_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
-    """The arithmetic of each seat: what its own device is fast in, unless all were told one.
+    """Return the dtype of each slot: the fastest of its own device, unless one dtype was requested for all.
 
-    bf16 without units for it is emulated, and slower than fp32. A GPU without them is fast in fp16, whose losses are
-    scaled, alike on all ranks: only where all are such GPUs. UsageError where fp16 was asked for on a processor.
+    bf16 without hardware support is emulated, and slower than fp32. GPUs without it are fast in fp16, whose loss
+    scaling must be equal on all ranks: only if all slots are such GPUs. Raise UsageError for fp16 on a CPU.
 
     >>> dtypes_of([Seat(host="attic", device="cuda:0", has_bf16=True), Seat(host="laptop", device="cpu")], "auto")
     ['bf16', 'fp32']
@@ -363,60 +362,60 @@ def dtypes_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16
 
 
 def largest_micro_batch(spec: RunSpec, block_size: int | None) -> int:
-    """Sequences in one backward, at most. `block_size`: tokens of a sequence; None of a program of the user's own."""
+    """Return the most sequences in one backward. `block_size`: tokens per sequence; None for a user's own program."""
     if spec.train.micro_batch is not None:
         return spec.train.micro_batch
     return spec.train.batch if block_size is None else max(1, MICRO_BATCH_TOKENS // block_size)
 
 
 def asked_sync(spec: RunSpec) -> SyncSpec:
-    """The strategy that was asked for; ddp where the planner shall choose and nobody has planned."""
+    """Return the requested strategy; ddp for "auto", which only the planner resolves."""
     return DDP if spec.train.sync == "auto" else parse_sync(spec.train.sync)
 
 
 def check_built(spec: RunSpec) -> None:
-    """UsageError where `train` cannot run the strategy that was asked for."""
+    """Raise UsageError if `train` cannot run the requested strategy."""
     if (sync := asked_sync(spec)).kind not in ("none", *BUILT):
         raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(BUILT)}")
 
 
 def harms_fp16(roster: Roster) -> bool:
-    """Would what a lossy strategy has left to send be of another loss scale than the gradients of the next step?"""
+    """Return whether a lossy strategy would add its residual to fp16 gradients of another loss scale."""
     lossy = ("bf16", "int8", "int4", "powersgd")
     return roster.sync.kind in lossy and any(member.dtype == "fp16" for member in roster.members)
 
 
 def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -> Roster:
-    """The Roster with which a run begins of whose speed nobody knows anything: shares equal, or as `--shares` tells.
+    """Return the initial Roster of a run whose speed is unknown: shares equal, or as `--shares` has them.
 
-    Seats are by rank. UsageError where a rank would have nothing to do that nobody asked to do nothing.
+    Slots are by rank. Raise UsageError if a rank would have no share although its weight is not 0.
     """
     num_ranks, batch = len(seats), spec.train.batch
-    told = parse_shares(spec.machine.shares)
-    if told is None and num_ranks > batch:
+    weights = parse_shares(spec.machine.shares)
+    if weights is None and num_ranks > batch:
         raise UsageError(
             f"{num_ranks} ranks, more than the {batch} sequences of one batch",
             hint=f"--batch {num_ranks} or more gives every rank something to do",
         )
-    if told is not None and len(told) != num_ranks:
-        counted = f"{plural(len(told), 'share')} for {plural(num_ranks, 'rank')}"
+    if weights is not None and len(weights) != num_ranks:
+        counted = f"{plural(len(weights), 'share')} for {plural(num_ranks, 'rank')}"
         raise UsageError(f"--shares {spec.machine.shares}: {counted}",
                          hint=f"one for each: --shares {':'.join(['1'] * num_ranks)}; or --shares auto")  # fmt: skip
-    shares = equal_shares(batch, num_ranks) if told is None else weighted_shares(batch, told)
+    shares = equal_shares(batch, num_ranks) if weights is None else weighted_shares(batch, weights)
     for rank, share in enumerate(shares):
-        if told is not None and told[rank] and not share:
+        if weights is not None and weights[rank] and not share:
             raise UsageError(
-                f"--shares {spec.machine.shares}: of {batch} sequences rank {rank}'s part is less than one",
-                hint="a larger --batch, or 0 for a rank that shall have none",
+                f"--shares {spec.machine.shares}: rank {rank}'s share of {batch} sequences is less than one",
+                hint="a larger --batch, or 0 for a rank without a share",
             )
     sync = asked_sync(spec)
     if sync == NO_SYNC and num_ranks > 1:
-        raise UsageError("--sync none: replicas that never exchange are not one model", hint="--sync ddp")
+        raise UsageError("--sync none: replicas that never synchronize are not one model", hint="--sync ddp")
     dtypes = dtypes_of(seats, spec.model.dtype)
-    cut = largest_micro_batch(spec, block_size)
+    limit = largest_micro_batch(spec, block_size)
     return Roster(
         members=[
-            Member(rank=rank, host=seat.host, device=seat.device, dtype=dtype, share=share, micro_batch=cut)
+            Member(rank=rank, host=seat.host, device=seat.device, dtype=dtype, share=share, micro_batch=limit)
             for rank, (seat, dtype, share) in enumerate(zip(seats, dtypes, shares, strict=True))
         ],
         sync=NO_SYNC if num_ranks == 1 else sync,
@@ -424,11 +423,11 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
     )
 
 
-# --- how a batch is divided -------------------------------------------------------------------------------------------
+# --- shares of a batch ------------------------------------------------------------------------------------------------
 
 
 def equal_shares(num_sequences: int, num_ranks: int) -> list[int]:
-    """Whole sequences of every rank: as equal as they can be, the first ranks taking what is left over.
+    """Divide a batch into shares of whole sequences, as equal as possible; the first ranks take the remainder.
 
     >>> equal_shares(16, 3)
     [6, 5, 5]
@@ -438,13 +437,13 @@ def equal_shares(num_sequences: int, num_ranks: int) -> list[int]:
 
 
 def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
-    """Whole sequences in proportion to weights that are not all 0: each its quota rounded down, then one more to the
-    largest remainders, ties to the first rank.   [Hamilton's method]
+    """Divide a batch into whole sequences in proportion to weights that are not all 0: each rank's quota rounded down,
+    then one more to the largest remainders, ties to the first rank.   [Hamilton's method]
 
     >>> weighted_shares(16, [3, 1]), weighted_shares(7, [1, 0, 1]), weighted_shares(10, [1, 1, 1])
     ([12, 4], [4, 0, 3], [4, 3, 3])
     """
-    total = math.fsum(weights)  # as every Python has it
+    total = math.fsum(weights)  # equal in every Python version, unlike sum()
     quotas = [num_sequences * weight / total for weight in weights]
     shares = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(weights)), key=lambda rank: (shares[rank] - quotas[rank], rank))
@@ -454,25 +453,25 @@ def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
 
 
 def turn(round_shares: Sequence[int], num_steps: int, step: int) -> list[int]:
-    """Whole sequences by rank for one step of a round: in each, every rank has its mean share rounded down or up.
+    """Return the shares of one step of a round of H steps: every rank's mean share, rounded down or up.
 
-    What is left over of the shares lies end to end, and slot s is for step s mod H; no rank has two of a step, for it
-    has fewer than H. Steps are taken in golden strides, so that nobody runs ahead for long.
+    The remainders of the shares modulo H are laid end to end; position s belongs to step s mod H, so no rank gets two
+    of one step. Steps are visited in strides of about 0.618 H, so that no rank leads or lags for long.
 
     >>> [turn([5, 3], 2, step) for step in range(2)]
     [[3, 1], [2, 2]]
     """
     golden = next(k for k in itertools.count(round(num_steps * 0.618)) if math.gcd(k, num_steps) == 1)
-    found, begin = [], 0
+    shares, begin = [], 0
     for share in round_shares:
         least, left_over = divmod(share, num_steps)
-        found.append(least + ((golden * step - begin) % num_steps < left_over))
+        shares.append(least + ((golden * step - begin) % num_steps < left_over))
         begin += left_over
-    return found
+    return shares
 
 
 def shares_text(shares: Sequence[float]) -> str:
-    """For a person.
+    """Return the shares as text.
 
     >>> shares_text([9.1, 4.6, 2.3]), shares_text([11.0, 5.0])
     ('9.1 : 4.6 : 2.3', '11 : 5')
@@ -481,7 +480,7 @@ def shares_text(shares: Sequence[float]) -> str:
 
 
 def parse_shares(text: str) -> list[float] | None:
-    """Weights of the ranks from "3:1"; None where they are not told one by one: "auto" and "equal".
+    """Return the ranks' weights from "3:1", or None for "auto" and "equal". Raise UsageError for anything else.
 
     >>> parse_shares("3:1"), parse_shares("2:0:1.5"), parse_shares("auto")
     ([3.0, 1.0], [2.0, 0.0, 1.5], None)
@@ -494,7 +493,7 @@ def parse_shares(text: str) -> list[float] | None:
         weights = []
     if not weights or not all(0 <= weight < 1e9 for weight in weights) or not sum(weights):
         raise UsageError(
-            f"--shares {text}: expected auto, equal, or a number for each rank, at least one of them above 0",
+            f"--shares {text}: expected auto, equal, or one number per rank, at least one above 0",
             hint="for example 3:1",
         )
     return weights

@@ -1,17 +1,18 @@
-"""What is in a run directory, and how is it read? (runwriter.py writes it)
+"""The layout of a run directory, and its readers (runwriter.py has the writers).
 
-Whoever can read the directory can watch, report, verify, compare and resume the run, on any machine, without torch.
+The directory alone is enough to watch, report, verify, compare and resume a run, on any machine, without torch.
 
     RUN/manifest.json          versions, hosts, devices, spec, hashes, start, end, verdict
     RUN/steps/rank-R.jsonl     one StepRecord a line
     RUN/vitals/HOST.jsonl      Vitals of a host every few seconds
-    RUN/spans/rank-R.jsonl     one StepSpans a line: what ran when in the last steps and every hundredth
-    RUN/profile/rank-R.json    what torch's profiler recorded, where --profile asked for it
+    RUN/spans/rank-R.jsonl     one StepSpans a line: timelines of the last steps and of every hundredth
+    RUN/profile/rank-R.json    trace of torch's profiler, with --profile
     RUN/events.jsonl           evaluations, checkpoints, findings, failures: in the order in which they happened
-    RUN/plan.json              who does what, where, with which command; see `core/plan.py`
-    RUN/logs/HOST.R.log        what rank R printed, each line with its time; HOST.log: what started the ranks there
-    RUN/host/                  the supervisor's, of a run on this machine alone; RUN/hosts/NAME/: what came home
-    RUN/checkpoints/step-N/    atomic; see `read_checkpoint`
+    RUN/plan.json              hosts, ranks, commands and prediction; see `core/run_plan.py`
+    RUN/logs/HOST.R.log        output of rank R, each line with its time; HOST.log: output of the ranks' launcher
+    RUN/host/                  the supervisor's files, of a run on this machine alone
+    RUN/hosts/NAME/            files copied from the host NAME
+    RUN/checkpoints/step-N/    written atomically; see `read_checkpoint`
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from evener.core.stored import from_stored, stored_lines
 from evener.core.vitals import Vitals
 
 FORMAT = 2  # of manifest.json and plan.json
-BEFORE = {1: "its batches came from the sampler uniform-1, which this evener has no more: it drew the same samples "
-             "again step after step; start the run again with another --out"}  # fmt: skip
+BEFORE = {1: "its batches came from the sampler uniform-1, which this evener no longer has: it drew the same samples "
+             "step after step; start the run again with another --out"}  # fmt: skip
 CHECKPOINT_FORMAT = 4
-# --sampling: what it does, with a version that grows when the same seed and step come to mean other samples. A run is
-# resumed with the sampler with which it began.
+# --sampling: the sampler, with a version that grows when the same seed and step give other samples. A run is resumed
+# with the sampler with which it began.
 SAMPLERS = {"epochs": "epochs-1", "uniform": "uniform-2"}
 
 
@@ -56,28 +57,31 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True):
-    """The same work timed alone and then by all ranks at once, nothing exchanged: what sharing a machine costs."""
+    """The cost of sharing a machine: the same work timed by each rank alone and by all at once, without communication.
 
-    alone_s: list[float]  # per rank: a forward and backward of its micro-batch while the others sleep
-    together_s: list[float]  # the same while the others do it too
-    alone_cpus: list[float]  # per rank: processors that it was really running on meanwhile
+    Each list has one entry per rank.
+    """
+
+    alone_s: list[float]  # forward and backward of one micro-batch while the other ranks sleep
+    together_s: list[float]  # the same while the other ranks do it too
+    alone_cpus: list[float]  # mean number of CPUs that the rank was running on meanwhile
     together_cpus: list[float]
-    copy_alone_Bps: list[float]  # per rank: memory bandwidth of a large copy, bytes read and written
+    copy_alone_Bps: list[float]  # memory bandwidth of a large copy, bytes read and written
     copy_together_Bps: list[float]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run that ended came to."""
+    """The outcome of a run that has ended."""
 
-    steps: int  # optimizer steps of which the weights are made, over all its starts
+    steps: int  # optimizer steps that the weights have taken, over all starts of the run
     loss: float | None  # of the last step
     val_loss: float | None
-    replicas_agree: bool | None  # to the bit, at the end; None of one rank
+    replicas_agree: bool | None  # whether replicas were bit-identical at the end; None with one rank
     peak_memory_bytes: list[int]  # per rank
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a run that is not a step."""
+    """The settings, hosts, software versions and outcome of a run: manifest.json."""
 
     format: int = FORMAT
     verdict: str  # running, finished, stopped, failed
@@ -86,15 +90,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     versions: dict[str, str]  # evener, torch, python
     spec: RunSpec
-    shape: GPTShape | None  # None of a model that is not ours
+    shape: GPTShape | None  # None for a user's own model
     corpus: Corpus | None
     code_hash: str
     params_by_group: dict[str, int]
     num_params: int
-    roster: Roster  # with which its newest start began, or the newest way to agree; changes are in the events
-    since: int = 0  # the first step with these ranks and settings: those before say nothing of its speed now
+    roster: Roster  # of the newest start, or of the newest change of strategy; all changes are in the events
+    since: int = 0  # the first step with these ranks and settings: earlier steps do not count for its speed
     compiled: bool
-    sampler: str  # one of SAMPLERS; "own" of a program with data of its own
+    sampler: str  # one of SAMPLERS; "own" for a program with its own data
     hosts: list[Machine]
     ranks: list[Rank]
     contention: Contention | None = None
@@ -102,17 +106,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.roster.world_size
 
     @property
     def window(self) -> str:
-        """Of which steps its figures are, as the end of a sentence; "" of all."""
+        """The steps that the figures cover, as the end of a sentence; "" for all steps."""
         return f" since step {self.since + 1}, where its ranks or settings changed" if self.since else ""
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What a resume may change and the time of a step depends on; of the links nothing is known here."""
+        """All settings that affect the step time and that a resume may change; links are not known here."""
         roster, spec, train = self.roster, self.spec, self.spec.train
         ranks = [(member.host, member.device, member.dtype) for member in roster.members]
         return (ranks, [rank.threads for rank in self.ranks], roster.sync, roster.backend, roster.bucket_bytes,
@@ -122,14 +125,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """What each event has; of what else it says its readers look at the types."""
+    """The keys that every event has; readers check the types of all other keys."""
 
     event: str
     time: float
 
 
 def event_of(line: bytes) -> dict[str, Any] | None:
-    """What a line of events.jsonl tells; None of one that is damaged, as a full disk leaves it."""
+    """Return the event in a line of events.jsonl, or None if the line is damaged, as a full disk leaves it."""
     try:
         from_json(line, Event)
         return from_json(line, dict[str, Any])
@@ -171,15 +174,15 @@ class RunDir:
         return self.path / "profile" / f"rank-{rank}.json"
 
     def log_path(self, host: str, rank: int | None) -> Path:
-        """What a rank printed, or, of None, what started the ranks there."""
+        """Return the log of a rank, or for None that of the launcher of the host's ranks."""
         return self.path / "logs" / (f"{host}.log" if rank is None else f"{host}.{rank}.log")
 
     def is_run(self) -> bool:
-        """Does this directory hold a run?"""
+        """Return whether this directory holds a run."""
         return self.manifest_path.is_file()
 
     def manifest(self) -> Manifest:
-        """The manifest; CheckpointError where this is no run directory or the file is damaged."""
+        """Read the manifest. Raise UsageError if this is no run directory, CheckpointError if the file is damaged."""
         try:
             text = read_file(self.manifest_path)
         except OSError:
@@ -189,24 +192,24 @@ class RunDir:
         return from_stored(text, Manifest, FORMAT, self.manifest_path, BEFORE)
 
     def records(self, rank: int, tail_bytes: int | None = None) -> list[StepRecord]:
-        """Rank's records in order [all]. A half-written last line, which a kill leaves, is passed over."""
+        """Read a rank's records in order [all]. A half-written last line, which a kill leaves, is ignored."""
         return stored_lines(self.steps_path(rank), StepRecord, tail_bytes)
 
     def vitals(self, host: str) -> list[Vitals]:
-        """What a host told of itself, in order."""
+        """Read the vitals of a host, in order."""
         return stored_lines(self.vitals_path(host), Vitals)
 
     def spans(self, rank: int, tail_bytes: int | None = None) -> list[StepSpans]:
-        """What rank kept of when what happened, in order [all]; a half-written last line is passed over."""
+        """Read a rank's step spans in order [all]; a half-written last line is ignored."""
         return stored_lines(self.spans_path(rank), StepSpans, tail_bytes)
 
     def recorded_ranks(self) -> list[int]:
-        """Ranks that ever wrote a record, ascending."""
+        """Return the ranks that have written records, ascending."""
         names = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in self.steps_path(0).parent.glob("*.jsonl"))
         return sorted(int(name[1]) for name in names if name)
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in order; CheckpointError where it cannot be read."""
+        """Read all events in order. Raise CheckpointError if the file cannot be read."""
         try:
             lines = read_file(self.events_path).split(b"\n")[:-1]
         except FileNotFoundError:
@@ -216,7 +219,7 @@ class RunDir:
         return [event for line in lines if (event := event_of(line)) is not None]
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         if not self.checkpoints_path.is_dir():
             return []
         names = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints_path.iterdir())
@@ -226,19 +229,19 @@ class RunDir:
         return self.checkpoints_path / f"step-{step:06d}"
 
     def newest_checkpoint(self) -> int:
-        """Step of the newest complete checkpoint; CheckpointError where none is here."""
+        """Return the step of the newest complete checkpoint. Raise CheckpointError if there is none here."""
         if steps := self.checkpoint_steps():
             return steps[-1]
         saved = self.saved_step() if (self.path / "hosts").is_dir() else None  # else it ran here
         raise CheckpointError(
             f"{self}: holds no complete checkpoint" + ("" if saved is None else f"; its host saved step {saved}"),
-            hint="it saves none before --checkpoint-every steps, or its end"
+            hint="the first one is saved after --checkpoint-every steps, or at the end of the run"
             if saved is None
             else f"evener fetch {self}",
         )
 
     def whole_checkpoint(self, step: int | None = None) -> Path:
-        """The checkpoint of a step [the newest], whose files are all there and unchanged; else an EvenerError."""
+        """Return the checkpoint of a step [the newest] with its files verified. Raise EvenerError if it is damaged."""
         newest, steps = self.newest_checkpoint(), self.checkpoint_steps()
         if step is not None and step not in steps:
             raise UsageError(f"--step {step}: {self} holds steps {', '.join(map(str, steps))}")
@@ -247,27 +250,27 @@ class RunDir:
         return folder
 
     def saved_step(self) -> int | None:
-        """The newest step that the run told to have saved, wherever that lies; None: it told of none."""
-        told = [event.get("step") for event in self.events() if event["event"] == "checkpoint"]
-        return next((step for step in reversed(told) if isinstance(step, int)), None)
+        """Return the newest step that the run reported as saved, on any host, or None."""
+        steps = [event.get("step") for event in self.events() if event["event"] == "checkpoint"]
+        return next((step for step in reversed(steps) if isinstance(step, int)), None)
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """`state.json` of a checkpoint: all that is not a tensor, and the digests of the files that are."""
+    """`state.json` of a checkpoint: everything but the tensors, and the digests of the files that hold them."""
 
     format: int = CHECKPOINT_FORMAT
-    step: int  # optimizer steps taken: training goes on with this one
+    step: int  # optimizer steps taken: training continues with this one
     world_size: int
     val_loss: float | None
     tensor_names: list[str]  # of weights.safetensors, in the order of the hashes
     states: dict[str, Any]  # optimizers, schedulers, … by name: trees whose tensors are in state.safetensors
-    replica_hashes: list[list[str]]  # [rank][tensor]: what every rank held
-    num_own: int = 0  # ranks that keep beside it what they alone remember, where they train
+    replica_hashes: list[list[str]]  # [rank][tensor]: hash of every rank's replica
+    num_own: int = 0  # ranks that save per-rank state on their own hosts, next to this checkpoint
     files: dict[str, str]  # name: blake2b
 
 
 def describe_checkpoint(folder: Path) -> Checkpoint:
-    """The description of a checkpoint; CheckpointError where it is missing, damaged or of another format."""
+    """Read state.json without verifying the files. Raise CheckpointError if it is missing or damaged."""
     path = folder / "state.json"
     try:
         text = read_file(path)
@@ -277,14 +280,14 @@ def describe_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The description of a checkpoint whose files are all there and unchanged; else CheckpointError."""
+    """Read state.json and verify all files of a checkpoint. Raise CheckpointError if one is missing or changed."""
     checkpoint = describe_checkpoint(folder)
     for name, digest in checkpoint.files.items():
         try:
-            found = digest_of(folder / name)
+            actual = digest_of(folder / name)
         except OSError as error:
             raise CheckpointError(f"{folder / name}: {error.strerror}") from None
-        if found != digest:
+        if actual != digest:
             raise CheckpointError(
                 f"{folder / name}: damaged: its digest is not the one that was written",
                 hint=f"remove {folder}; an earlier checkpoint will be used",
@@ -293,7 +296,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def code_hash() -> str:
-    """blake2b over evener's own source, so that two hosts can be compared."""
+    """Return the blake2b digest of evener's own source, to compare the code of two hosts."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(root.rglob("*.py")):

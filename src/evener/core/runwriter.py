@@ -1,4 +1,4 @@
-"""How is a run directory written so that its readers, at any moment, find whole files and whole lines?"""
+"""Write a run directory so that its readers find whole files and whole lines at any moment."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import msgspec
 from evener.core.files import write_atomic
 from evener.core.rundir import Manifest, RunDir
 
-REMOVED = ".removed"  # ends the name of a checkpoint that is on its way out
+REMOVED = ".removed"  # suffix of a checkpoint that is being removed
 
 
 class RunWriter(RunDir):
-    """The files of one run, for those who make it: its ranks, and who started them."""
+    """Writers of the files of one run, for its ranks and their launcher."""
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest in one step."""
         write_atomic(self.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
 
     def add_event(self, event: str, **facts: Any) -> None:
-        """Append one line; safe from several processes, each line being one write. One that a full disk cut short is
-        ended first.
+        """Append one event. Safe from several processes, as each line is one write.
+
+        A line that a full disk cut short is terminated first.
         """
         line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
         with self.events_path.open("a+b", buffering=0) as file:
@@ -34,9 +35,9 @@ class RunWriter(RunDir):
             file.write(line)
 
     def prune_checkpoints(self, keep: int, best: int | None) -> None:
-        """Remove all complete checkpoints but the newest `keep` and the best one.
+        """Remove all complete checkpoints except the newest `keep` and the best one.
 
-        Each gets another name first: killed in the middle, a removal leaves nothing that looks like a checkpoint.
+        Each is renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
         """
         for step in self.checkpoint_steps()[:-keep]:
             if step != best:
@@ -45,15 +46,15 @@ class RunWriter(RunDir):
             shutil.rmtree(path, ignore_errors=True)
 
     def drop_checkpoint(self, step: int) -> None:
-        """Take its name from a checkpoint, if it is there and can be; the next `prune_checkpoints` removes it."""
+        """Rename a checkpoint, if it exists and can be renamed, so that the next `prune_checkpoints` removes it."""
         with contextlib.suppress(OSError):
             path = self.checkpoint_path(step)
             path.rename(path.with_name(f".{path.name}{REMOVED}"))
 
     def keep_records_before(self, rank: int, step: int) -> None:
-        """Drop the records and spans of `step` and later, which a resumed run is about to make again."""
-        kept = [record for record in self.records(rank) if record.step < step]
-        write_atomic(self.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
-        spans = [one for one in self.spans(rank) if one.step < step]
+        """Drop a rank's records and spans from `step` on, which a resumed run is about to write again."""
+        records = [record for record in self.records(rank) if record.step < step]
+        write_atomic(self.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        spans = [span for span in self.spans(rank) if span.step < step]
         if spans or self.spans_path(rank).exists():
-            write_atomic(self.spans_path(rank), b"".join(msgspec.json.encode(one) + b"\n" for one in spans))
+            write_atomic(self.spans_path(rank), b"".join(msgspec.json.encode(span) + b"\n" for span in spans))

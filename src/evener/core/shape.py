@@ -1,10 +1,10 @@
-"""Which GPT is trained, how many parameters has it, and what does a token cost?
+"""The shape of a GPT, its number of parameters and its FLOPs per token.
 
     shape = preset_shape("d8", vocab_size=32768)
     shape.num_params(), shape.flops_per_token()
 
-A shape is plain data: it stands in the run's TOML and in its checkpoints, and the planner counts with it on machines
-that have no torch. `evener.worker.model.GPT` is built from it and has the parameters counted here, to the last one.
+A shape is plain data: it is part of the run's TOML and of its checkpoints, and the planner uses it on machines without
+torch. `evener.worker.model.GPT` is built from it and has exactly the parameters counted here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MLP_EXPANSION = 4  # the MLP's hidden layer is four times as wide as the model, 
 
 
 class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides a GPT's parameters and arithmetic. Has no defaults: take a preset and change it."""
+    """All properties that determine a GPT's parameters and arithmetic. No defaults: take a preset and change it."""
 
     vocab_size: int
     block_size: int  # the longest sequence, in tokens
@@ -32,7 +32,7 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     positions: Literal["learned", "rotary"]
     norm: Literal["layernorm", "rmsnorm"]  # rmsnorm has no parameters, and also follows the token embedding
     activation: Literal["gelu", "gelu_tanh", "relu2"]  # gelu is exact; gelu_tanh is published GPT-2's approximation
-    tied_head: bool  # the token embedding is the head's matrix too
+    tied_head: bool  # the head's matrix is the token embedding
     value_embeddings: bool  # in alternating layers, the last included, each token adds a learned vector to its value
     qk_norm: bool  # RMSNorm of queries and keys, after the rotation
     bias: bool  # in the linear layers and LayerNorms
@@ -43,11 +43,11 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.width // self.num_heads
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Does this layer, counted from 0, have one? Every second one has, ending with the last."""
+        """Return whether this layer, counted from 0, has a value embedding: every second one, ending with the last."""
         return self.value_embeddings and (self.num_layers - 1 - layer) % 2 == 0
 
     def num_value_embeddings(self, layers: int) -> int:
-        """Of so many of the first layers.
+        """Return the number of value embeddings in the first `layers` layers.
 
         >>> shape = preset_shape("d8", vocab_size=256)
         >>> [shape.num_value_embeddings(layers) for layers in range(5)], shape.has_value_embedding(1)
@@ -57,11 +57,11 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def has_tables(self) -> bool:
-        """Are there tables that are only looked up? The token embedding is one unless a tied head reads it too."""
+        """Whether there are lookup-only embedding tables; the token embedding is one unless the head is tied to it."""
         return not self.tied_head or self.value_embeddings
 
     def params_by_group(self) -> dict[str, int]:
-        """Parameters by group, in closed form. What the shape does not have counts 0, so does a tied head.
+        """Return the number of parameters by group, in closed form. Absent groups and a tied head count 0.
 
         >>> preset_shape("d8", vocab_size=32768).params_by_group()["value embeddings"]
         67108864
@@ -80,7 +80,7 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         }
 
     def num_params(self) -> int:
-        """All parameters.
+        """Return the number of all parameters.
 
         >>> preset_shape("gpt2", vocab_size=50257).num_params()
         124439808
@@ -88,11 +88,11 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(self.params_by_group().values())
 
     def flops_per_token(self) -> int:
-        """Forward and backward of one training token at full block: 6·N + 12·L·W·T.   [PaLM, appendix B]
+        """Return the FLOPs of one training token, forward and backward: 6·N + 12·L·W·T.   [PaLM, appendix B]
 
-        N counts the parameters of matrix products: the matrices of attention and MLP, and the head's, tied or not.
-        Embeddings are looked up, biases and norms are added and scaled: they do not count. T is the block size. As in
-        the paper, the half of the attention matrix that causality masks is counted.
+        N is the number of parameters in matrix products: the matrices of attention and MLP, and the head's, tied or
+        not. Embeddings, biases and norms do not count. T is the block size. As in the paper, the half of the attention
+        matrix that is causally masked is counted.
 
         >>> preset_shape("char", vocab_size=65).flops_per_token()  # 6·10,641,792 + 12·6·384·256
         70928640
@@ -102,7 +102,7 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return 6 * matmul_params + 12 * self.num_layers * self.width * self.block_size
 
     def check(self) -> None:
-        """Raise UsageError for a shape that no model can have."""
+        """Raise UsageError for an invalid shape."""
         for field in ("vocab_size", "block_size", "num_layers", "num_heads", "width"):
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} is {getattr(self, field)}", hint=f"{field} must be at least 1")
@@ -124,7 +124,7 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _depth(num_layers: int) -> GPTShape:
-    """nanochat's one dial: 64 of width a layer, rounded up to whole heads of 128.
+    """Return nanochat's model of this depth: a width of 64 per layer, rounded up to whole heads of 128.
 
     d8 has 125,829,120 parameters. nanochat itself counts 125,829,354: the other 234 are its scalars on the residual
     stream and its gates (on value embeddings and on the previous token), which we do not have; nor do we have its
@@ -196,10 +196,10 @@ PRESETS: dict[str, GPTShape] = {
 
 
 def shape_of_size(text: str, base: GPTShape) -> GPTShape:
-    """A shape of about so many parameters ("350M", "72b"), else like `base`: its width is 128 times its depth.
+    """Return a shape of about this many parameters ("350M", "72b"), otherwise like `base`; width = 128 times depth.
 
-    *Assumption*: GPT-3's largest are like that, Llama's a little narrower; by loss it hardly matters   [Kaplan et al.
-    2020, figure 5]. UsageError where no such shape is near.
+    *Assumption*: GPT-3's largest models have this ratio, Llama's are a little narrower; the loss hardly depends on it
+    [Kaplan et al. 2020, figure 5]. Raise UsageError if no such shape is within 10 %.
 
     >>> shape = shape_of_size("72b", PRESETS["gpt2"])
     >>> shape.num_layers, shape.width, round(shape.num_params() / 1e9, 1)
@@ -209,21 +209,21 @@ def shape_of_size(text: str, base: GPTShape) -> GPTShape:
     wanted = float(matched[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[matched[2].lower()] if matched else 0.0
     if not 1e6 <= wanted <= 1e13:
         raise UsageError(f"--params {text}: expected a number of parameters", hint="350M, 7B or 1.5T")
-    found: list[tuple[float, float, GPTShape]] = []
+    candidates: list[tuple[float, float, GPTShape]] = []
     for num_layers in range(1, 1000):
-        ideal = (wanted / (12 * num_layers)) ** 0.5  # without its tables
+        ideal = (wanted / (12 * num_layers)) ** 0.5  # without embeddings
         for heads in range(max(1, int(0.5 * ideal / 64)), int(ideal / 64) + 2):
             shape = msgspec.structs.replace(base, num_layers=num_layers, num_heads=heads, width=64 * heads)
-            off = abs(shape.num_params() / wanted - 1)
-            found.append((max(0.02, off), abs(math.log(shape.width / num_layers / 128)), shape))
-    off, _, best = min(found, key=lambda one: one[:2])
-    if off > 0.1:
+            error = abs(shape.num_params() / wanted - 1)
+            candidates.append((max(0.02, error), abs(math.log(shape.width / num_layers / 128)), shape))
+    error, _, best = min(candidates, key=lambda candidate: candidate[:2])
+    if error > 0.1:
         raise UsageError(f"--params {text}: with a vocabulary of {base.vocab_size} no shape has about as many")
     return best
 
 
 def preset_shape(name: str, vocab_size: int, block_size: int | None = None, **overrides: Any) -> GPTShape:
-    """The preset for a vocabulary, changed where `overrides` name fields of GPTShape. Checked.
+    """Return the checked preset for a vocabulary, with `overrides` of GPTShape's fields. Raise UsageError if invalid.
 
     >>> preset_shape("char", vocab_size=65, dropout=0.1).dropout
     0.1

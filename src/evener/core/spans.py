@@ -1,8 +1,8 @@
-"""When did what happen within a step? A line of `spans/rank-R.jsonl`, of the last steps and of every hundredth.
+"""Step spans: the timeline of a step on one rank, a line of `spans/rank-R.jsonl` (the last steps and every hundredth).
 
-A step's laps follow each other without a gap and sum to the parts of its StepRecord. Beside them run the exchanges of
-buckets, and within them the passes through groups of layers. Times are seconds since the step began, by the clock of
-the rank that took it; how the clocks of hosts are joined `report/clocks.py` knows.
+A step's phase spans follow each other without a gap and sum to the phases of its StepRecord. The collectives of buckets
+overlap them, and the passes through layer groups lie within them. Times are seconds since the step began, by the clock
+of the rank; `report/clocks.py` aligns the clocks of hosts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from msgspec import Meta
 
 Seconds = Annotated[float, Meta(ge=-1e10, le=1e10)]
 
-EVERY = 100  # steps from one that is kept, with its passes, to the next
-LAST = 20  # steps that are kept beside those
+EVERY = 100  # steps from one that is recorded, with its layer groups, to the next
+LAST = 20  # last steps that are recorded in addition
 MARK = "evener: clock"
-FORWARD = "forward"  # a lap of compute_s that ends where a backward begins; the others end where one ends
+FORWARD = "forward"  # a compute_s span that ends where a backward begins; other compute_s spans end where one ends
 
 
 class Lap(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch of the step that is charged to one part of it: "blocked" is exposed_sync_s and wait_s together."""
+    """A span of the step that counts for one phase; "blocked" is exposed_sync_s and wait_s together."""
 
     part: str
     begin_s: Seconds
@@ -31,17 +31,17 @@ class Lap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
-    """How a bucket, or what a fragment learned, became its sum over ranks; a fragment's may have begun steps ago."""
+    """The collective of one gradient bucket or DiLoCo fragment; a fragment's may have begun in an earlier step."""
 
     bucket: int
     begin_s: Seconds
     end_s: Seconds
-    size_bytes: int  # of the numbers that were summed
+    size_bytes: int  # of the numbers that are summed
     sent_bytes: int  # by this rank
 
 
 class Pass(msgspec.Struct, frozen=True, array_like=True):
-    """One group of layers of a micro-batch: forward, or with `is_backward` backward."""
+    """The forward or backward (`is_backward`) of one group of layers in one micro-batch."""
 
     group: str
     is_backward: bool
@@ -50,7 +50,7 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Aside(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank did after the step and before the next one."""
+    """Work of a rank between this step and the next one."""
 
     what: str  # evaluation, checkpoint, comparison
     begin_s: Seconds
@@ -58,58 +58,58 @@ class Aside(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Joint(msgspec.Struct, frozen=True, kw_only=True):
-    """In a file of torch's profiler: which of its events is the mark, and when that was."""
+    """The event in a trace of torch's profiler that aligns its clock with that of the StepSpans."""
 
-    mark: str  # its name, which begins with MARK
+    mark: str  # the event's name, which begins with CLOCK_SYNC_MARK
     clock: Seconds  # as in StepSpans
-    at_s: Seconds  # by that clock
+    at_s: Seconds  # the event's time by that clock
     error_s: float
     steps: list[int]  # that were profiled
 
 
 class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of one rank."""
+    """The timeline of one step on one rank."""
 
     step: int  # counted from 0
-    epoch: int  # of the Roster, as in its StepRecord
-    clock: Seconds  # Unix time at which this rank's clock, which nobody sets, stood at 0
+    epoch: int  # roster epoch, as in the StepRecord
+    clock: Seconds  # Unix time at which this rank's monotonic clock was 0
     begun_s: Seconds  # by that clock
     laps: list[Lap]
     exchanges: list[Exchange] = []
     passes: list[Pass] = []
     asides: list[Aside] = []
-    news: list[tuple[Seconds, Seconds]] = []  # from when its news went out to when all ranks' were there
+    news: list[tuple[Seconds, Seconds]] = []  # status exchange: (this rank's was sent, all ranks' had been received)
 
     def in_turns(self) -> Iterator[tuple[Exchange, int]]:
-        """Each exchange with how many of the same bucket came before."""
+        """Yield each exchange with the number of earlier ones of the same bucket."""
         counts: dict[int, Iterator[int]] = {}
-        for one in self.exchanges:
-            yield one, next(counts.setdefault(one.bucket, count()))
+        for exchange in self.exchanges:
+            yield exchange, next(counts.setdefault(exchange.bucket, count()))
 
     def parts_s(self) -> dict[str, float]:
-        """Seconds of each part, "blocked" as one."""
-        parts: dict[str, float] = {}
+        """Return the seconds of each phase, "blocked" as one."""
+        times_s: dict[str, float] = {}
         for lap in self.laps:
-            part = part_of(lap.part)
-            parts[part] = parts.get(part, 0.0) + lap.end_s - lap.begin_s
-        return parts
+            phase = part_of(lap.part)
+            times_s[phase] = times_s.get(phase, 0.0) + lap.end_s - lap.begin_s
+        return times_s
 
 
-def part_of(lap: str) -> str:
-    """The part of the step to which a lap is charged."""
-    return "compute_s" if lap == FORWARD else lap
+def part_of(span: str) -> str:
+    """Return the phase for which a span of this name counts."""
+    return "compute_s" if span == FORWARD else span
 
 
 def ranges(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending steps as the first and last of each unbroken run.
+    """Return the (first, last) of each contiguous range of ascending steps.
 
     >>> ranges([0, 100, 180, 181, 182])
     [(0, 0), (100, 100), (180, 182)]
     """
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for step in steps:
-        if found and found[-1][1] + 1 == step:
-            found[-1] = found[-1][0], step
+        if pairs and pairs[-1][1] + 1 == step:
+            pairs[-1] = pairs[-1][0], step
         else:
-            found.append((step, step))
-    return found
+            pairs.append((step, step))
+    return pairs

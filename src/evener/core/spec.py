@@ -1,4 +1,4 @@
-"""What does the user want trained? One tree of frozen structs, read from flags or from a TOML file.
+"""The run spec: what to train and how, one tree of frozen structs that is read from flags or from a TOML file.
 
 Every leaf has one name, the same in the file (`[train] steps = 100`) and as a flag (`--steps 100`); leaf names are
 unique over the tree. Help, reference page and error messages are generated from the annotations below.
@@ -32,13 +32,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DataSpec(Section, frozen=True, kw_only=True):
-    """What is read."""
+    """The corpus."""
 
     data: Annotated[str, Meta(description="folder that `evener data` or nanoGPT prepared")] = "data/verbs"
 
 
 class ModelSpec(Section, frozen=True, kw_only=True):
-    """What is trained, and in which arithmetic."""
+    """The model and its arithmetic."""
 
     model: Annotated[str, Meta(description="preset: tiny, char, gpt2, gpt2-medium, -large, -760m, -xl, d4 … d20")] = (
         "char"
@@ -50,94 +50,96 @@ class ModelSpec(Section, frozen=True, kw_only=True):
     dropout: Annotated[Fraction | None, Meta(description="share of activations dropped [preset's]")] = None
     init_from: Annotated[
         str | None,
-        Meta(description="weights to start from: a run, a checkpoint, a folder of transformers, GPT-2's file"),
+        Meta(description="weights to start from: a run, a checkpoint, a transformers folder, GPT-2's file"),
     ] = None
     recompute: Annotated[bool, Meta(description="activation checkpointing: less memory, more time")] = False
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
-        Meta(description="auto: on each rank bf16 where its device has it, else fp32"),
+        Meta(description="auto: on each rank bf16 if its device has it in hardware, else fp32"),
     ] = "auto"
     compile: Annotated[
-        Literal["auto", "on", "off"], Meta(description="torch.compile; auto: where the run is long enough to repay it")
+        Literal["auto", "on", "off"], Meta(description="torch.compile; auto: if the run is long enough to repay it")
     ] = "auto"
 
 
 class TrainSpec(Section, frozen=True, kw_only=True):
-    """How it is trained. AdamW's settings are those of nanoGPT's character model; lr is for small batches."""
+    """The training settings. AdamW's are those of nanoGPT's character model; lr is for small batches."""
 
     steps: Annotated[Count, Meta(description="optimizer steps")] = 200
     batch: Annotated[Count, Meta(description="sequences in one global batch, over all ranks")] = 16
     sampling: Annotated[
-        Literal["epochs", "uniform"], Meta(description="epochs: every block once, then all again; uniform: drawn")
+        Literal["epochs", "uniform"], Meta(description="epochs: every block once per epoch; uniform: drawn at random")
     ] = "epochs"
     micro_batch: Annotated[Count | None, Meta(description="sequences in one backward [16384 tokens at most]")] = None
     sync: Annotated[
         str,
-        Meta(description="how replicas agree: ddp, packed, bf16, int8, int4, powersgd:4, each also with +sparse; "
+        Meta(description="sync strategy: ddp, packed, bf16, int8, int4, powersgd:4, each also with +sparse; "
                          "diloco:10, diloco:10:int8:streamed; auto: the fastest within --loss-budget"),
     ] = "ddp"  # fmt: skip
     loss_budget: Annotated[
-        float, Meta(ge=0, le=100, description="percent of loss that --sync auto may cost; 0: exact ways alone")
+        float, Meta(ge=0, le=100, description="percent of loss that --sync auto may cost; 0: exact strategies only")
     ] = 1.0
     lr: Annotated[NotNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NotNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
     warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None
     weight_decay: Annotated[NotNegative, Meta(description="of AdamW, on matrices")] = 0.1
-    beta1: Annotated[Fraction, Meta(description="AdamW's memory of gradients")] = 0.9
-    beta2: Annotated[Fraction, Meta(description="AdamW's memory of their squares")] = 0.99
+    beta1: Annotated[Fraction, Meta(description="AdamW's decay rate of the mean gradient")] = 0.9
+    beta2: Annotated[Fraction, Meta(description="AdamW's decay rate of the mean squared gradient")] = 0.99
     clip: Annotated[NotNegative, Meta(description="global gradient norm to clip at; 0: no clipping")] = 1.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="of weights, sampling and dropout")] = 1337
     max_s: Annotated[NotNegative | None, Meta(description="save and stop after this many seconds")] = None
 
 
 class EvalSpec(Section, frozen=True, kw_only=True):
-    """How it is judged while it trains."""
+    """Evaluation during training."""
 
     eval_every: Annotated[CountOrZero, Meta(description="steps between evaluations; 0: only at the end")] = 100
     eval_tokens: Annotated[Count, Meta(description="tokens of the validation split in one evaluation")] = 16384
 
 
 class CheckpointSpec(Section, frozen=True, kw_only=True):
-    """What is kept, and how the replicas are proved equal."""
+    """Checkpoints and replica checks."""
 
     checkpoint_every: Annotated[CountOrZero, Meta(description="steps between checkpoints; 0: only at the end")] = 100
-    keep: Annotated[Count, Meta(description="newest checkpoints that are kept, beside the best one")] = 2
+    keep: Annotated[Count, Meta(description="newest checkpoints to keep, in addition to the best one")] = 2
     verify_every: Annotated[CountOrZero, Meta(description="steps between replica checks; 0: only at the end")] = 100
 
 
 class MachineSpec(Section, frozen=True, kw_only=True):
-    """On what it runs."""
+    """Processes, devices, shares and membership."""
 
     ranks: Annotated[Few, Meta(description="processes on this machine")] = 1
     threads: Annotated[Few | None, Meta(description="processor threads per rank [cores / ranks]")] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where every rank has one")] = "auto"
-    backend: Annotated[Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl with a GPU a rank")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda if every rank has one")] = "auto"
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl"], Meta(description="auto: nccl if every rank has its own GPU")
+    ] = "auto"
     shares: Annotated[
-        str, Meta(description="parts of a batch by rank: auto: by measured speed; equal; or such as 3:1, 0: none")
+        str, Meta(description="shares of a batch by rank: auto: by measured speed; equal; or such as 3:1, 0: none")
     ] = "auto"
     membership: Annotated[
         Literal["auto", "fixed", "restart", "live"],
         Meta(
-            description="who loses a host: live: goes on; restart: the others begin anew; fixed: the run ends; auto: "
-            "live on processors, else restart"
+            description="if a host is lost: live: the other ranks continue; restart: they restart from the checkpoint; "
+            "fixed: the run ends; auto: live on CPUs, else restart"
         ),
     ] = "auto"
-    private: Annotated[
-        bool, Meta(description="start only where a firewall keeps all but the run's hosts from its ports")
-    ] = False
-    contention: Annotated[bool, Meta(description="first time every rank alone, then all together")] = False
+    private: Annotated[bool, Meta(description="start only if a firewall admits only the run's hosts to its ports")] = (
+        False
+    )
+    contention: Annotated[bool, Meta(description="before training, time every rank alone and then all at once")] = False
     profile: Annotated[
-        int, Meta(ge=0, le=1000, description="steps that torch's profiler records, for evener trace; they are slower")
+        int, Meta(ge=0, le=1000, description="steps to record with torch's profiler, for evener trace; they are slower")
     ] = 0
-    profile_ranks: Annotated[str, Meta(description="ranks that it records: such as 0,2; or all")] = "0"
+    profile_ranks: Annotated[str, Meta(description="ranks to profile: such as 0,2; or all")] = "0"
 
     def is_profiled(self, rank: int) -> bool:
-        """Does torch's profiler record steps of this rank?"""
+        """Return whether torch's profiler records steps of this rank."""
         return self.profile > 0 and (self.profile_ranks == "all" or str(rank) in self.profile_ranks.split(","))
 
     @property
     def are_shares_told(self) -> bool:
-        """Was every rank given its own?"""
+        """Whether `--shares` gives each rank a weight."""
         return self.shares not in ("auto", "equal")
 
 
@@ -153,7 +155,7 @@ class RunSpec(Section, frozen=True, kw_only=True):
     machine: MachineSpec = MachineSpec()
 
     def check(self) -> None:
-        """Raise UsageError for values that are each possible and together are not."""
+        """Raise UsageError for values that are each valid and together are not."""
         train, machine = self.train, self.machine
         for flag in FLAGS.values():
             value = flag.value(self)
@@ -187,7 +189,7 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
     help: str
 
     def value(self, spec: RunSpec) -> Any:
-        """This leaf's value in a spec."""
+        """Return this leaf's value in a spec."""
         return getattr(getattr(spec, self.section) if self.section else spec, self.field)
 
 
@@ -232,21 +234,21 @@ FLAGS: dict[str, Flag] = _flags()
 
 
 def parse_args(args: Sequence[str]) -> RunSpec:
-    """`[SPEC.toml] [--name value | --name=value | --switch | --no-switch]…` as a checked RunSpec.
+    """Parse `[SPEC.toml] [--name value | --name=value | --switch | --no-switch]…` into a checked RunSpec.
 
     >>> parse_args(["--steps", "20", "--ranks=2"]).train.steps
     20
     """
     file: Path | None = None
     texts: dict[str, str] = {}
-    words = iter(args)
-    for word in words:
-        if not word.startswith("--"):
+    remaining = iter(args)
+    for arg in remaining:
+        if not arg.startswith("--"):
             if file is not None or texts:
-                raise UsageError(f"{word}: expected a flag; a TOML file stands first and alone")
-            file = Path(word)
+                raise UsageError(f"{arg}: expected a flag; at most one TOML file comes first")
+            file = Path(arg)
             continue
-        name, _, value = word[2:].partition("=")
+        name, _, value = arg[2:].partition("=")
         field, switched_on = name.replace("-", "_"), True
         if field.startswith("no_") and field[3:] in FLAGS:
             field, switched_on = field[3:], False
@@ -254,23 +256,23 @@ def parse_args(args: Sequence[str]) -> RunSpec:
             raise UsageError(
                 f"--{name}: no such flag", hint=did_you_mean(f"--{name}", [f.name for f in FLAGS.values()])
             )
-        if "=" not in word:
+        if "=" not in arg:
             if FLAGS[field].kind == "yes or no":
                 value = "true" if switched_on else "false"
-            elif (value := next(words, None)) is None:  # type: ignore[assignment]
+            elif (value := next(remaining, None)) is None:  # type: ignore[assignment]
                 raise UsageError(f"--{name}: expected a value after it: {FLAGS[field].kind}")
         texts[field] = value
     return make_spec(file, texts)
 
 
 def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None = None) -> RunSpec:
-    """The checked RunSpec of a TOML file (or `base`), overridden by flags still written as text."""
+    """Return the checked RunSpec of a TOML file (or `base`), overridden by flags whose values are still text."""
     spec = _read_toml(file) if file else base or RunSpec()
     tree: dict[str, Any] = msgspec.to_builtins(spec)
     for field, text in texts.items():
         flag = FLAGS[field]
-        place = tree[flag.section] if flag.section else tree
-        place[field] = None if text == "" and flag.default is None else text
+        table = tree[flag.section] if flag.section else tree
+        table[field] = None if text == "" and flag.default is None else text
         choices = ["true", "false"] if flag.kind == "yes or no" else flag.kind.split("|") if "|" in flag.kind else []
         if choices and text not in choices:
             raise UsageError(f"{flag.name} {text!r}: expected {' or '.join(choices)}")
@@ -286,7 +288,7 @@ def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None 
 
 
 def to_flags(spec: RunSpec) -> list[str]:
-    """The shortest argument list that `parse_args` reads back as `spec`.
+    """Return the shortest argument list that `parse_args` reads back as `spec`.
 
     >>> to_flags(parse_args(["--steps=20", "--model", "tiny", "--recompute"]))
     ['--model=tiny', '--recompute=true', '--steps=20']

@@ -1,4 +1,4 @@
-"""Is a file that evener wrote one that this evener reads? Its format is looked at before anything else in it."""
+"""Read the JSON files that evener has written; the format number is checked before any other key."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class _Format(msgspec.Struct):
 
 
 def from_stored(text: bytes, kind: type[T], form: int, path: Path, hints: Mapping[int, str] | None = None) -> T:
-    """What the JSON of a file of this format holds; CheckpointError where it is damaged, or of another one, of which
-    a hint may say what to do.
+    """Decode the JSON of a file of the expected format. `hints`: by other formats, what to do about them.
+
+    Raise CheckpointError if the file is damaged or of another format.
     """
     try:
-        if (found := from_json(text, _Format).format) != form:
+        if (actual := from_json(text, _Format).format) != form:
             raise CheckpointError(
-                f"{path}: format {found}, this evener reads {form}", hint=(hints or {}).get(found, "")
+                f"{path}: format {actual}, this evener reads {form}", hint=(hints or {}).get(actual, "")
             )
         return from_json(text, kind)
     except msgspec.MsgspecError as error:
@@ -35,9 +36,7 @@ def from_stored(text: bytes, kind: type[T], form: int, path: Path, hints: Mappin
 
 
 def read_stored(path: Path, kind: type[T]) -> T:
-    """What a file of JSON holds that one process of evener's wrote for another; CheckpointError where it is damaged, or
-    can't be read.
-    """
+    """Read a JSON file that one evener process wrote for another. Raise CheckpointError if that fails."""
     try:
         return from_json(read_file(path), kind)
     except OSError as error:
@@ -47,8 +46,9 @@ def read_stored(path: Path, kind: type[T]) -> T:
 
 
 def stored_lines(path: Path, kind: type[T], tail_bytes: int | None = None) -> list[T]:
-    """What a file of JSON lines holds [all], nothing where there is none; CheckpointError where it is damaged. A
-    half-written last line, which a kill leaves, is passed over.
+    """Read the lines of a JSON lines file, or only those in its last `tail_bytes`; none if the file does not exist.
+
+    A half-written last line, which a kill leaves, is ignored. Raise CheckpointError if the file is damaged.
     """
     try:
         lines = _tail(path, tail_bytes) if tail_bytes else read_file(path).split(b"\n")
@@ -63,7 +63,7 @@ def stored_lines(path: Path, kind: type[T], tail_bytes: int | None = None) -> li
 
 
 def _tail(path: Path, num_bytes: int) -> list[bytes]:
-    """Its last lines, with what stands behind them."""
+    """Return the complete lines in the last `num_bytes` of a file, then what follows the last newline."""
     with open_file(path) as file:
         begin = max(0, os.fstat(file.fileno()).st_size - num_bytes)
         file.seek(begin)

@@ -1,4 +1,4 @@
-"""How is a quantity written for a person?"""
+"""Format quantities as text, and parse sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evener.core.errors import UsageError
 
 
 def seconds(value: float | None) -> str:
-    """A duration with three significant digits, or what it is when nobody measured it.
+    """Return a duration with three significant digits, or "not measured" for None.
 
     >>> seconds(0.01234), seconds(0.000999999), seconds(2.5), seconds(4020), seconds(None)
     ('12.3 ms', '1 ms', '2.50 s', '1 h 07 min', 'not measured')
@@ -33,7 +33,7 @@ def seconds(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """How many, as the field writes it: 1e9 parameters are 1.0B.
+    """Return a count with the prefix k, M, B or T: 1e9 parameters are 1.0B.
 
     >>> count(125_829_120), count(1.6e9), count(4096), count(57.04), count(999.6), count(None)
     ('125.8M', '1.6B', '4.1k', '57', '1.0k', 'not measured')
@@ -42,7 +42,7 @@ def count(value: float | None) -> str:
 
 
 def metric(value: float) -> str:
-    """A quantity with SI's prefix, before its unit.
+    """Return a quantity with its SI prefix, to be followed by the unit.
 
     >>> metric(1e9) + "bit", metric(2.5e12) + "FLOP/s"
     ('1.0Gbit', '2.5TFLOP/s')
@@ -51,7 +51,7 @@ def metric(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes; GB is 1e9.
+    """Return a number of bytes with its unit; GB is 1e9.
 
     >>> size(503_316_480), size(12)
     ('503.3 MB', '12 B')
@@ -60,17 +60,17 @@ def size(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """A size that a person writes; UsageError where it is none.
+    """Parse a size with its unit into bytes. Raise UsageError if it is none.
 
     >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("900mb")
     (24000000000, 1610612736, 900000000)
     """
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", text.strip(), re.IGNORECASE)
     power = "kmgt".index(matched[2].lower()) + 1 if matched else 0
-    found = float(matched[1]) * (1024 if matched[3] else 1000) ** power if matched else 0.0
-    if not 1 <= found < 1e18:
+    num_bytes = float(matched[1]) * (1024 if matched[3] else 1000) ** power if matched else 0.0
+    if not 1 <= num_bytes < 1e18:
         raise UsageError(f"memory {text}: expected a size with its unit", hint="for example 24GB")
-    return round(found)
+    return round(num_bytes)
 
 
 def _prefixed(value: float, prefixes: str) -> str:
@@ -81,7 +81,7 @@ def _prefixed(value: float, prefixes: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Names in a sentence; of many the first ones, and how many more there are.
+    """Join names for a sentence; of more than `max_names`, name the first ones and count the rest.
 
     >>> listed("abc"), listed("a"), listed("abcdefgh")
     ('a, b and c', 'a', 'a, b, c, d and 4 more')
@@ -92,7 +92,7 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """A number of things.
+    """Return a number with its noun, in the plural unless the number is 1.
 
     >>> plural(1, "process"), plural(2, "process"), plural(2, "core")
     ('1 process', '2 processes', '2 cores')
@@ -101,7 +101,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def link_rate(value_Bps: float | None) -> str:
-    """Bytes a second as links are sold: in bits.
+    """Return bytes per second in bits per second, the unit in which links are sold.
 
     >>> link_rate(125e6), link_rate(11.97e6), link_rate(None)
     ('1 Gbit/s', '95.8 Mbit/s', 'not measured')
@@ -115,7 +115,7 @@ def link_rate(value_Bps: float | None) -> str:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Linear interpolation between the closest ranks, as numpy's default.
+    """Return a percentile by linear interpolation between the closest ranks, as numpy does by default.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5), percentile([5.0], 0.95)
     (2.5, 5.0)
@@ -128,7 +128,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The middle value; None of nothing.
+    """Return the median, or None if there are no values.
 
     >>> median([3.0, 1.0, 2.0]), median([])
     (2.0, None)

@@ -1,3 +1,3 @@
-"""Which evener is this?"""
+"""The version of evener."""
 
 __version__ = "0.1.0"

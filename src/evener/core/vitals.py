@@ -1,4 +1,4 @@
-"""How is a host while it trains? A line of `vitals/HOST.jsonl` every few seconds; None: the machine does not tell."""
+"""Host vitals: CPU, memory, GPU, network and power, a line of `vitals/HOST.jsonl` every few seconds; None: unknown."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import msgspec
 
 
 class GpuVitals(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU of a host, as its driver numbers them."""
+    """The vitals of one GPU; GPUs are in the order of their driver."""
 
-    busy: float | None = None  # share of the time in which it did anything
-    memory_bytes: int | None = None  # in use, by anybody
+    busy: float | None = None  # share of the time in which it was active
+    memory_bytes: int | None = None  # in use, by all processes
     temperature_C: float | None = None
     power_W: float | None = None
 
 
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
-    """A host, since the line before."""
+    """The vitals of a host since the previous line."""
 
-    time: float  # Unix time, by its clock
-    busy: float  # share of all its processors' time
-    memory_bytes: int  # in use, by anybody
+    time: float  # Unix time, by the host's clock
+    busy: float  # share of the time of all its CPUs
+    memory_bytes: int  # in use, by all processes
     memory_total_bytes: int
-    sent_Bps: float | None = None  # bytes a second by the interface over which the run exchanges
+    sent_Bps: float | None = None  # by the network interface of the run
     received_Bps: float | None = None
-    temperature_C: float | None = None  # of its processor
-    power_W: float | None = None  # of its processor
-    battery: float | None = None  # share that is left, where it runs on it
+    temperature_C: float | None = None  # of the CPU
+    power_W: float | None = None  # of the CPU
+    battery: float | None = None  # remaining share, if the host runs on battery
     gpus: list[GpuVitals] = []

@@ -1,12 +1,14 @@
-"""Which rank holds all the others up, and how? By what its host sees of it: a rank that is frozen cannot tell.
+"""Hang detector: find the rank or link that blocks the run, from samples that each host takes of its processes.
 
-a process that is stopped, or that waits in the kernel for a disk      that is it, whatever the others do
-a machine that does not acknowledge what another sends                 it is what lies between them
-a machine out of reach, and no rank elsewhere uses its processor       it, or the way to it
-no rank uses its processor, and some do not wait for others            one of these is it
-all wait for the others, and something travels between them            a slow link, and nothing is wrong
-all wait for the others, and nothing does                              they are at different exchanges
-some rank computes                                                     a long step: nothing is wrong
+A frozen rank cannot report itself, so the verdict rests on what its host observes:
+
+a process is stopped, or waits in the kernel for a disk                that process, whatever the others do
+a host does not acknowledge what another one sends                     the path between them
+a host is unreachable, and no other rank uses CPU time                 that host, or the path to it
+no rank uses CPU time, and some are not waiting for others             one of those
+all ranks wait for others, and there is traffic between them           no hang: a slow link
+all ranks wait for others, and there is no traffic                     ranks are in different collectives
+some rank computes                                                     no hang: a long step
 """
 
 from __future__ import annotations
@@ -17,30 +19,30 @@ from dataclasses import dataclass
 
 import msgspec
 
-STILL_S = 8.0  # seen like that for so long; a look, its way home and a reader's second make 10
-CUT_S = 4.0  # after its host has tried for 3 s
-DISK_S = 60.0  # a checkpoint on a slow disk takes its time
-IDLE = 0.02  # of a processor: a pulse takes less
-SPAN_S = 2.0  # over which that is counted
-STOPPED, DISK = ("T", "t"), "D"  # the kernel's letters
+STILL_S = 8.0  # a condition must last this long; sampling, transfer and a reader's second make it 10
+CUT_S = 4.0  # without acknowledgement, after its host has retried for 3 s
+DISK_S = 60.0  # a checkpoint to a slow disk may take this long
+IDLE = 0.02  # share of a CPU: a heartbeat uses less
+SPAN_S = 2.0  # window in which CPU time is counted
+STOPPED, DISK = ("T", "t"), "D"  # process states as in /proc/PID/stat
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """A process as its host saw it."""
+    """One sample of a process, taken by its host."""
 
     pid: int
-    state: str  # the kernel's letter
-    cpu_s: float  # that it and its children have used since they began
-    where: str = ""  # its line of Python, where it has a pulse
-    waits: bool = False  # that line exchanges with others: where it uses no processor there, it waits for them
-    moved: int | None = None  # bytes that its connections have moved; None: not known
+    state: str  # as in /proc/PID/stat
+    cpu_s: float  # CPU time of the process and its children since they started
+    where: str = ""  # the current Python line, if the process has a heartbeat
+    waits: bool = False  # that line is in a collective: if the process uses no CPU time there, it waits for peers
+    moved: int | None = None  # bytes that its connections have sent and received; None: not known
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds the run up."""
+    """A detected hang and the rank or host that causes it."""
 
     host: str
-    rank: int | None  # None: what started the ranks there
+    rank: int | None  # None: the launcher of the host's ranks
     how: str  # stopped, disk, idle, crossed, cut-off
     what: str
     fix: str
@@ -48,35 +50,35 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> tuple[str, int | None, str]:
-        """The same while it lasts, whatever line is seen."""
+        """Key that stays the same while a hang lasts, even if the process moves to another line."""
         return self.host, self.rank, self.how
 
 
 @dataclass
 class _Seen:
-    """What was seen of one process, by its host's clock."""
+    """The newest sample of one process and when its activity last changed, by its host's clock."""
 
     look: Look
     at_s: float
-    since_s: float  # it is in its state
-    busy_s: float  # when it last used its processor
-    disk_s: float  # when it last waited for a disk, or began
-    moved_s: float  # when its connections last moved anything, or began
-    counted: tuple[float, float]  # (when, cpu_s) from which on that is counted
+    since_s: float  # start of the current state
+    busy_s: float  # last time it used CPU time
+    disk_s: float  # last time it waited for a disk, or its first sample
+    moved_s: float  # last time its connections had traffic, or its first sample
+    counted: tuple[float, float]  # start of the CPU window: (time, cpu_s)
 
-    def add(self, look: Look, at_s: float) -> None:
-        if look.state != self.look.state:
+    def add(self, sample: Look, at_s: float) -> None:
+        if sample.state != self.look.state:
             self.since_s = at_s
         began_s, cpu_s = self.counted
-        if look.cpu_s - cpu_s > IDLE * max(SPAN_S, at_s - began_s):
+        if sample.cpu_s - cpu_s > IDLE * max(SPAN_S, at_s - began_s):
             self.busy_s = at_s
-        if look.state == DISK:
+        if sample.state == DISK:
             self.disk_s = at_s
-        if look.moved != self.look.moved:
+        if sample.moved != self.look.moved:
             self.moved_s = at_s
         if at_s - began_s >= SPAN_S:
-            self.counted = at_s, look.cpu_s
-        self.look, self.at_s = look, at_s
+            self.counted = at_s, sample.cpu_s
+        self.look, self.at_s = sample, at_s
 
     @property
     def same_for_s(self) -> float:
@@ -88,12 +90,12 @@ class _Seen:
 
     @property
     def does_nothing_for_s(self) -> float:
-        """Neither computes, nor reads or writes."""
+        """Seconds with neither CPU time nor disk waits."""
         return self.at_s - max(self.busy_s, self.disk_s)
 
     @property
     def moves_nothing_for_s(self) -> float:
-        """0 where that is not known."""
+        """Seconds without network traffic; 0 if traffic is not known."""
         return 0.0 if self.look.moved is None else self.at_s - self.moved_s
 
     @property
@@ -102,18 +104,18 @@ class _Seen:
 
 
 class Watch:
-    """What was seen of the processes of a run."""
+    """Detects hangs from the samples of all processes of a run."""
 
     def __init__(self, num_ranks: Mapping[str, int], hosts: Mapping[str, str] | None = None) -> None:
-        """`num_ranks`: by host; `hosts`: by their addresses."""
+        """`num_ranks`: ranks by host; `hosts`: host names by address."""
         self._num_ranks, self._hosts = dict(num_ranks), dict(hosts or {})
         self._members = set(num_ranks)
         self._seen: dict[tuple[str, int | None], _Seen] = {}
-        self._cut: dict[tuple[str, str], tuple[float, float]] = {}  # (who, from whom): since when, until when
-        self._lost: set[str] = set()  # hosts that cannot be reached
+        self._cut: dict[tuple[str, str], tuple[float, float]] = {}  # unacknowledged (sender, receiver): (first, last)
+        self._lost: set[str] = set()  # unreachable hosts
 
     def only(self, members: Iterable[str]) -> None:
-        """Of all hosts these train from now on: nobody waits for the others."""
+        """Set the hosts that train from now on, and forget all others."""
         self._members = set(members)
         self._lost &= self._members
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in self._members}
@@ -121,8 +123,9 @@ class Watch:
 
     def see(self, host: str, at_s: float, looks: Mapping[int, Look] | Mapping[int | None, Look],
             stuck: Iterable[str] = ()) -> None:  # fmt: skip
-        """A look at a host, at a time of its own clock: its ranks and (None) what started them; and the addresses that
-        do not acknowledge what it sends.
+        """Add the samples of a host's ranks and of their launcher (key None), taken at `at_s` of the host's own clock.
+
+        `stuck`: addresses that do not acknowledge what the host sends.
         """
         if host not in self._members:
             return
@@ -133,26 +136,26 @@ class Watch:
         self._cut |= {pair: (self._cut.get(pair, (at_s, at_s))[0], at_s) for pair in cut}
         for key in [key for key in self._seen if key[0] == host and key[1] not in looks]:
             del self._seen[key]
-        for rank, look in looks.items():
-            known = self._seen.get((host, rank))
-            if known is None or known.look.pid != look.pid:
-                self._seen[host, rank] = _Seen(look, at_s, at_s, at_s, at_s, at_s, (at_s, look.cpu_s))
+        for rank, sample in looks.items():
+            history = self._seen.get((host, rank))
+            if history is None or history.look.pid != sample.pid:
+                self._seen[host, rank] = _Seen(sample, at_s, at_s, at_s, at_s, at_s, (at_s, sample.cpu_s))
             else:
-                known.add(look, at_s)
+                history.add(sample, at_s)
 
     def lose(self, host: str) -> None:
-        """It cannot be reached: nothing is known of what its ranks do."""
+        """Mark a host as unreachable and drop its samples."""
         self.see(host, 0.0, {})
         self._lost |= self._members & {host}
 
     @property
     def sees_all(self) -> bool:
-        """Is there a look at every rank?"""
+        """Whether every rank has a sample."""
         expected = sum(self._num_ranks[host] for host in self._members)
         return sum(rank is not None for _, rank in self._seen) == expected
 
     def hang(self) -> Hang | None:
-        """Who holds the others up, as it was seen last."""
+        """Return the hang that the newest samples show, or None."""
         for (host, rank), seen in self._seen.items():
             if seen.look.state in STOPPED and seen.same_for_s >= STILL_S:
                 what = "is stopped, by a signal or a debugger"
@@ -166,23 +169,23 @@ class Watch:
                 )
         for (host, peer), (since_s, until_s) in self._cut.items():
             if until_s - since_s >= CUT_S:
-                what = f"has no answer from {peer} any more: a link is down, or something between them drops it all"
+                what = f"gets no acknowledgements from {peer}: a link is down, or all packets between them are dropped"
                 return Hang(
                     host=host, rank=None, how="cut-off", what=what, peer=peer,
-                    fix="evener doctor looks at the way between them; when it is back, the run goes on",
+                    fix="evener doctor checks the path between them; once it works again, the run continues",
                 )  # fmt: skip
         ranks = {key: seen for key, seen in self._seen.items() if key[1] is not None}
         if self._lost and ranks and min(seen.does_nothing_for_s for seen in ranks.values()) >= STILL_S:
             (host, _), peer = min(ranks), min(self._lost)
             what = f"waits, and {peer} cannot be reached: it is off, or a link is down"
-            fix = f"is {peer} on, and its cable in? When it is back within a minute and a half, the run goes on"
+            fix = f"is {peer} on, and its cable plugged in? If it is back within 90 s, the run continues"
             return Hang(host=host, rank=None, how="cut-off", what=what, peer=peer, fix=fix)
         if not self.sees_all:
             return None
         waiting = [key for key, seen in ranks.items() if seen.look.waits]
-        alone = [key for key, seen in ranks.items() if seen.look.where and not seen.look.waits]
-        if waiting and alone and min(seen.does_nothing_for_s for seen in ranks.values()) >= STILL_S:
-            (host, rank), seen = alone[0], ranks[alone[0]]
+        not_waiting = [key for key, seen in ranks.items() if seen.look.where and not seen.look.waits]
+        if waiting and not_waiting and min(seen.does_nothing_for_s for seen in ranks.values()) >= STILL_S:
+            (host, rank), seen = not_waiting[0], ranks[not_waiting[0]]
             what = f"does nothing{seen.at}, and the others wait for it"
             fix = f"evener logs --rank {rank} RUN shows what it printed"
             return Hang(host=host, rank=rank, how="idle", what=what, fix=fix)
@@ -193,19 +196,19 @@ class Watch:
 
 
 def _crossed(ranks: Mapping[tuple[str, int | None], _Seen]) -> Hang:
-    """All wait for each other: the one that is where the fewest are, of several the last."""
-    nums = Counter(seen.look.where for seen in ranks.values())
-    host, rank = min(sorted(ranks, reverse=True), key=lambda key: nums[ranks[key].look.where])
-    mine = ranks[host, rank].look.where
-    others = sorted(nums.keys() - {mine})
-    rest = f"others in {' and in '.join(others)}" if others else "as all others do"
-    what = f"waits in {mine}, {rest}, and nothing travels between them"
-    fix = "do all ranks exchange the same things, in the same order? evener logs RUN shows what they printed"
+    """Return the hang of ranks that all wait for each other; blame the rarest line, and of several ranks the last."""
+    counts = Counter(seen.look.where for seen in ranks.values())
+    host, rank = min(sorted(ranks, reverse=True), key=lambda key: counts[ranks[key].look.where])
+    line = ranks[host, rank].look.where
+    other_lines = sorted(counts.keys() - {line})
+    rest = f"others in {' and in '.join(other_lines)}" if other_lines else "as all others do"
+    what = f"waits in {line}, {rest}, and nothing travels between them"
+    fix = "do all ranks call the same collectives, in the same order? evener logs RUN shows what they printed"
     return Hang(host=host, rank=rank, how="crossed", what=what, fix=fix)
 
 
 def sentence(hang: Hang) -> str:
-    """In words."""
+    """Return one sentence that describes the hang."""
     if hang.peer is not None:
         return f"{hang.host} {hang.what}"
     return f"{'the launcher' if hang.rank is None else f'rank {hang.rank}'} on {hang.host} {hang.what}"

@@ -1,4 +1,8 @@
-"""Which hosts are in a run from now on? Worlds follow each other; what follows a world only its own hosts can say."""
+"""Membership epochs: the hosts that train together, in turn, and what agents and ranks write for each other.
+
+Only the hosts of an epoch can decide the next one, by a quorum. Elastic here means that the surviving ranks keep their
+process and state across epochs, as in Horovod Elastic and torchft; torchelastic restarts all ranks instead.
+"""
 
 from __future__ import annotations
 
@@ -12,144 +16,145 @@ from evener.core.files import write_atomic
 from evener.core.stored import read_stored
 
 AGENT_FILE = "host/agent.json"  # an AgentSpec
-SILENT_S = 12.0  # where who is lost costs all a start
-KEPT_FILE = "host/kept.json"  # what the agent must not forget
-WORLD_FILE = "host/world.json"  # a Meeting, in a run's folder on each host: EVENER_WORLD tells the ranks
-SAYINGS_FOLDER = "host/sayings"  # what each rank there says of itself, a Saying, by its number on the host
-PULSE_FOLDER = "host/pulse"  # what each rank there is doing; see worker/pulse.py
-WAITING_FILE = "host/waiting"  # there while hosts wait to be let in
-KILLED_FILE = "host/killed.json"  # which ranks there were killed last, and when
-KEPT_OUT_FILE = "host/kept-out"  # there where this host takes part no more, until it is removed: why
-NEEDS_FILE = "host/needs"  # bytes that must be free for ranks that had too little room
-SAVE_FILE = "host/save"  # there where somebody has asked for a checkpoint now, until one is written
-# Exit statuses of ranks, as their agent understands them; any other is a failure that may have been chance.
-REGROUP = 75  # they leave together, and want another world (sysexits.h: EX_TEMPFAIL)
-FOLLOWS = 74  # another one is gone, and it could not go on (sysexits.h: EX_IOERR)
-REFUSED = 2  # what is wrong is this host's, and would be in any world
-NO_ROOM = 73  # its disk is too full (sysexits.h: EX_CANTCREAT)
-OVER = 77  # the run has failed, and would in any world; of an agent too: on all hosts
-LEFT = 76  # of an agent: its host has left the run, which goes on without it; another failure is its host's alone
-LOST = "lost"  # what a rank asks its agent with that can't go on in its world
+SILENT_S = 12.0  # heartbeat timeout where the loss of a host restarts the ranks of all
+KEPT_FILE = "host/kept.json"  # the agent's durable consensus state
+WORLD_FILE = "host/world.json"  # a Rendezvous, in the run's folder on each host; EVENER_WORLD is its path
+SAYINGS_FOLDER = "host/sayings"  # the RankStatus of each local rank, by its number on the host
+PULSE_FOLDER = "host/pulse"  # the heartbeat of each local rank; see worker/pulse.py
+WAITING_FILE = "host/waiting"  # exists while hosts wait to join
+KILLED_FILE = "host/killed.json"  # the local ranks that were killed last, and when
+KEPT_OUT_FILE = "host/kept-out"  # the reason why this host is excluded from the run, until the file is removed
+NEEDS_FILE = "host/needs"  # free bytes that ranks need whose disk was too full
+SAVE_FILE = "host/save"  # exists from a request for a checkpoint until one is written
+# Exit statuses of ranks, for their agent; any other is a failure that may be transient.
+REGROUP = 75  # all ranks leave together, for another epoch (sysexits.h: EX_TEMPFAIL)
+FOLLOWS = 74  # a peer failed, and this rank could not continue (sysexits.h: EX_IOERR)
+REFUSED = 2  # an error of this host alone, which would recur in any epoch
+NO_ROOM = 73  # the disk is too full (sysexits.h: EX_CANTCREAT)
+OVER = 77  # the run has failed and would fail in any epoch; an agent exits with it on all hosts
+LEFT = 76  # agents only: the host has left the run, which continues; other failures are the host's alone
+LOST = "lost"  # the `regroup_reason` of a rank that cannot continue in its epoch
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """The hosts whose ranks train together until the next world begins."""
+    """The hosts whose ranks train together until the next membership epoch begins."""
 
-    number: int  # 0, 1, 2 …: no number is given twice
-    hosts: list[str]  # by rank; the first one has the store
-    others: list[str] = []  # that say what follows with them, and have no ranks in it
-    is_fresh: bool = True  # its ranks begin with the newest checkpoint; else they go on with what they have learned
-    why: str = ""  # it follows the one before
-    step: int = -1  # the last that had been saved when it was decided; where ranks live on, the last that was taken
-    failures: int = 0  # that began a world, one after the other, and no other step was saved in between
-    is_over: bool = False  # nothing follows: it has failed too often
+    number: int  # 0, 1, 2 …: each is used once
+    hosts: list[str]  # in the order of the ranks; the first one runs the store
+    others: list[str] = []  # standby hosts: they vote on the next epoch and have no ranks in this one
+    is_fresh: bool = True  # the ranks start from the newest checkpoint; else they keep their state in memory
+    why: str = ""  # the reason for the change from the previous epoch
+    step: int = -1  # the last saved step when the epoch was decided; of an elastic run, the last step taken
+    failures: int = 0  # consecutive failures that began an epoch without a newly saved step in between
+    is_over: bool = False  # no epoch follows: the run has failed too often
 
     def __post_init__(self) -> None:
         if not self.hosts:
-            raise ValueError("a world without hosts")
+            raise ValueError("a membership epoch without hosts")
 
     @property
     def voters(self) -> list[str]:
-        """Who says what follows; the first is the first that trains."""
+        """The hosts that decide the next epoch; the first is the first that trains."""
         return [*self.hosts, *self.others]
 
     def is_quorum(self, hosts: Iterable[str]) -> bool:
-        """May these decide what follows? No two sides of a cut can: more than half of the world's voters, or half of
-        them with the first.
+        """Return whether these hosts can decide the next epoch: more than half of the voters, or half with the first.
+
+        At most one side of a network partition is a quorum.
 
         >>> World(number=0, hosts=["a", "b"]).is_quorum(["a"]), World(number=0, hosts=["a", "b"]).is_quorum(["b", "c"])
         (True, False)
         """
-        there = set(self.voters).intersection(hosts)
-        return 2 * len(there) > len(self.voters) or (2 * len(there) == len(self.voters) and self.hosts[0] in there)
+        votes = set(self.voters).intersection(hosts)
+        return 2 * len(votes) > len(self.voters) or (2 * len(votes) == len(self.voters) and self.hosts[0] in votes)
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks of a world find each other, as the agent of a host tells its ranks."""
+    """Where the ranks of a membership epoch meet, as a host's agent writes it for its ranks."""
 
     world: World
-    address: str = ""  # of the world's store
+    address: str = ""  # of the epoch's store
     port: int = 0
-    first_rank: int = 0  # the place in the world of this host's first one
+    first_rank: int = 0  # the rank of this host's first process
     world_size: int = 0
 
 
 class Saying(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank that lives from world to world tells its agent."""
+    """What a rank of an elastic run reports to its agent."""
 
     pid: int
-    world: int = -1  # in which it has learned; -1: none yet, but it is ready to be let in
-    step: int = -1  # the last that it has taken
-    asks: str = ""  # for another world, and why: to let hosts in or out; or LOST, as it can't go on in this one
+    world: int = -1  # number of the epoch in which the rank has trained; -1: none yet, but it is ready to join
+    step: int = -1  # the last step it has taken
+    asks: str = ""  # why the rank wants another epoch: hosts join or leave, or LOST: it cannot continue in this one
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host brings to a world."""
+    """A host's address and number of ranks."""
 
-    address: str  # that the others reach, and that alone is listened on
+    address: str  # reachable from the other hosts, and the only one on which the host listens
     num_ranks: int
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent of one host must know of a run."""
+    """The configuration of one host's agent in a run."""
 
     run: str  # the run's id
-    host: str  # this one
-    hosts: dict[str, Part]  # that may take part, in the order of their ranks
-    edition: int = 0  # of `hosts`: the highest one holds
-    first: list[str]  # of them the first world's; the others were added while the run went on
-    port: int  # on which agents hear each other
-    key: str  # which the run's agents alone know
+    host: str  # the host of this agent
+    hosts: dict[str, Part]  # all hosts that may take part, in the order of their ranks
+    edition: int = 0  # version of `hosts`: the highest one is valid
+    first: list[str]  # the hosts of the first epoch; the others were added during the run
+    port: int  # on which the agents receive each other's messages
+    key: str  # secret shared by the run's agents
     program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
-    silent_s: float = SILENT_S  # after which a host that says nothing is gone
-    join_s: float = 180.0  # that hosts wait for each other at the start: Python may come from a cold, slow disk
-    lives: bool = False  # ranks go on from world to world: whoever is lost, the others lose nothing
+    silent_s: float = SILENT_S  # heartbeat timeout: a host that sends nothing for so long is lost
+    join_s: float = 180.0  # how long hosts wait for each other at the start: Python may load from a cold, slow disk
+    lives: bool = False  # elastic: ranks keep their process and state across epochs, so survivors lose no work
 
     def __post_init__(self) -> None:
         if not self.first or not self.hosts.keys() >= {self.host, *self.first}:
-            raise ValueError("hosts that are not among the run's")
+            raise ValueError("hosts that are not part of the run")
 
 
 def hosts_come_and_go() -> bool:
-    """In the run of this process?"""
+    """Return whether this process belongs to a run whose hosts may leave and join."""
     return "EVENER_WORLD" in os.environ
 
 
 def ranks_live_on() -> bool:
-    """Does this process go on from world to world?"""
+    """Return whether this rank keeps its process and state across membership epochs."""
     return "EVENER_SAYINGS" in os.environ
 
 
 def agent_pid() -> int:
-    """Of the process that tells this one, which goes on from world to world, where others are."""
+    """Return the process id of the agent that announces epochs to this rank of an elastic run."""
     return int(os.environ["EVENER_AGENT"])
 
 
 def memory_file(local_rank: int) -> str:
-    """Where a rank writes down what its memory holds: a file for each, for they may all be killed at once."""
+    """Return the file for a rank's micro-batch limit by memory; one per rank, as all may be killed at once."""
     return f"host/memory-{local_rank}.json"
 
 
 def told_meeting() -> Meeting:
-    """The newest of this host, where hosts come and go; CheckpointError where it is damaged."""
+    """Read the newest rendezvous of this host. Raise CheckpointError if the file is damaged."""
     return read_stored(Path(os.environ["EVENER_WORLD"]), Meeting)
 
 
 def somebody_waits() -> bool:
-    """Is there a host that could be let in?"""
+    """Return whether a host waits to join."""
     return beside_world(WAITING_FILE).exists()
 
 
 def is_kept_out() -> bool:
-    """Is this process's host to leave?"""
+    """Return whether this process's host is excluded from the next epoch."""
     return beside_world(KEPT_OUT_FILE).exists()
 
 
 def keep_out(why: str) -> None:
-    """The world of this process is the last with its host."""
+    """Exclude this process's host from the run after the current epoch."""
     write_atomic(beside_world(KEPT_OUT_FILE), why.encode())
 
 
 def beside_world(file: str) -> Path:
-    """Where a file of the run's folder on this host is."""
+    """Return the path of one of the files above, in the run's folder on this host."""
     return Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(file))
