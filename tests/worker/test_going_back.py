@@ -145,9 +145,7 @@ def test_what_is_never_finite_ends_the_run_the_second_time(tmp_path: Path, corpu
             (1, 27, False),
         ]
     told = [event["error"] for events in fleet.events("failure") for event in events]
-    assert (
-        told == ["step 27: the loss of rank 0, rank 1, rank 2 is not finite, nor was it when it was taken before"] * 3
-    )
+    assert told == ["step 27: the loss of rank 0, rank 1, rank 2 is not finite, nor was it before the rollback"] * 3
     assert "world 2" in fleet.log("a")
     assert "world 3" not in fleet.log("a")
     assert [RunDir(tmp_path / name).checkpoint_steps() for name in "abc"] == [[20]] * 3

@@ -220,9 +220,9 @@ def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hi
         ("OtherData", "rank 1 has other data than rank 0: the first step's samples differ", "the same file on every"),
         ("ForgottenOptimizer", "step.update: this AdamW was not given to run.optimizer", "optimizer = run.optimizer"),
         ("ForgottenBackward", "no step.backward in the loop over step.micro_batches()", "step.backward(loss_sum), not"),
-        ("ForgottenUpdate", "step 0: there was no step.update: nothing was learned from its batch", "micro-batches of"),
-        ("TwoPasses", "step.micro_batches() again, before step.update", "both losses in one pass"),
-        ("UpdateInside", "step.update inside of the loop over step.micro_batches()", "call it once, after the loop"),
+        ("ForgottenUpdate", "step 0: there was no step.update: nothing was learned from its batch", "gradients of"),
+        ("TwoPasses", "step.micro_batches() called again before step.update", "compute both losses in one pass"),
+        ("UpdateInside", "step.update inside the loop over step.micro_batches()", "call it once, after the loop"),
         ("BackwardOutside", "step.backward outside of the loop over step.micro_batches()", "call it inside"),
     ],
 )

@@ -1,6 +1,6 @@
-"""How does what one rank remembers come to others? From memory to memory, as a checkpoint holds it (`statetree.py`).
+"""Send state dicts from one rank's memory to others, as a checkpoint stores them (`statetree.py`).
 
-Nothing that is received is run.
+Nothing that is received is executed.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from evener.worker.statetree import pack, unpack
 
 
 class Parcel(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told before the tensors come."""
+    """The header that precedes the tensors."""
 
-    trees: dict[str, Any]  # of the states
-    tensors: dict[str, tuple[str, list[int]]]  # their types and shapes, by name
+    trees: dict[str, Any]  # of the states by name
+    tensors: dict[str, tuple[str, list[int]]]  # dtype and shape by name
 
 
 def hand_over(states: dict[str, Any], group: Group, *, source: int, lacks: Sequence[int]) -> dict[str, Any]:
-    """States by name: on the ranks at the places that lack them the source's, elsewhere those given. All call it."""
-    parcel, tensors = b"", dict[str, Tensor]()
+    """Return the source's states by name on the receivers, the given states elsewhere. All ranks call it together."""
+    encoded, tensors = b"", dict[str, Tensor]()
     if group.rank == source:
         trees = {}
         for name, state in states.items():
-            trees[name], more = pack(state, name)
-            tensors |= more
-        shapes = {name: (str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in tensors.items()}
-        parcel = msgspec.json.encode(Parcel(trees=trees, tensors=shapes))
-    told = from_json(group.gather(parcel)[source], Parcel)
+            trees[name], new_tensors = pack(state, name)
+            tensors |= new_tensors
+        shapes = {name: (str(tensor.dtype).removeprefix("torch."), [*tensor.shape]) for name, tensor in tensors.items()}
+        encoded = msgspec.json.encode(Parcel(trees=trees, tensors=shapes))
+    header = from_json(group.gather(encoded)[source], Parcel)
     if group.rank == source:
         for rank in lacks:
-            for name in told.tensors:
+            for name in header.tensors:
                 dist.send(tensors[name].cpu().contiguous(), rank, group=group.control)
     elif group.rank in lacks:
-        for name, (dtype, shape) in told.tensors.items():
+        for name, (dtype, shape) in header.tensors.items():
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             dist.recv(tensors[name], source, group=group.control)
-        return {name: unpack(tree, tensors) for name, tree in told.trees.items()}
+        return {name: unpack(tree, tensors) for name, tree in header.trees.items()}
     return states

@@ -1,4 +1,4 @@
-"""How is a model trained? START READING HERE: this is all of it, on one process or on many.
+"""Train a model, on one process or on many. START READING HERE: this is the whole loop.
 
 join → model, optimizer, data → for every step: this rank's share of the batch, forward, backward, update
 """
@@ -33,7 +33,7 @@ TELL_EVERY_S = 5.0
 
 
 def train(resolved: Resolved) -> None:
-    """Train what `resolved` describes, from its first step or from where it was left."""
+    """Run the training that `resolved` describes, from its first step or from the checkpoint it resumes."""
     spec, shape = resolved.spec, resolved.shape
     with join(spec, resolved) as run:
         train_set = TokenBlocks(resolved.corpus, "train", shape.block_size, spec.train.sampling)
@@ -42,7 +42,7 @@ def train(resolved: Resolved) -> None:
         optimizer = run.optimizer(adamw(model, spec.train))
         tokens_per_step, every = spec.train.batch * shape.block_size, run.roster.sync.every
         progress = Progress(spec.train.steps, tokens_per_step, spec.train.max_s, every)
-        told = time.monotonic()
+        printed_at = time.monotonic()
         if spec.machine.contention:
             run.contention = contention(run, model, train_set)
 
@@ -54,15 +54,15 @@ def train(resolved: Resolved) -> None:
                 run.tell(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
             if run.last_record is not None and run.last_record.step >= progress.done:
                 progress.add(run.last_record)
-                if time.monotonic() - told > TELL_EVERY_S:
-                    told = time.monotonic()
+                if time.monotonic() - printed_at > TELL_EVERY_S:
+                    printed_at = time.monotonic()
                     run.tell(progress.line())
 
 
 def learn(
     step: Step, model: GPT, optimizer: AdamW, train: TrainSpec, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """One optimizer step: this rank's share of the batch, forward, backward, update."""
+    """Run one optimizer step: this rank's share of the batch, forward, backward, update."""
     set_hyperparameters(optimizer, step.index, train)
     for tokens, targets in step.micro_batches():
         with autocast():
@@ -72,7 +72,7 @@ def learn(
 
 
 def build(resolved: Resolved, *, is_new: bool) -> GPT:
-    """The model at its start: random, or of a new run with the weights of a GPT-2 file."""
+    """Return the initial model: random weights, or those of `--init-from` in a new run."""
     spec = resolved.spec.model
     model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
     if spec.init_from is not None and is_new:
@@ -100,18 +100,18 @@ def _difference(theirs: GPTShape, ours: GPTShape) -> str:
 
 @torch.no_grad()
 def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
-    """Mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks.
+    """Return the mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks.
 
-    Each rank judges its own replica, on its part of them. Where replicas drift, that is their mean; after the last step
-    they are one model.
+    Each rank evaluates its own replica on its part of the blocks. With local steps that is the mean over replicas;
+    after the last step they are one model.
     """
     began = time.perf_counter()
     positions = val_set.evenly_spaced(run.spec.eval.eval_tokens)
-    mine = np.split(positions, np.cumsum(run.roster.divide(len(positions)))[:-1])[run.rank]
+    own_positions = np.split(positions, np.cumsum(run.roster.divide(len(positions)))[:-1])[run.rank]
     model.eval()
     loss_sum, num_tokens = 0.0, 0
-    for start in range(0, len(mine), run.member.micro_batch):
-        samples = mine[start : start + run.member.micro_batch]
+    for start in range(0, len(own_positions), run.member.micro_batch):
+        samples = own_positions[start : start + run.member.micro_batch]
         tokens, targets = val_set.load(samples, run.device)
         with run.autocast():
             loss_sum += float(model(tokens, targets))

@@ -1,10 +1,11 @@
-"""Who asked this rank to stop, and how urgently? Or is its time over?
+"""Handle SIGINT, SIGTERM and the time limit: stop after the current step, or at once.
 
-The first SIGINT or SIGTERM asks: the step is finished and saved. A second one ends the process at once, even where its
-main thread never returns to the interpreter: in a collective that no other rank answers, Python runs no handlers.
+The first SIGINT or SIGTERM requests a stop: the step is finished and saved. A second one ends the process at once, even
+where its main thread never returns to the interpreter: in a collective that no other rank answers, Python runs no
+handlers.
 
     C's handler    signal 1 → pipe                signal 2 → pipe
-    watcher                      notes the time                 os._exit
+    watcher                      records the time               os._exit
     main thread    in all_reduce, without the interpreter's lock, for ever
 """
 
@@ -18,17 +19,17 @@ import time
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ECHO_S = 0.5  # assumption: within this it is one request, passed on by a terminal or a process manager and by torchrun
+ECHO_S = 0.5  # assumption: signals within it are one request, passed on by a terminal or supervisor and by torchrun
 
 
 class Stopping:
-    """From its making to `close`, SIGINT and SIGTERM mean what is said above.
+    """Installs the signal handling above until `close`.
 
-    Made outside of the main thread it leaves signals alone: Python allows no more there.
+    Created outside of the main thread it installs nothing: Python allows signal handlers in the main thread only.
     """
 
     def __init__(self) -> None:
-        self.wanted = False  # may be set by anybody
+        self.wanted = False  # may also be set by callers
         self._ends = math.inf
         self._first: float | None = None
         self._undo: list[Any] = []
@@ -41,20 +42,20 @@ class Stopping:
         for signum in SIGNALS:
             handler = signal.signal(signum, self._want)
             self._undo.append(lambda signum=signum, handler=handler: signal.signal(signum, handler or signal.SIG_DFL))
-        os.register_at_fork(after_in_child=self.close)  # a child's signals are not ours, nor ours to hear
+        os.register_at_fork(after_in_child=self.close)  # a child process must not run these handlers
         threading.Thread(target=self._watch, args=(read,), name="evener-stopping", daemon=True).start()
 
     def begin(self, max_s: float | None) -> None:
-        """The time that a run has begins now."""
+        """Start the time limit of the run."""
         self._ends = math.inf if max_s is None else time.monotonic() + max_s
 
     @property
     def is_due(self) -> bool:
-        """Was this rank asked, or is its time over?"""
+        """Whether a stop was requested, or the time limit is over."""
         return self.wanted or time.monotonic() > self._ends
 
     def close(self) -> None:
-        """Give signals back to whom they belonged."""
+        """Restore the earlier signal handlers."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,4 +1,4 @@
-"""Who takes part in this step? A Membership says so, as a Roster; what to do about a change is its business alone."""
+"""Decide which ranks take part in each step: the `Membership` protocol, which yields a Roster and handles changes."""
 
 from __future__ import annotations
 
@@ -22,64 +22,67 @@ T = TypeVar("T")
 
 
 class Learner(Protocol):
-    """A rank, as far as a change of its world has to do with it."""
+    """The part of a rank that a change of membership needs."""
 
     spec: RunSpec
     group: Group
     trained: Trained
     sync: Sync
     recorder: Recorder
-    moved: set[str]  # buffers that forward changes
+    moved: set[str]  # names of buffers that forward mutates
 
 
 class Membership(Protocol):
-    """The Roster in force. All ranks hold the same one at the same step, because all derive it from the same News."""
+    """The Roster in force. All ranks hold the same one at the same step, derived from the same step reports."""
 
     roster: Roster
-    result: Any  # of the last piece
-    is_lost: bool  # there is another world already: what is under way is for nothing
+    result: Any  # of the last collective operation
+    is_lost: bool  # a newer epoch exists: the work in progress will be discarded
 
     def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
-        """Everything is given; the step to begin with. Where others train already, once they let this rank in."""
+        """Return the step to start with, once this rank takes part; wait to be admitted where others train already."""
 
     def together(self, do: Callable[..., T], *args: Any) -> T:
-        """A piece: what all ranks do at this point, and its result, which JSON can hold. Where others have it behind
-        them, and their world is lost, it is not done here: their result is everybody's.
+        """Run `fn` once on all ranks and return its JSON-serializable result.
+
+        If the group broke after some ranks had finished it, skip it here and return their result.
         """
 
     def again(self, do: Callable[..., T], *args: Any) -> T:
-        """What can be done again and again until it could be done, whatever others have behind them."""
+        """Retry `fn` after every regroup until it succeeds. `fn` must be idempotent."""
 
     def listen(self, recorder: Recorder, step: int) -> bool:
-        """Read the news that are due before `step`. Do all stop now?"""
+        """Receive the step reports that are due before `step`; return whether all ranks stop now."""
 
     def agree(self, loss_sum: Tensor) -> float | None:
-        """Where a lost world is gone on from, the end of a pass, and a piece: all have its sums, and nobody goes on
-        before that; the sum of all ranks' losses. Else None.
+        """Confirm on all ranks that they hold all sums of a pass, before any rank updates; return the loss summed over
+        ranks.
+
+        It is a collective operation. Return None where a lost epoch ends the run.
         """
 
     def is_behind(self, error: RuntimeError) -> bool:
-        """A piece could not be done: after this the rank is in another world, with another Roster. Have others done it?
-        Then so has this one. Raises the error, where it is of another kind.
+        """Regroup after a collective operation failed; return whether other ranks had finished it, so that it counts as
+        done.
+
+        The Roster is another one afterwards. Raise the error if it is no failure of a peer.
         """
 
     def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
-        """All that came before `step` is done: it is saved, where somebody asked for that; hosts may leave, or be let
-        in.
-        """
+        """Save a requested checkpoint and let hosts leave or join, when all before `step` is done."""
 
     def begins_anew(self, recorder: Recorder) -> bool:
-        """Do all begin anew, in another world, from the checkpoint that is due now?"""
+        """Return whether all ranks will restart from the checkpoint that is due now, in another epoch."""
 
     def after_save(self, recorder: Recorder) -> None:
-        """A checkpoint is there: hosts may be let in."""
+        """Let waiting hosts join after a checkpoint was saved."""
 
     def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
-        """What the spec leaves open follows what is measured: shares the ranks' speed, the way to agree the link.
+        """Adapt what the spec leaves open to measurements: shares to the speed of ranks, the sync strategy to the link.
 
-        `cluster` is what the planner knows of the machines, None where there was none. With `one_size` a rank's
-        micro-batches stay of the size that they have. Returns what a person must know of it, or "".
+        `cluster` is the planner's model of the machines, None if there is none. With `fixed_micro_batch_size`
+        micro-batches keep their sizes. Return a warning for the user, or "".
         """
 
     def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
-        """The Roster from `next_step` on, by what all ranks have told; None where nothing changes."""
+        """Return the Roster from `next_step` on, given the reports of all ranks; None if it is unchanged."""

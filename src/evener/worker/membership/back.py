@@ -1,17 +1,17 @@
-"""When do ranks go back to their newest checkpoint, and when would it only be the same again?
+"""Roll back to the newest checkpoint after a failure that all ranks detect, unless it would only recur.
 
-Where hosts come and go, these are no end of a run: what is saved is finite, and all replicas had agreed on it.
+Where hosts come and go, such a failure does not end the run: what is saved is finite, and all replicas agreed on it.
 
-    what all ranks found                the first time    again
-    a step that is not finite           they go back      in the same step it is the settings, no machine: the run ends
-    replicas differ, one from most      they go back      of the same host: it leaves the run, for its memory fails
-    replicas differ, none can say who   they go back      in the same step it is the program, or nobody knows: it ends
+    failure on all ranks                first time    recurring
+    a step that is not finite           roll back     in the same step the settings are the cause: the run ends
+    replicas differ, a minority         roll back     on the same host: it leaves the run, as its memory is faulty
+    replicas differ, no majority        roll back     in the same step the cause is the program or unknown: the run ends
 
-They go back as they go to any other world: they leave together, and begin again with the newest checkpoint that any
-host has. What was before is in the events, which every host keeps of these: whoever takes part in the next world, one
-of its hosts was in this one. All tell what they know, so all come to the same.
+A rollback is a regroup: the ranks exit together and restart from the newest checkpoint that any host has. Earlier
+failures are in the events, which every host keeps: at least one host of the next epoch took part in this one. All ranks
+gather what any host knows, so all decide alike.
 
-Where nobody comes or goes, a run ends with what was found, and whoever started it resumes it.
+With fixed membership a run ends with the failure, and the user resumes it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from evener.worker.group import Group
 
 
 class Regroup(SystemExit):
-    """The ranks leave together to begin again in another world. A program that does not catch it ends as its launcher
-    expects.
+    """All ranks exit together to restart in another membership epoch.
+
+    A program that does not catch it ends with the status that its launcher expects.
     """
 
     def __init__(self) -> None:
@@ -43,74 +44,74 @@ class Regroup(SystemExit):
 
 @contextlib.contextmanager
 def going_back(rundir: RunWriter, group: Group) -> Iterator[None]:
-    """What all ranks raise together here is an event; where another world may help, they go there instead."""
+    """Log a failure that all ranks raise together, and roll back where that may help."""
     try:
         yield
-    except NonFiniteError as found:
+    except NonFiniteError as error:
         if not group.is_in_world:
             if group.rank == 0:
-                rundir.add_event("run.nonfinite", step=found.step, ranks=found.ranks)
+                rundir.add_event("run.nonfinite", step=error.step, ranks=error.ranks)
             raise
-        before = _known(rundir, group, "run.nonfinite")
-        is_again = any(event["step"] == found.step for event in before)
-        _tell(rundir, group, "run.nonfinite", step=found.step, ranks=found.ranks, goes_back=not is_again)
-        if not is_again:
-            raise Regroup from found
-        raise HopelessError(f"{found}, nor was it when it was taken before", hint=found.hint) from None
-    except DivergedError as found:
+        earlier = _known(rundir, group, "run.nonfinite")
+        is_recurring = any(event["step"] == error.step for event in earlier)
+        _tell(rundir, group, "run.nonfinite", step=error.step, ranks=error.ranks, goes_back=not is_recurring)
+        if not is_recurring:
+            raise Regroup from error
+        raise HopelessError(f"{error}, nor was it before the rollback", hint=error.hint) from None
+    except DivergedError as error:
         if not group.is_in_world:
             if group.rank == 0:
-                rundir.add_event("run.diverged", step=found.step, **found.facts)
+                rundir.add_event("run.diverged", step=error.step, **error.facts)
             raise
-        _after_diverged(rundir, group, found)
+        _after_diverged(rundir, group, error)
 
 
-def _after_diverged(rundir: RunWriter, group: Group, found: DivergedError) -> NoReturn:
-    hosts = [one.decode() for one in group.gather(this_machine().host.encode())]  # by rank
-    odd = sorted({hosts[group.numbers.index(rank)] for rank in found.odd})
-    before = _known(rundir, group, "run.diverged")
-    leaves = [host for host in odd if any(host in event["odd"] for event in before)]
-    is_over = any(event["step"] == found.step and not event["odd"] for event in before) and not odd
-    is_over = is_over or set(leaves) == set(hosts)
-    if leaves:
+def _after_diverged(rundir: RunWriter, group: Group, error: DivergedError) -> NoReturn:
+    hosts = [name.decode() for name in group.gather(this_machine().host.encode())]  # by rank
+    odd = sorted({hosts[group.numbers.index(rank)] for rank in error.odd})
+    earlier = _known(rundir, group, "run.diverged")
+    leaving = [host for host in odd if any(host in event["odd"] for event in earlier)]
+    is_over = any(event["step"] == error.step and not event["odd"] for event in earlier) and not odd
+    is_over = is_over or set(leaving) == set(hosts)
+    if leaving:
         hint = (
-            f"memory that fails does this: test that of {' and '.join(leaves)} with memtester, or with memtest86+ "
-            "instead of its system; the next start of the run takes it in again"
+            f"faulty memory does this: test {' and '.join(leaving)} with memtester, or boot memtest86+; the next start "
+            "of the run includes it again"
         )
     elif odd:
-        hint = f"once it may be chance; should {' and '.join(odd)} be the odd one again, it leaves the run"
+        hint = f"once may be chance; if {' and '.join(odd)} differs again, it leaves the run"
     else:
-        hint = ("hashes do not tell who is right where most do not hold the same: evener verify RUN --replay 20, on "
-                "each host, takes steps again and tells whose arithmetic is off")  # fmt: skip
-    _tell(rundir, group, "run.diverged", step=found.step, **found.facts, odd=odd, leaves=leaves,
+        hint = ("without a majority of equal hashes it is unknown which replica is wrong: run evener verify RUN "
+                "--replay 20 on each host, which repeats steps and shows whose arithmetic is off")  # fmt: skip
+    _tell(rundir, group, "run.diverged", step=error.step, **error.facts, odd=odd, leaves=leaving,
           goes_back=not is_over, hint=hint)  # fmt: skip
     if is_over:
-        raise HopelessError(f"{found}, again", hint=hint) from None
+        raise HopelessError(f"{error}, again", hint=hint) from None
 
-    def leave() -> None:
-        if hosts[group.rank] in leaves and group.local_rank == 0:
-            keep_out(f"{found}, of this host for the second time; {hint}")
+    def exclude() -> None:
+        if hosts[group.rank] in leaving and group.local_rank == 0:
+            keep_out(f"{error}, for the second time on this host; {hint}")
 
-    group.all_or_none(leave)  # its agent sees that before any other's ranks have ended
-    raise Regroup from found
+    group.all_or_none(exclude)  # its agent sees it before ranks of other hosts have exited
+    raise Regroup from error
 
 
 def _known(rundir: RunWriter, group: Group, kind: str) -> list[dict[str, Any]]:
-    """What any host knows of such events in worlds before this one; in each was one at most."""
-    mine = rundir.events() if group.local_rank == 0 else []
-    mine = [event for event in mine if event["event"] == kind and event.get("run") == _start()]
-    told = [from_json(text, list[dict[str, Any]]) for text in group.gather(msgspec.json.encode(mine))]
-    return list({event["world"]: event for events in told for event in events}.values())
+    """Return such events of earlier epochs that any host has logged; an epoch has at most one."""
+    own = rundir.events() if group.local_rank == 0 else []
+    own = [event for event in own if event["event"] == kind and event.get("run") == _start()]
+    gathered = [from_json(text, list[dict[str, Any]]) for text in group.gather(msgspec.json.encode(own))]
+    return list({event["world"]: event for events in gathered for event in events}.values())
 
 
 def _tell(rundir: RunWriter, group: Group, kind: str, **facts: Any) -> None:
-    """An event that every host has, with the same time: where they come together it is one."""
-    at, world = group.gather(str(time.time()).encode())[0], group.world
-    assert world is not None
+    """Add an event on every host, with the same time, so that copies merge into one."""
+    time_text, epoch = group.gather(str(time.time()).encode())[0], group.world
+    assert epoch is not None
     if group.keeps:
-        rundir.add_event(kind, run=_start(), world=world.number, **facts | {"time": float(at)})
+        rundir.add_event(kind, run=_start(), world=epoch.number, **facts | {"time": float(time_text)})
 
 
 def _start() -> str:
-    """Of the run: what was before it was started anew has been seen to."""
+    """Return the id of this start of the run; events of earlier starts do not count."""
     return os.environ.get("EVENER_RUN", "")

@@ -1,5 +1,5 @@
-"""Who takes part when nobody comes or goes? The ranks that began; their shares follow their speed, or their
-weights, and with --sync auto their way to agree follows the link.
+"""Fixed membership: the ranks that began. Shares follow their speed or their weights, and with --sync auto the sync
+strategy follows the link.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class Fixed:
-    """Ranks that lose one end: whoever started them hears which, and they begin again, or somebody resumes the run."""
+    """Membership of ranks that end when they lose one: the launcher restarts them, or the user resumes the run."""
 
     is_lost = False
     result: Any = None
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
-        self._stops = False  # by what was heard before it was asked for
+        self._stops = False  # a stop request arrived with an earlier flush
         self._weights = roster.mean_shares
         self._balancer: Balancer | None = None
         self._whole: int | None = None
@@ -51,8 +51,8 @@ class Fixed:
         return do(*args)
 
     def listen(self, recorder: Recorder, step: int) -> bool:
-        heard = recorder.hear()
-        return heard or self._stops
+        stops = recorder.hear()
+        return stops or self._stops
 
     def agree(self, loss_sum: Tensor) -> float | None:
         return None
@@ -61,8 +61,9 @@ class Fixed:
         raise error
 
     def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
-        """Where a host is to leave, all save what they have learned, and go to another world. Where somebody asked for
-        a checkpoint, they save and go on: one more step, if meanwhile they heard that they stop.
+        """Save and regroup if a host leaves; save and continue if a checkpoint was requested.
+
+        In the second case one more step follows if a stop request arrives meanwhile.
         """
         if recorder.leaves:
             recorder.flush()
@@ -82,20 +83,20 @@ class Fixed:
             raise Regroup
 
     def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
-        remark = ""
+        warning = ""
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
-            remark = self.balance(one_size=one_size)
-        # Replicas that drift go on so.
+            warning = self.balance(one_size=one_size)
+        # Drifting replicas keep their strategy.
         may_choose = spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED and self.roster.world_size > 1
-        is_known = cluster is not None and cluster.hosts.keys() >= {*self.roster.hosts}  # none was added to the run
+        is_known = cluster is not None and cluster.hosts.keys() >= {*self.roster.hosts}  # no host was added to the run
         if may_choose and resolved is not None and cluster is not None and is_known:
             self._chooser = Chooser(resolved.job, cluster, self.roster)
-        return remark
+        return warning
 
     def balance(self, *, one_size: bool) -> str:
-        """From now on shares follow the ranks' speed, until one of them tells a weight; or why they do not.
+        """Let shares follow the speed of ranks until one of them sets a weight; if they cannot, return a warning.
 
-        With `one_size` only in whole micro-batches of a size that all have, if that leaves something to choose.
+        With `fixed_micro_batch_size` shares are whole micro-batches of one common size, if that leaves a choice.
         """
         if one_size:
             self.roster = self.roster.divided(self.roster.shares)
@@ -112,38 +113,40 @@ class Fixed:
         return ""
 
     def _begin_in_whole(self) -> int | None:
-        """The size of which shares consist from now on, of a compiled model: that of all micro-batches, or the largest
-        that was allowed where the batch consists of such. None where it leaves nothing to choose.
+        """Return the size of the micro-batches that shares consist of, for a compiled model: the common size, or the
+        largest allowed one if it divides the batch. Return None where it leaves no choice of shares.
         """
         roster = self.roster
         sizes = {size for member in roster.members for size in member.micro_batches}
-        for of_all in (sizes, {member.micro_batch for member in roster.members}):
-            size = min(of_all)
-            if len(of_all) > 1 or roster.batch % size or roster.batch // size <= roster.world_size:
+        for candidates in (sizes, {member.micro_batch for member in roster.members}):
+            size = min(candidates)
+            if len(candidates) > 1 or roster.batch % size or roster.batch // size <= roster.world_size:
                 continue
             shares = [size * num for num in weighted_shares(roster.batch // size, roster.shares)]
-            if all(share or not before for share, before in zip(shares, roster.shares, strict=True)):
+            if all(share or not old_share for share, old_share in zip(shares, roster.shares, strict=True)):
                 self.roster = roster.divided(shares, size)
                 return size
         return None
 
     def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
-        """Other shares, where the ranks' times ask for them or a rank told another weight than before; or another way
-        to agree, where the link does.
+        """Return a new Roster with other shares, where the ranks' times call for them or a rank changed its weight, or
+        with another sync strategy, where the link calls for it; None if nothing changes.
         """
-        if not all(math.isnan(told.weight) for told in news):
+        if not all(math.isnan(report.weight) for report in news):
             self._balancer = None
             if (roster := self._weigh(news, next_step)) is not None:
                 return roster
-        choice = self._chooser.hear([told.in_flight_s for told in news], self.roster) if self._chooser else None
+        choice = self._chooser.hear([report.in_flight_s for report in news], self.roster) if self._chooser else None
         if choice is not None:
-            found = choice.option.roster
-            self.roster = self.roster.with_sync(found.sync, found.bucket_bytes, next_step, why=choice.why)
+            chosen = choice.option.roster
+            self.roster = self.roster.with_sync(chosen.sync, chosen.bucket_bytes, next_step, why=choice.why)
             return self.roster
         step = int(news[0].step)
         if self._balancer is None or step < 0:
             return None
-        change = self._balancer.hear(step, [told.took_s for told in news], [told.update_s for told in news], next_step)
+        change = self._balancer.hear(
+            step, [report.took_s for report in news], [report.update_s for report in news], next_step
+        )
         if change is None:
             return None
         self.roster = self.roster.with_shares(
@@ -153,13 +156,13 @@ class Fixed:
         return self.roster
 
     def _weigh(self, news: Sequence[News], next_step: int) -> Roster | None:
-        """Shares in proportion to the weights."""
-        weights = [known if math.isnan(told.weight) else told.weight
-                   for known, told in zip(self._weights, news, strict=True)]  # fmt: skip
+        """Set shares in proportion to the weights."""
+        weights = [weight if math.isnan(report.weight) else report.weight
+                   for weight, report in zip(self._weights, news, strict=True)]  # fmt: skip
         if weights == self._weights:
             return None
         if not any(weights):
-            raise RunError(f"step {next_step}: every rank's weight is 0: nobody is left to train")
+            raise RunError(f"step {next_step}: the weight of every rank is 0: no rank would train")
         self._weights = weights
         self.roster = self.roster.with_weights(weights, next_step)
         return self.roster

@@ -1,5 +1,5 @@
-"""How does a rank that comes learn what the others know? One of them sends it all that it has: weights, the states of
-optimizers, schedulers and of what else the program named, and what the others found out in their rehearsal.
+"""Transfer the state of a rank that trains to joining ranks: weights, the states of optimizers, schedulers and other
+objects that the program registered, and the results of the warmup.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ WEIGHTS = "weights"
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told of it before its states come."""
+    """The header that precedes the states."""
 
     code: str
-    moved: list[str]  # buffers that forward changes
+    moved: list[str]  # names of buffers that forward mutates
 
 
 def heal(learner: Learner, keeper: Keeper, step: int, *, source: int, lacks: Sequence[int]) -> None:
-    """The ranks at these places become what the source is, before `step`. All ranks call it together."""
+    """Give the joining ranks the state of the source before `step`. All ranks call it together."""
     group, trained = learner.group, learner.trained
-    known = Known(code=code_hash(), moved=sorted(learner.moved))
-    told = from_json(group.gather(msgspec.json.encode(known))[source], Known)
-    if group.rank in lacks and told.code != known.code:
-        hint = "evener setup brings the same to all; evener add RUN --host HOST then lets it in"
-        raise UsageError("code.mismatch: evener is another here than on the hosts that train", hint=hint)
-    mine = {WEIGHTS: learner.sync.agreed(trained.weights())} | trained.state_dicts() if group.rank == source else {}
-    states = hand_over(mine, group, source=source, lacks=lacks)
+    header = Known(code=code_hash(), moved=sorted(learner.moved))
+    source_header = from_json(group.gather(msgspec.json.encode(header))[source], Known)
+    if group.rank in lacks and source_header.code != header.code:
+        hint = "run evener setup, which installs the same on all hosts, then evener add RUN --host HOST"
+        raise UsageError("code.mismatch: this host's evener code differs from that of the hosts that train", hint=hint)
+    own_states = (
+        {WEIGHTS: learner.sync.agreed(trained.weights())} | trained.state_dicts() if group.rank == source else {}
+    )
+    states = hand_over(own_states, group, source=source, lacks=lacks)
     if group.rank in lacks:
         put_weights(states.pop(WEIGHTS), trained.weights(), keeper.folder)
         trained.load_states(states)
-        learner.moved |= set(told.moved)
+        learner.moved |= set(source_header.moved)
         rng.begin(learner.spec.train.seed, step, group.number)

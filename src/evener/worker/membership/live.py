@@ -1,22 +1,24 @@
-"""Who takes part where ranks live on? Whoever is left: what was under way is done again without those who are gone.
+"""Elastic membership: ranks survive the loss of others, and repeat the work in progress without them.
 
-All that ranks do together is a piece: the gradients of a pass, a comparison, a checkpoint, the run's end. Whoever
-has done a piece to its end knows that all had begun it. So when the world is lost in the middle of one, and those who
-are left meet in the next world, they are at the same piece or one apart, and what each has done says how all go on:
+Everything that ranks do together is a *collective operation*: the gradients of a pass, a verification, a checkpoint,
+the end of the run. A rank that has finished one knows that all had begun it. So when an epoch is lost in the middle of
+an operation, the ranks that meet in the next epoch are at the same operation or one apart, and what each has finished
+decides how all go on:
 
-    nobody has the piece behind it        all do it again; a pass with other shares of the same batch
-    somebody has                          the others have all of it that is theirs: they take over its result, and go on
+    no rank has finished the operation    all repeat it; a pass with other shares of the same batch
+    some rank has finished it             the others hold all of their part: they adopt its result and go on
 
-For the gradients that holds because a pass ends with each rank telling that it has all sums; until all have told it
-nobody updates. Losses travel with that word, so that no step's is lost with the rank that computed it.
+For gradients this holds because a pass ends with a commit, in which each rank confirms that it holds all sums; no rank
+updates before all have confirmed. Losses travel with the commit, so that no step's loss is lost with the rank that
+computed it.
 
-Replicas that drift go on alone from step to step, and may be a step apart. What a rank that is gone learned since they
-agreed last is lost. Of an exchange that anybody had done all take over what came of it; any other is as if it had not
-begun, and what each has learned goes out with the next (`DiLoCo.regroup`). So it is with the news of a step: what
-anybody has heard is not told again.
+Drifting replicas step without each other, and may be one step apart. The updates of a lost rank since the last
+synchronization are lost. An exchange that completed on any rank is applied on all; any other counts as never begun, and
+its updates go out with the next (`DiLoCo.regroup`). So it is with step reports: one that any rank received is not sent
+again.
 
-Hosts are let in between two steps, when all ask for it. Whoever comes takes over weights, optimizers and states of one
-who is there, from its memory (`heal.py`).
+Hosts join between two steps, when all ranks ask for a regroup. A joining rank receives weights, optimizer states and
+other states from the memory of a rank that trains (`state_transfer.py`).
 """
 
 from __future__ import annotations
@@ -58,37 +60,37 @@ from evener.worker.sync.buckets import Buckets
 from evener.worker.sync.choose import change_sync
 from evener.worker.sync.diloco import DiLoCo
 
-LOOK_S = 0.05  # between looks for another world
-# A collective that begins in the very moment in which its connection ends may never hear of it: gloo's Pair::write
-# tells all that waits of the end that it meets, and leaves what it was asked to send waiting. *Seen*: a few times in a
-# hundred ends, with a collective every 2 ms.
-STUCK_S = 5.0  # that a rank did nothing at all after its world had ended
-IDLE = 0.05  # of a processor: less is nothing, for Gloo's threads look around all the time
+LOOK_S = 0.05  # between polls for a newer epoch
+# A collective that begins at the moment in which its connection ends may hang: gloo's Pair::write fails all waiting
+# operations when it detects the end, but not the one that it was asked to send. *Observed*: a few times in a hundred
+# ends, with a collective every 2 ms.
+STUCK_S = 5.0  # without any activity of the rank after its epoch was lost
+IDLE = 0.05  # of one CPU: below it a rank is idle, as Gloo's threads always poll
 ASKS = "hosts come or go"
 T = TypeVar("T")
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a rank is that has learned."""
+    """The progress of a rank that has trained."""
 
-    done: int  # pieces
-    result: Any  # of the last
-    heard: int  # the newest step of which it has heard from all
-    stops_at: int | None  # the step before which all stop, by what it heard
-    saves_at: int | None  # the step before which all save, by what it heard; None: that is done
-    step: int  # that comes next, or is under way
-    learns: bool  # its optimizers do not stand still
-    epoch: int  # of its Roster
-    sync: SyncSpec  # as its Roster has it, chosen anew or not
+    done: int  # finished collective operations
+    result: Any  # of the last one
+    heard: int  # the newest step that all ranks have reported to it
+    stops_at: int | None  # the step before which all stop, as requested in reports
+    saves_at: int | None  # the step before which all save, as requested in reports; None: saved
+    step: int  # next, or in progress
+    learns: bool  # whether its optimizers step
+    epoch: int  # version of its Roster
+    sync: SyncSpec  # of its Roster
     bucket_bytes: int
-    saved: Saved  # checkpoints that it knows of
-    told: Roster  # of all hosts of the run, as its launcher told it last
-    one_size: bool  # micro-batches keep theirs
-    asks: bool  # it is between two steps, and has asked for another world
+    saved: Saved  # checkpoints that it knows
+    told: Roster  # of all hosts of the run, by its launcher's newest file
+    one_size: bool  # micro-batches keep their sizes
+    asks: bool  # it is between two steps, and has requested a regroup
 
 
 class Live(Fixed):
-    """One rank's part in it."""
+    """One rank's elastic membership."""
 
     def __init__(self, roster: Roster, group: Group) -> None:
         self._group, self._full, self._one_size = group, told_roster(), False
@@ -118,8 +120,8 @@ class Live(Fixed):
                 break
             except (RuntimeError, RunError) as error:
                 if self.is_behind(error):
-                    theirs: T = self.result
-                    return theirs
+                    others_result: T = self.result
+                    return others_result
         self.have_done(result)
         return result
 
@@ -138,34 +140,33 @@ class Live(Fixed):
         return self._stops_at is not None and step >= self._stops_at
 
     def _stop_before(self, step: int) -> None:
-        """And not before another one: whoever loses its world before it hears of it has it from who did, and may be a
-        step behind.
+        """Stop before `step`, unless a stop is set already.
+
+        A rank that loses its epoch before it receives the stop request learns it from one that did, and may be a step
+        behind.
         """
         self._stops_at = step if self._stops_at is None else self._stops_at
 
     def have_done(self, result: Any) -> None:
-        """A piece, with what came of it."""
+        """Record a finished collective operation and its result."""
         self._done, self.result = self._done + 1, result
 
     def is_behind(self, error: RuntimeError | RunError) -> bool:
-        """A piece could not be done: after this the rank is in another world. Have others done it? Then so has this
-        one. The error, where it is of another kind.
-        """
-        culprit = error.of_rank if isinstance(error, RunError) else None  # which ends, for its disk is full or the like
-        if not self._has_learned or (culprit is None and not is_consequence(error)):
+        failed_rank = error.of_rank if isinstance(error, RunError) else None  # it exits, e.g. on a full disk
+        if not self._has_learned or (failed_rank is None and not is_consequence(error)):
             raise error
-        if culprit is not None and self._group.rank == int(self._group.numbers[0] == culprit):  # one of us tells it
+        if failed_rank is not None and self._group.rank == int(self._group.numbers[0] == failed_rank):  # logged once
             self._journal.failed(error)
         return self._meet(LOST)
 
     def agree(self, loss_sum: Tensor) -> float | None:
-        drifts, moves = self._learner.sync.replica == "drifting", bool(self._learner.moved)
-        if drifts and not moves and self._has_learned:
+        is_drifting, has_changed_buffers = self._learner.sync.replica == "drifting", bool(self._learner.moved)
+        if is_drifting and not has_changed_buffers and self._has_learned:
             return None
-        mine, group = loss_sum.reshape(1, 1), self._group
-        told = torch.empty(group.world_size, 1, dtype=torch.float64)
-        dist.all_gather_single(told, mine, group=group.control)
-        total = float(told.sum())
+        local_loss, group = loss_sum.reshape(1, 1), self._group
+        losses = torch.empty(group.world_size, 1, dtype=torch.float64)
+        dist.all_gather_single(losses, local_loss, group=group.control)
+        total = float(losses.sum())
         self.have_done(total)
         if not self._has_learned:
             self._has_learned = True
@@ -177,20 +178,20 @@ class Live(Fixed):
             self._step = step
             self._say("")
         if recorder.regroups:
-            if self.again(recorder.catch_up):  # who comes has nothing to tell of steps before
+            if self.again(recorder.catch_up):  # a joining rank has no reports of earlier steps
                 self._stop_before(step + 1)
             if recorder.saves:
                 self._saves_at = step
             self.again(self._learner.sync.await_all)
         if self._saves_at is not None and step >= self._saves_at:
             self._save(recorder, keeper, step)
-        if recorder.regroups:  # and the world was not lost meanwhile
+        if recorder.regroups:  # and the epoch was not lost meanwhile
             self._meet(ASKS)
 
     def _save(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
-        """Somebody asked for it."""
+        """Save a checkpoint that was requested."""
         if keeper.saved[0] != step:
-            if self.again(recorder.flush):  # no piece: it may exchange nothing
+            if self.again(recorder.flush):  # not a collective operation: it may exchange nothing
                 self._stop_before(step + 1)
             self.together(keeper.save, step, None)
             recorder.begin()
@@ -202,10 +203,10 @@ class Live(Fixed):
     def after_save(self, recorder: Recorder) -> None:
         pass
 
-    # --- from world to world ----------------------------------------------------------------------------------------
+    # --- regroup ----------------------------------------------------------------------------------------------------
 
     def _meet(self, asks: str) -> bool:
-        """Go on in the next world; have others done what this rank was at?"""
+        """Join the next epoch; return whether other ranks have finished the operation that failed here."""
         began = time.monotonic()
         while True:
             self._say(asks)
@@ -223,103 +224,110 @@ class Live(Fixed):
                 return is_behind
 
     def _enter(self) -> None:
-        """Leave this world; be in the next one with this host."""
-        group, was = self._group, self._group.world
-        assert was is not None
-        group.shut()  # what is under way fails
+        """Leave this epoch and join the next one that includes this host."""
+        group, previous = self._group, self._group.world
+        assert previous is not None
+        group.shut()  # collectives in flight fail
         self._learner.sync.abandon()
         group.leave_world()
         self._is_between = True
-        while (meeting := told_meeting()).world.number <= was.number or not self._is_for_us(meeting):
+        while (meeting := told_meeting()).world.number <= previous.number or not self._is_for_us(meeting):
             time.sleep(LOOK_S / 5)
         with self._lock:
             self.is_lost, self._is_between, group.world, group.is_let_in = False, False, meeting.world, True
         group.enter(meeting)
 
     def _is_for_us(self, meeting: Meeting) -> bool:
-        """May this rank be in that world as it is?"""
+        """Return whether this rank can join that epoch with its state."""
         is_for_us = self._host in meeting.world.hosts and not meeting.world.is_fresh
         if self._has_learned and not is_for_us:
-            raise Regroup  # others go on without it, or all begin anew
+            raise Regroup  # others go on without it, or all restart from a checkpoint
         return is_for_us
 
     def _take_up(self, asks: bool, began: float) -> bool:
-        """Become one of the new world, as all in it do together."""
-        group, learner, mine_told = self._group, self._learner, told_roster()
-        assert mine_told is not None
-        mine = Position(done=self._done, result=self.result, heard=learner.recorder.heard, step=self._step,
-                        learns=learner.trained.learns,
-                        stops_at=self._stops_at, saves_at=self._saves_at, epoch=self.roster.epoch, asks=asks,
-                        sync=self.roster.sync, bucket_bytes=self.roster.bucket_bytes, saved=self._keeper.saved,
-                        told=mine_told, one_size=self._one_size)  # fmt: skip
-        told = [from_json(text, list[Position])
-                for text in group.gather(msgspec.json.encode([mine] if self._has_learned else []))]  # fmt: skip
-        known = [one for of_rank in told for one in of_rank]
-        if not known or (len(known) < len(told) and not all(one.asks for one in known)):
-            raise RuntimeError("remote process exit: nobody can be let in here")  # and so does everybody
-        newest = max(known, key=lambda one: (one.done, one.step, one.learns))
-        if newest.done - min(one.done for one in known) > 1:
-            raise RunError(f"ranks are more than a piece apart: {[one.done for one in known]}")
+        """Exchange positions with all ranks of the new epoch, transfer state to those that join, and adopt the new
+        Roster.
+
+        All ranks call it together. Return whether others have finished the operation that failed here.
+        """
+        group, learner, own_full = self._group, self._learner, told_roster()
+        assert own_full is not None
+        own = Position(done=self._done, result=self.result, heard=learner.recorder.heard, step=self._step,
+                       learns=learner.trained.learns,
+                       stops_at=self._stops_at, saves_at=self._saves_at, epoch=self.roster.epoch, asks=asks,
+                       sync=self.roster.sync, bucket_bytes=self.roster.bucket_bytes, saved=self._keeper.saved,
+                       told=own_full, one_size=self._one_size)  # fmt: skip
+        gathered = [from_json(text, list[Position])
+                    for text in group.gather(msgspec.json.encode([own] if self._has_learned else []))]  # fmt: skip
+        positions = [pos for of_rank in gathered for pos in of_rank]
+        if not positions or (len(positions) < len(gathered) and not all(pos.asks for pos in positions)):
+            raise RuntimeError("remote process exit: no rank can join this epoch")  # raised on all ranks
+        newest = max(positions, key=lambda pos: (pos.done, pos.step, pos.learns))
+        if newest.done - min(pos.done for pos in positions) > 1:
+            raise RunError(f"ranks differ by more than one collective operation: {[pos.done for pos in positions]}")
         assert group.world is not None
-        latest, full = max(known, key=lambda one: one.epoch), largest([one.told for one in known])
+        latest, full = max(positions, key=lambda pos: pos.epoch), largest([pos.told for pos in positions])
         self._full = full if latest.sync == full.sync else full.agreeing_by(latest.sync, latest.bucket_bytes)
         roster = limited(self._full.among(group.world.hosts, latest.epoch + 1, group.world.why), group)
         roster = self._kept(roster)
         group.numbers = [member.rank for member in roster.members]
-        lacks = [rank for rank, of_rank in enumerate(told) if not of_rank]
+        joining_ranks = [rank for rank, of_rank in enumerate(gathered) if not of_rank]
         if isinstance(learner.sync, DiLoCo):
-            learner.sync.regroup(lacks)
-        if lacks:
-            heal(learner, self._keeper, newest.step, source=told.index([newest]), lacks=lacks)
+            learner.sync.regroup(joining_ranks)
+        if joining_ranks:
+            heal(learner, self._keeper, newest.step, source=gathered.index([newest]), lacks=joining_ranks)
         Fixed.__init__(self, roster)
         if isinstance(learner.sync, Buckets):
             change_sync(learner.sync, roster, group, learner.recorder.clock, learner.trained.module)
         self._keeper.entered(newest.saved)
-        self._stops_at = min((one.stops_at for one in known if one.stops_at is not None), default=None)
-        # Who has done most knows whether it is saved already.
-        saves_at = [one.saves_at for one in known if one.done == newest.done and one.saves_at is not None]
+        self._stops_at = min((pos.stops_at for pos in positions if pos.stops_at is not None), default=None)
+        # The rank that has finished most knows whether it is saved already.
+        saves_at = [pos.saves_at for pos in positions if pos.done == newest.done and pos.saves_at is not None]
         self._saves_at = max(saves_at, default=None)
-        self._one_size = any(one.one_size for one in known)  # who is let in may have no compiler, and the others one
+        self._one_size = any(pos.one_size for pos in positions)  # a joining rank may lack a compiler
         super().follow(*self._follow, one_size=self._one_size)
         self._journal.entered(self.roster, newest.step, lost_s=time.monotonic() - began)
-        # At last: a rank that is a step ahead tells of a step that others tell of when they have taken it.
-        learner.recorder.enter(roster, group.rank, group.control, max(one.heard for one in known))
+        # At last: a rank that is a step ahead reports a step that others report later.
+        learner.recorder.enter(roster, group.rank, group.control, max(pos.heard for pos in positions))
         is_behind = self._has_learned and newest.done > self._done
         self._step = self._step if self._has_learned else newest.step
         self._done, self.result = newest.done, newest.result
         return is_behind
 
     def _kept(self, roster: Roster) -> Roster:
-        """A rank that is alone for a while goes on as with others: nothing else then changes with a world."""
+        """Return the Roster with the full run's sync strategy and backend, so that a rank that is alone for a while
+        keeps them.
+        """
         assert self._full is not None
         return msgspec.structs.replace(roster, sync=self._full.sync, backend=self._full.backend)
 
     def _say(self, asks: str) -> None:
-        world = self._group.world
-        assert world is not None
-        number = world.number if self._has_learned else -1
-        saying = Saying(pid=os.getpid(), world=number, step=self._step, asks=asks)
-        new = self._path.with_name(f".{self._path.name}")
-        new.write_bytes(msgspec.json.encode(saying))  # once a step: nobody waits for the disk, for it dies with us
-        new.replace(self._path)
+        epoch = self._group.world
+        assert epoch is not None
+        number = epoch.number if self._has_learned else -1
+        status = Saying(pid=os.getpid(), world=number, step=self._step, asks=asks)
+        new_path = self._path.with_name(f".{self._path.name}")
+        new_path.write_bytes(msgspec.json.encode(status))  # once a step; no fsync: it need not outlive us
+        new_path.replace(self._path)
 
     def _watch(self) -> NoReturn:
-        """Whoever waits for somebody who is gone is freed as soon as its host knows of another world; who can't be
-        ends, and comes back as another one.
+        """Watch for newer epochs: free a rank that waits for a lost one as soon as its host knows of a newer epoch.
+
+        A rank that cannot be freed exits, and its agent restarts it.
         """
         path, changed, newest, idle_s, cpu_s = Path(os.environ["EVENER_WORLD"]), 0, -1, 0.0, 0.0
         while True:
             time.sleep(LOOK_S)
-            was_s, cpu_s = cpu_s, time.process_time()
-            is_idle = self.is_lost and not self._is_between and cpu_s - was_s < IDLE * LOOK_S
+            cpu_before_s, cpu_s = cpu_s, time.process_time()
+            is_idle = self.is_lost and not self._is_between and cpu_s - cpu_before_s < IDLE * LOOK_S
             idle_s = idle_s + LOOK_S if is_idle else 0.0
             if idle_s > STUCK_S:
-                print("evener: could not be freed from a world that is no more, and begins anew", file=sys.stderr)
+                print("evener: hung in a collective of a lost membership epoch: this rank restarts", file=sys.stderr)
                 leave(1)
             if (now := path.stat().st_mtime_ns) != changed:
                 changed, newest = now, told_meeting().world.number
             with self._lock:
-                world = self._group.world
-                if world is not None and self._group.is_let_in and newest > world.number:
+                epoch = self._group.world
+                if epoch is not None and self._group.is_let_in and newest > epoch.number:
                     self.is_lost = True
                     self._group.shut()

@@ -1,7 +1,8 @@
-"""How do ranks begin in a world that their hosts have agreed on, and how do they leave it for another?
+"""Start ranks in a membership epoch with the newest checkpoint of all hosts, and collect regroup and checkpoint
+requests.
 
-Every host keeps the checkpoints, and what was saved last any of them may have alone: a host that was away, or whose
-disk is new, takes the newest one from who has it.
+Every host keeps checkpoints, and the newest one may be on any single host: a host that was away, or whose disk is new,
+copies the newest from one that has it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ CHUNK_BYTES = 1 << 24
 
 
 def wish(group: Group, run: Path) -> float:
-    """What a rank wishes after a step, for its News: another world, where a host waits to be let in or is to leave; or
-    a checkpoint, which somebody asked for.
+    """Return this rank's request after a step, for its StepReport: a regroup, where a host waits to join or is to
+    leave, or a checkpoint.
     """
     if group.is_in_world and group.local_rank == 0 and is_kept_out():
         return record.LEAVE
@@ -40,32 +41,33 @@ def wish(group: Group, run: Path) -> float:
 
 
 def largest(told: Sequence[Roster]) -> Roster:
-    """Of the Rosters of all hosts of a run, as ranks' launchers told them: that of most ranks. While a host is being
-    added some have heard of it, and some have not.
+    """Return the Roster with the most ranks, given those that the launchers of all hosts have written.
+
+    While a host is being added some launchers know of it and some do not.
     """
     return max(told, key=lambda roster: roster.world_size)
 
 
 def newest_anywhere(rundir: RunWriter, group: Group) -> Checkpoint | None:
-    """The newest whole checkpoint that any host has, which all have afterwards; None where there is none at all.
+    """Copy the newest intact checkpoint that any host has to all hosts and return it; None if there is none.
 
-    Two hosts may have taken the same step in worlds that knew nothing of each other, and it rounded otherwise: all take
-    the weights of the first. All ranks call it together.
+    Two hosts may have taken the same step in epochs without contact, with different rounding: all take the weights of
+    the first. All ranks call it together.
     """
-    mine = _newest_here(rundir) if group.local_rank == 0 else (-1, "")
-    told = [from_json(text, tuple[int, str]) for text in group.gather(msgspec.json.encode(mine))]
-    step = max(step for step, _ in told)
+    own = _newest_here(rundir) if group.local_rank == 0 else (-1, "")
+    newest = [from_json(text, tuple[int, str]) for text in group.gather(msgspec.json.encode(own))]
+    step = max(step for step, _ in newest)
     if step < 0:
         return None
-    source = next(rank for rank, one in enumerate(told) if one[0] == step)
-    lacks = group.local_rank == 0 and mine != told[source]
-    if any(group.gather(b"1" if lacks else b"")):
-        _spread(rundir, group, step, source=source, lacks=lacks)
+    source = next(rank for rank, entry in enumerate(newest) if entry[0] == step)
+    is_missing = group.local_rank == 0 and own != newest[source]
+    if any(group.gather(b"1" if is_missing else b"")):
+        _spread(rundir, group, step, source=source, lacks=is_missing)
     return group.all_or_none(lambda: read_checkpoint(rundir.checkpoint_path(step)))
 
 
 def _newest_here(rundir: RunWriter) -> tuple[int, str]:
-    """(its step, the digest of its weights); a damaged one counts as none."""
+    """Return (step, digest of its weights) of the newest local checkpoint; a damaged one is skipped."""
     for step in reversed(rundir.checkpoint_steps()):
         try:
             return step, read_checkpoint(rundir.checkpoint_path(step)).files["weights.safetensors"]
@@ -75,63 +77,64 @@ def _newest_here(rundir: RunWriter) -> tuple[int, str]:
 
 
 def _spread(rundir: RunWriter, group: Group, step: int, *, source: int, lacks: bool) -> None:
-    """Whoever lacks a checkpoint takes it from the rank that has it, and the manifest with it."""
+    """Copy a checkpoint and the manifest from the source to all hosts that lack them."""
     folder, is_source = rundir.checkpoint_path(step), group.rank == source
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())} if is_source else {}
-    told = group.gather(msgspec.json.encode([sizes, rundir.manifest_path.read_text() if is_source else ""]))[source]
-    sizes, manifest = from_json(told, tuple[dict[str, int], str])
+    header = group.gather(msgspec.json.encode([sizes, rundir.manifest_path.read_text() if is_source else ""]))[source]
+    sizes, manifest = from_json(header, tuple[dict[str, int], str])
 
     has_taken_part = False
 
-    def write(place: Path | None) -> None:
-        """Take part in handing it out; where there is a place, keep it there."""
+    def write(directory: Path | None) -> None:
+        """Take part in the broadcast of the files; write them to `directory`, if given."""
         nonlocal has_taken_part
-        refused, has_taken_part = None, True
+        failure, has_taken_part = None, True
         for name, size in sizes.items():
-            path = folder / name if is_source else place / name if place is not None else None
-            refused = _broadcast(path, size, group, source) or refused
-        if refused is not None:
-            raise refused
+            path = folder / name if is_source else directory / name if directory is not None else None
+            failure = _broadcast(path, size, group, source) or failure
+        if failure is not None:
+            raise failure
 
-    failed = ""
+    message = ""
     try:
         if lacks:
             rundir.checkpoints_path.mkdir(parents=True, exist_ok=True)
             if not rundir.is_run():
                 write_atomic(rundir.manifest_path, manifest.encode())
             rundir.drop_checkpoint(step)
-            forget_after(rundir, step - 1)  # what ranks here kept beside it
+            forget_after(rundir, step - 1)  # rank states that local ranks saved with it
             write_folder_atomic(folder, write)
         else:
             write(None)
     except OSError as error:
-        failed = f"{folder}: {error.strerror}"
+        message = f"{folder}: {error.strerror}"
         if not has_taken_part:
             write(None)
-    for rank, text in enumerate(group.gather(failed.encode())):
+    for rank, text in enumerate(group.gather(message.encode())):
         if text:
             number = group.numbers[rank]
             raise RunError(f"rank {number}: {text.decode()}", of_rank=None if rank == group.rank else number)
 
 
 def _broadcast(path: Path | None, size: int, group: Group, source: int) -> OSError | None:
-    """One file, from the source's to everybody's; None: it has it, or has no use for it. Whoever can't write it goes on
-    all the same, for the others' sake, and returns why.
+    """Broadcast one file from the source; `path` is None on ranks that do not need it.
+
+    A rank that cannot write it still takes part, for the sake of the others, and returns the error.
     """
-    file, refused = None, None
+    file, failure = None, None
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("rb" if group.rank == source else "wb")) if path is not None else None
         except OSError as error:
-            refused = error
+            failure = error
         for begin in range(0, size, CHUNK_BYTES):
             chunk = torch.empty(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
             if file is not None and group.rank == source:
                 chunk = torch.frombuffer(bytearray(file.read(len(chunk))), dtype=torch.uint8)
             dist.broadcast(chunk, src=source, group=group.control)
-            if file is not None and group.rank != source and refused is None:
+            if file is not None and group.rank != source and failure is None:
                 try:
                     file.write(chunk.numpy().tobytes())
                 except OSError as error:
-                    refused = error
-    return refused
+                    failure = error
+    return failure

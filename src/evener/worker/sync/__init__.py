@@ -1,11 +1,11 @@
-"""How do replicas agree? A Sync sees to it, in one of two ways.
+"""Synchronize replicas: the `Sync` protocol, with one implementation a strategy.
 
-*Equal* replicas hold the same gradient after the last backward of a pass, the sum of all ranks', and so the same
-weights. *Drifting* ones learn alone, each from its own gradient, and agree on weights every so many steps: the agreed
-weights are what is compared and saved, and what the run ends with.
+*Equal* replicas hold the same gradient after the last backward of a pass, the sum over ranks, and so the same weights.
+*Drifting* replicas take local steps, each with its own gradient, and synchronize weights every so many steps; those
+global weights are what is compared and saved, and what the run ends with.
 
-The training program runs forward on the bare module. `backward` of the Sync is the one that may exchange; whatever came
-before it on this rank has added to the gradients and is exchanged with it.
+The training program runs forward on the bare module. `Sync.backward` is the backward that may communicate; gradients
+that earlier backwards accumulated on this rank are included.
 """
 
 from __future__ import annotations
@@ -17,123 +17,128 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 Replica = Literal["equal", "drifting", "sharded"]
-LEFT_OF_GRADIENTS = ("mine", "sums", "left", "unused")  # kinds of what a rank has not sent, in its own state
+LEFT_OF_GRADIENTS = ("mine", "sums", "left", "unused")  # residuals in a rank's own state
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Of what kind is an exchange of gradients?"""
+    """Properties of a gradient compression."""
 
-    is_lossy: bool = False  # what it loses in one step is sent with another
-    keeps_norm: bool = True  # sums are as long as the exact ones, within a few percent
-    takes: tuple[str, ...] = ()  # of LEFT_OF_GRADIENTS, what it goes on with itself
-    # Processors of different models, though they have the same units, round differently, and with other threads.
+    is_lossy: bool = False  # what encoding loses in one step is sent in a later one
+    keeps_norm: bool = True  # the norm of the sums is exact within a few percent
+    takes: tuple[str, ...] = ()  # the kinds of LEFT_OF_GRADIENTS that it loads itself
+    # CPUs of different models round differently even with the same vector units, and so do other thread counts.
     rounds_by_model: bool = False
 
 
 class Backward(Protocol):
-    """A loss, as far as a Sync has to do with it."""
+    """The part of a loss that a Sync needs."""
 
     def backward(self) -> None:
-        """Add its gradients."""
+        """Accumulate the loss's gradients."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What was measured of a step's gradients beside the exchange; on the device, to be read later."""
+    """Gradient statistics measured during the exchange; they stay on the device, to be read later."""
 
-    mine_sq: Tensor | None = None  # squared norm of this rank's part of the gradient
-    whole_sq: Tensor | None = None  # of the sum over ranks
+    mine_sq: Tensor | None = None  # squared norm of this rank's gradient
+    whole_sq: Tensor | None = None  # squared norm of the sum over ranks
     fidelity: Tensor | None = None  # (error, cosine) of a lossy strategy
 
 
 class Exchanged(NamedTuple):
-    """One bucket, or fragment: the Clock's marks around its exchange, and what that was."""
+    """The exchange of one bucket or fragment: the Clock's marks around it, and its size."""
 
     bucket: int
     begin: Any
     end: Any
-    size_bytes: int  # of the numbers that were summed
+    size_bytes: int  # of the summed tensor
     sent_bytes: int  # by this rank
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What was exchanged in a step."""
+    """Communication statistics of one step."""
 
-    bytes: int = 0  # that this rank sent, by the strategy's formula
-    in_flight_s: Callable[[], float | None] = lambda: None  # hidden or not; on a GPU known when the step is over
+    bytes: int = 0  # sent by this rank, by the strategy's formula
+    in_flight_s: Callable[[], float | None] = lambda: None  # overlapped or not; on a GPU known when the step is over
     exchanges: Sequence[Exchanged] = ()
 
 
 class Sync(Protocol):
-    """One strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count.
+    """A sync strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count.
 
-    Where replicas drift, each divides by its own.
+    Drifting replicas divide by their own count.
     """
 
     replica: Replica
 
     @property
     def rounds_by_model(self) -> bool:
-        """See Traits."""
+        """See `CompressionTraits`."""
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
-        """Synchronize this module's gradients from now on; every rank then has rank 0's weights.
+        """Synchronize this module's gradients from now on, after broadcasting rank 0's weights to all ranks.
 
-        `uses_all`: every pass of a rank that has sequences uses every parameter, so that nobody needs to ask.
+        `all_params_used`: every pass of a rank that has sequences uses every parameter, so no search for unused ones is
+        needed.
         """
 
     def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
-        """The last backward of a pass, and the exchange; None: this rank has nothing to add to it.
+        """Run the last backward of a pass and synchronize gradients; None: this rank has no loss of its own.
 
-        `samples`: measure the gradients meanwhile, on all ranks alike.
+        `sample_gradients`: measure gradient statistics meanwhile; it must be the same on all ranks.
         """
 
     def settle(self) -> None:
-        """After the first exchange: the next ones may be arranged in the order in which its gradients came."""
+        """End the warmup after its first exchange: buckets may be rebuilt in the order in which its gradients became
+        ready.
+        """
 
     def after_update(self, tokens: float, of_all: float) -> None:
-        """Optimizers have stepped, by what was learned from so many tokens: this rank's, and those of the batch."""
+        """Count the tokens of an optimizer step: this rank's, and those of the global batch."""
 
     def after_step(self, index: int) -> None:
-        """Step `index` has had its updates: what is due after it, such as an outer step."""
+        """Do what is due after all updates of step `index`, such as an outer step."""
 
     def conclude(self) -> None:
-        """There is no next step: replicas that drift become one model."""
+        """Merge drifting replicas into one model after the last step."""
 
     def would_conclude(self) -> bool:
-        """Does `conclude` change any of them? On all ranks alike."""
+        """Return whether `merge_replicas` would change any replica; the answer is the same on all ranks."""
 
     def await_all(self) -> None:
-        """Return when nothing is under way. All ranks are at the same step."""
+        """Wait until no exchange is in flight. All ranks call it at the same step."""
 
     def abandon(self) -> None:
-        """What is under way has failed, for ranks are gone: return when nothing is any more."""
+        """Wait until the exchanges in flight have failed, after ranks were lost."""
 
     def take_cost(self) -> Traffic:
-        """What was exchanged since the last call."""
+        """Return the communication statistics since the last call."""
 
     def take_samples(self) -> Samples:
-        """What was measured since the last call."""
+        """Return the gradient statistics since the last call."""
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of a vector over the ranks that must agree on it, on the processor."""
+        """All-reduce a CPU vector over the ranks that must hold the same sum."""
 
     def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights that replicas have in common, where this one holds `weights`: what is compared and saved."""
+        """Return the synchronized weights that are compared and saved, given this replica's `weights`."""
 
     def is_agreed(self) -> bool:
-        """Is this replica what `agreed` says, so that what was measured of it holds for that?"""
+        """Return whether this replica's weights are the synchronized ones, so that what was measured of it holds for
+        them.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks remember alike from step to step; empty where that is nothing. "way": of which it is."""
+        """Return the state that is the same on all ranks, or an empty dict. Its key "way" names the strategy."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on with what was remembered."""
+        """Load what `state_dict` returned."""
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank alone remembers, such as what it has not sent yet; empty where that is nothing."""
+        """Return this rank's own state, such as its residuals, or an empty dict."""
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
-        """Go on with what this rank remembered, once `wrap` was called. `others`: of ranks that are no more."""
+        """Load this rank's own state after `wrap`. `departed_states`: states of ranks that no longer take part."""

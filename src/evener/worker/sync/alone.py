@@ -1,4 +1,4 @@
-"""How does one replica agree with itself? There is nothing to exchange."""
+"""Train a single replica without communication."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from evener.worker.sync import LEFT_OF_GRADIENTS, Backward, Replica, Samples, Tr
 
 
 class Alone:
-    """A world of one."""
+    """The Sync of a single rank."""
 
     replica: Replica = "equal"
     rounds_by_model = False
 
     def __init__(self) -> None:
         self._left: list[tuple[nn.Parameter, Tensor]] = []
-        self._is_rehearsal = True  # until `settle`
+        self._is_rehearsal = True  # until `finish_warmup`
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         self._parameters = dict(module.named_parameters())
@@ -28,8 +28,8 @@ class Alone:
             loss.backward()
         if self._left and not self._is_rehearsal:
             for parameter, flat in self._left:
-                more = flat.view(parameter.shape)
-                parameter.grad = more if parameter.grad is None else parameter.grad + more
+                residual = flat.view(parameter.shape)
+                parameter.grad = residual if parameter.grad is None else parameter.grad + residual
             self._left = []
 
     def settle(self) -> None:
@@ -78,11 +78,11 @@ class Alone:
         return {}
 
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
-        """What several ranks had not sent yet of their gradients belongs to the next one's; replicas that drifted had
-        something else.
+        """Add the residuals of all ranks to the next gradients. States of drifting replicas hold no gradient residuals
+        and are skipped.
         """
-        for one in (state, *others):
-            for kind in LEFT_OF_GRADIENTS if "agreed" not in one else ():
-                for name, left in one.get(kind, {}).items():
+        for saved in (state, *others):
+            for kind in LEFT_OF_GRADIENTS if "agreed" not in saved else ():
+                for name, residual in saved.get(kind, {}).items():
                     parameter = self._parameters[name]
-                    self._left.append((parameter, left.to(parameter.device)))
+                    self._left.append((parameter, residual.to(parameter.device)))

@@ -1,4 +1,4 @@
-"""Which strategy does a Roster name?"""
+"""Create the Sync that a Roster names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from evener.worker.sync.whole import Whole
 
 
 def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], None], module: nn.Module) -> Sync:
-    """The strategy of a run; `lap` charges the time since the last lap to a part of the step."""
+    """Create the sync strategy of a run; `lap` charges the time since the last lap to a phase of the step."""
     if roster.sync.kind == "none":
         return Alone()
     if roster.sync.kind == "diloco":
@@ -38,13 +38,13 @@ def make_sync(roster: Roster, group: Group, clock: Clock, lap: Callable[[str], N
 
 
 def change_sync(sync: Sync, roster: Roster, group: Group, clock: Clock, module: nn.Module) -> None:
-    """Replicas that agree by this Sync do so by the Roster's strategy from the next step on; both keep them equal."""
+    """Switch a GradientSync to the Roster's strategy from the next step on; both strategies keep replicas equal."""
     assert isinstance(sync, Buckets), roster.sync
     sync.change(_reduction(roster.sync, group, clock, module), bucket_bytes(roster))
 
 
 def _check(roster: Roster, module: nn.Module) -> None:
-    """UsageError where a strategy would do nothing, or harm."""
+    """Raise UsageError where a strategy would have no effect, or do harm."""
     sync = roster.sync
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32 and (sync.kind != "ddp" or sync.sparse):
@@ -56,7 +56,7 @@ def _check(roster: Roster, module: nn.Module) -> None:
     check_useful(sync, has_tables=bool(tables_of(module)), is_thinner=is_thinner)
     if harms_fp16(roster):
         raise UsageError(
-            f"--sync {sync} with fp16: what is left to send would be of another loss scale than the next step's",
+            f"--sync {sync} with fp16: its residuals would be of another loss scale than the next step",
             hint="--dtype fp32 or bf16, or --sync ddp",
         )
 
@@ -85,8 +85,8 @@ def _exchange(sync: SyncSpec, group: Group) -> Exchange:
 
 
 def tables_of(module: nn.Module) -> frozenset[nn.Parameter]:
-    """Weights that an nn.Embedding looks rows up in and no other part of the module holds."""
-    held = [(parameter, isinstance(part, nn.Embedding)) for part in module.modules()
-            for parameter in part.parameters(recurse=False)]  # fmt: skip
-    tied = {parameter for parameter, is_table in held if not is_table}
-    return frozenset(parameter for parameter, is_table in held if is_table and parameter not in tied)
+    """Return the weights that only nn.Embedding modules hold, so that they are not tied to another layer."""
+    uses = [(parameter, isinstance(submodule, nn.Embedding)) for submodule in module.modules()
+            for parameter in submodule.parameters(recurse=False)]  # fmt: skip
+    tied = {parameter for parameter, is_table in uses if not is_table}
+    return frozenset(parameter for parameter, is_table in uses if is_table and parameter not in tied)

@@ -1,4 +1,4 @@
-"""How do replicas agree over a fast link? By all-reduces of DDP's buckets, summing, each between two clock marks.
+"""Synchronize gradients over a fast link: a summing all-reduce of each DDP bucket, between two clock marks.
 
 A rank sends 2(n-1)/n · P bytes a step, P = bytes of the gradients (ring all-reduce).   [Patarasuk & Yuan 2009]
 """
@@ -19,7 +19,7 @@ from evener.worker.sync import Exchanged, Traits
 
 
 class AllReduce:
-    """DDP's own all-reduce, summing instead of averaging. Remembers nothing."""
+    """DDP's own all-reduce, summing instead of averaging. Stateless."""
 
     def __init__(self, group: Group, clock: Clock) -> None:
         self._group, self._clock = group, clock
@@ -29,22 +29,22 @@ class AllReduce:
     traits = Traits()
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
-        index, buffer, exchanged, begin = bucket.index(), bucket.buffer(), self._exchanged, self._clock.mark()
-        sent = ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)
-        self._bytes += sent
+        index, buffer, events, begin = bucket.index(), bucket.buffer(), self._exchanged, self._clock.mark()
+        sent_bytes = ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)
+        self._bytes += sent_bytes
 
         def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            exchanged.append(Exchanged(index, begin, self._clock.mark(), buffer.nbytes, sent))
+            events.append(Exchanged(index, begin, self._clock.mark(), buffer.nbytes, sent_bytes))
             return future.value()[0]
 
         work = dist.all_reduce(buffer, group=self._group.gradients, async_op=True)
         return work.get_future().then(done)
 
     def finish(self) -> None:
-        pass  # the reducer has waited for what `start` gave it
+        pass  # the reducer has waited for the futures that `start` returned
 
     def abandon(self) -> None:
-        pass  # Gloo's own threads see to it
+        pass  # Gloo's own threads end the work
 
     def take_bytes(self) -> int:
         taken, self._bytes = self._bytes, 0

@@ -1,7 +1,7 @@
-"""Where does communication of several steps each run beside computing? One job after the other, on a thread of its own.
+"""Run communication of several collectives beside computation, job by job on a thread of its own.
 
-Collectives that start from callbacks start in an order that differs from rank to rank, and then a message meets the
-wrong one. Jobs run in the order in which they are submitted, which is to be the same on all ranks, and each is a
+Collectives that start from callbacks start in an order that differs from rank to rank, so that a message meets the
+wrong one. Jobs run in the order in which they are submitted, which must be the same on all ranks, and each is a
 straight line: encode, send, receive, decode. On a GPU they have a stream of their own.
 """
 
@@ -17,30 +17,30 @@ from torch import Tensor
 
 
 class Jobs:
-    """A thread and what it has to do."""
+    """A communication thread and its queue of jobs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
-        # A daemon: a program that fails while another rank's message is on its way does not wait for that to end.
+        # A daemon: a program that fails while another rank's message is in flight does not wait for it.
         threading.Thread(target=self._work, name="evener-jobs", daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Run it when all before it are done and what this thread has queued on the device is there."""
+        """Run `job` after all earlier jobs, and after the work that the calling thread has queued on the device."""
         ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
 
-        def after_what_is_queued() -> None:
+        def run_when_ready() -> None:
             if ready is not None:
                 torch.cuda.current_stream().wait_event(ready)
             job()
 
         done: Future[None] = Future()
-        self._jobs.put((after_what_is_queued, done))
+        self._jobs.put((run_when_ready, done))
         return done
 
     def wait(self, going: Iterable[Future[None]]) -> None:
-        """Return when these are done; what one raised is raised here."""
+        """Wait until these futures are done; raise what a job raised."""
         for job in going:
             job.result()
         if self._stream is not None:
@@ -55,15 +55,16 @@ class Jobs:
                 job, done = self._jobs.get()
                 try:
                     job()
-                except BaseException as error:  # raised again where somebody waits for it
+                except BaseException as error:  # raised again in `wait`
                     done.set_exception(error)
                 else:
                     done.set_result(None)
 
 
 def keep_for_this_stream(tensor: Tensor) -> None:
-    """Let nobody have its memory before what this thread has queued is done: another thread's stream made it, and on a
-    GPU takes it back as soon as nobody holds it.
+    """Keep the memory of a tensor of another stream until the work queued on the current stream is done.
+
+    Otherwise the allocator reuses it as soon as its last reference is gone.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream())

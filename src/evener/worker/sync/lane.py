@@ -1,10 +1,10 @@
-"""How are buckets exchanged by more than one collective each? One after the other, by a thread of their own.
+"""Queue buckets for algorithms of more than one collective each, on a communication thread.
 
-Every bucket is a job; the jobs run in the order in which DDP's reducer hands buckets over, which is the same on all
-ranks. Meanwhile backward goes on.
+Every bucket is a job; the jobs run in the order in which DDP's reducer completes buckets, which is the same on all
+ranks. Backward continues meanwhile.
 
-    backward    bucket 0 ─── bucket 1 ──────── bucket 2 ─ finish() ───────────┐
-    lane            └─ encode, swap, add ─ encode, swap, add ─ encode, …, add ┘
+    backward       bucket 0 ─── bucket 1 ──────── bucket 2 ─ wait_all() ─────────────────────┐
+    comm thread        └─ encode, exchange, add ─ encode, exchange, add ─ encode, …, add ────┘
 """
 
 from __future__ import annotations
@@ -29,107 +29,106 @@ from evener.worker.sync.sparse import Rows
 
 @dataclass(frozen=True)
 class Slots:
-    """The part of a bucket that one exchange is for."""
+    """The gradients of one bucket that one algorithm reduces."""
 
-    bucket: int  # its number in the step
+    bucket: int  # its index in the step
     parameters: tuple[nn.Parameter, ...]
-    views: list[Tensor]  # their gradients, flat, in the bucket's memory
-    is_rehearsal: bool  # nothing of it may be remembered
+    views: list[Tensor]  # their flat gradients, views of the bucket
+    is_rehearsal: bool  # its residuals and factors may not be kept
 
     @property
     def num(self) -> int:
-        """Numbers in all."""
         return sum(len(view) for view in self.views)
 
     def offsets(self) -> list[tuple[nn.Parameter, int, int]]:
-        """(parameter, begin, end) where all of them lie one behind the other."""
-        found, reached = [], 0
+        """Return (parameter, begin, end) of each gradient in their concatenation."""
+        offsets, position = [], 0
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            found.append((parameter, reached, reached + len(view)))
-            reached += len(view)
-        return found
+            offsets.append((parameter, position, position + len(view)))
+            position += len(view)
+        return offsets
 
 
-SAMPLE, COMPARED_EVERY = 1 << 16, 5  # numbers of a bucket; sampled steps from one comparison to the next
+SAMPLE, COMPARED_EVERY = 1 << 16, 5  # numbers of a bucket; sampled steps between comparisons
 LEAST = 1e-30
 
 
 class Exchange(Protocol):
-    """How gradients become their sum over ranks, on the lane's thread, in the same order on all ranks."""
+    """An all-reduce algorithm; it runs on the communication thread, in the same order on all ranks."""
 
     traits: Traits
 
     def run(self, slots: Slots) -> int:
-        """Replace these gradients by their sums; returns the bytes that this rank sent."""
+        """Replace these gradients by their sums; return the bytes that this rank sent."""
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """See Reduction."""
+        """See `CommHook`."""
 
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        """See Reduction."""
+        """See `CommHook`."""
 
     def load_own_state(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
-        """See Reduction."""
+        """See `CommHook`."""
 
 
 def run_and_compare(group: Group, exchange: Exchange, slots: Slots) -> tuple[int, Tensor]:
-    """Run the exchange, and sum a piece exactly beside it: (bytes that this rank sent in both, (error, cosine)).
+    """Run the algorithm and sum a sample exactly; return (bytes that this rank sent in both, (error, cosine)).
 
-    Neither is finite where the sum is 0, as of frozen parameters.
+    Neither error nor cosine is finite where the sum is 0, as that of frozen parameters.
     """
-    piece = max(slots.views, key=len)[:SAMPLE]
-    exact = piece.clone()
+    sample = max(slots.views, key=len)[:SAMPLE]
+    exact = sample.clone()
     dist.all_reduce(exact, group=group.gradients)
     num_bytes = exchange.run(slots) + ring_all_reduce_bytes(exact.nbytes, group.world_size)
-    size = exact.norm()
-    cosine = torch.dot(piece / piece.norm().clamp_min(LEAST), exact / size)
-    return num_bytes, torch.stack([(piece - exact).norm() / size, cosine])
+    norm = exact.norm()
+    cosine = torch.dot(sample / sample.norm().clamp_min(LEAST), exact / norm)
+    return num_bytes, torch.stack([(sample - exact).norm() / norm, cosine])
 
 
 class Lane:
-    """A Reduction whose exchanges run beside backward. `tables` go row by row, all else by `exchange`."""
+    """A `CommHook` whose reductions overlap with backward: embedding tables sparsely, all else by `algorithm`."""
 
     def __init__(self, group: Group, clock: Clock, exchange: Exchange, tables: frozenset[nn.Parameter]) -> None:
         self._group, self._clock, self._exchange, self._tables = group, clock, exchange, tables
         self._rows = Rows(group)
-        self._is_new = True  # no pass has been exchanged yet
+        self._is_new = True  # no pass has been reduced yet
         self.traits = exchange.traits
         self._jobs = Jobs(group.device)
-        self._going: list[Future[None]] = []  # what the present pass has started
+        self._going: list[Future[None]] = []  # buckets that the current pass has started
         self._has_failed = False
         self._bytes = 0
         self._fidelity: Tensor | None = None
         self._num_buckets = 1
-        self._samples, self._num_sampled = False, 0  # is the present step sampled, and how many were?
+        self._samples, self._num_sampled = False, 0  # whether the current step is sampled; how many were
         self._exchanged: list[Exchanged] = []
 
     def start(self, bucket: dist.GradBucket, *, is_rehearsal: bool, samples: bool) -> torch.futures.Future[Tensor]:
         parameters: Sequence[Any] = bucket.parameters()
         views = [gradient.view(-1) for gradient in bucket.gradients()]
         index, size, self._samples = bucket.index(), bucket.buffer().nbytes, samples
-        sorts_out = is_rehearsal or self._is_new
+        may_densify = is_rehearsal or self._is_new
 
         def job() -> None:
-            begin, before = self._clock.mark(), self._bytes
+            begin, bytes_before = self._clock.mark(), self._bytes
             dense = []
             for parameter, view in zip(parameters, views, strict=True):
                 if parameter in self._tables:
-                    sent, was_whole = self._rows.run(view.view(parameter.shape))
-                    self._bytes += sent
-                    if was_whole and sorts_out:  # a head reads it too, or it is short: no rows to choose from
+                    sent_bytes, was_dense = self._rows.run(view.view(parameter.shape))
+                    self._bytes += sent_bytes
+                    if was_dense and may_densify:  # the head is tied to it, or it has few rows: sparse never pays
                         self._tables -= {parameter}
                 else:
                     dense.append((parameter, view))
             if dense:
-                slots = Slots(index, tuple(one for one, _ in dense), [view for _, view in dense], is_rehearsal)
-                self._run(slots, samples)
-            self._exchanged.append(Exchanged(index, begin, self._clock.mark(), size, self._bytes - before))
+                grads = Slots(index, tuple(held for held, _ in dense), [view for _, view in dense], is_rehearsal)
+                self._run(grads, samples)
+            self._exchanged.append(Exchanged(index, begin, self._clock.mark(), size, self._bytes - bytes_before))
 
         self._going.append(self._jobs.submit(job))
         return nothing_to_wait_for(bucket)
 
     def _run(self, slots: Slots, samples: bool) -> None:
-        """The exchange; now and then, of one bucket, another each time, a piece beside its exact sum."""
+        """Run the algorithm; every few sampled steps compare a sample of one bucket, a different one each time."""
         turn, is_turn = divmod(self._num_sampled, COMPARED_EVERY)
         if not (samples and self.traits.is_lossy and not is_turn and slots.bucket == turn % self._num_buckets):
             self._bytes += self._exchange.run(slots)
@@ -160,7 +159,7 @@ class Lane:
         return taken
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
-        # Of a pass that is done again nobody knows what of it was sent: what was left of those before goes with it.
+        # After a failed pass it is unknown which residuals were sent, so all of them are dropped.
         return [] if self._has_failed else self._exchange.left_over()
 
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:

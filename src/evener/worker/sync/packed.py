@@ -1,13 +1,13 @@
-"""How do gradients travel in half the bytes, and nothing is lost? Those that are bf16 numbers anyway travel as bf16.
+"""All-reduce gradients losslessly in half the bytes: numbers that fit in bf16 travel as bf16.
 
 Under bf16 autocast the gradient of a linear layer's weight is computed in bf16 and only then written as fp32, where its
-lower half is 0, as long as one backward alone has added to it. Embeddings, norms and what several micro-batches add up
-are not like that. So it is looked at, tensor by tensor, in every step, and each rank tells the others what it found;
-what does not fit travels as fp32.
+lower half is 0, as long as one backward alone has added to it. Embeddings, norms and sums of several micro-batches are
+not like that. So each tensor is checked in every step, and each rank sends the others which of its tensors fit; what
+does not fit travels as fp32.
 
-Two ranks send each other everything: P/2 where all of it fits, and the sums are DDP's to the bit. More than two
-scatter: each sends the p-th part to rank p, which adds in fp32 in the order of the ranks; the sums travel in fp32:
-(n-1)/n · (P/2 + P).
+Two ranks send each other everything: P/2 where all of it fits, and the sums are DDP's to the bit. More ranks
+reduce-scatter: each sends the p-th chunk to rank p, which adds in fp32 in the order of the ranks; the sums travel in
+fp32: (n-1)/n · (P/2 + P).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from evener.worker.sync.lane import Slots
 from evener.worker.sync.swap import swap
 
 ALIGN_BYTES = 8
-LOWER_HALF = 0xFFFF  # of an fp32: what bf16 has not
+LOWER_HALF = 0xFFFF  # the half of an fp32 number that bf16 drops
 
 
 class Packed:
-    """An Exchange that loses and remembers nothing."""
+    """A lossless, stateless all-reduce algorithm."""
 
     traits = Traits()
 
@@ -40,11 +40,11 @@ class Packed:
 
     def run(self, slots: Slots) -> int:
         if self._group.world_size == 2:
-            other = 1 - self._group.rank
-            payloads, fits, sent = self._trade([slots.views, slots.views])
-            for view, values in zip(slots.views, values_of(payloads[other], fits[other], slots.views), strict=True):
+            peer = 1 - self._group.rank
+            payloads, fits, sent_bytes = self._trade([slots.views, slots.views])
+            for view, values in zip(slots.views, values_of(payloads[peer], fits[peer], slots.views), strict=True):
                 self.add(values, view)  # a + b is b + a
-            return sent
+            return sent_bytes
         return self._by_parts(slots)
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -63,57 +63,57 @@ class Packed:
                   for (_, begin, end), view in zip(slots.offsets(), slots.views, strict=True)
                   if begin < high and end > low]
                  for low, high in pairwise(bounds)]  # fmt: skip
-        payloads, fits, sent = self._trade(parts)
-        mine = [view.clone() for view in parts[rank]]
+        payloads, fits, sent_bytes = self._trade(parts)
+        local = [view.clone() for view in parts[rank]]
         for view in parts[rank]:
             view.zero_()
         for peer in range(group.world_size):
-            told = mine if peer == rank else values_of(payloads[peer], fits[peer], parts[rank])
-            for view, values in zip(parts[rank], told, strict=True):
+            received = local if peer == rank else values_of(payloads[peer], fits[peer], parts[rank])
+            for view, values in zip(parts[rank], received, strict=True):
                 self.add(values, view)
-        sums = [scratch.take(4 * (high - low), mine[0].device if mine else slots.views[0].device).view(torch.float32)
+        sums = [scratch.take(4 * (high - low), local[0].device if local else slots.views[0].device).view(torch.float32)
                 for scratch, (low, high) in zip(self._incoming, pairwise(bounds), strict=True)]  # fmt: skip
         if parts[rank]:
             torch.cat(parts[rank], out=sums[rank])
-        sent += swap(group, [sums[rank]] * group.world_size, sums)
+        sent_bytes += swap(group, [sums[rank]] * group.world_size, sums)
         for part, total in zip(parts, sums, strict=True):
-            reached = 0
+            position = 0
             for view in part:
-                view.copy_(total[reached : reached + len(view)])
-                reached += len(view)
-        return sent
+                view.copy_(total[position : position + len(view)])
+                position += len(view)
+        return sent_bytes
 
     def _trade(self, parts: list[list[Tensor]]) -> tuple[list[Tensor], list[list[bool]], int]:
-        """Send parts[peer] to each peer: (what each sent, which of its tensors came as bf16, bytes sent)."""
-        group, here, device = self._group, parts[self._group.rank], self._group.device
-        outgoing, told = [], []
+        """Send parts[peer] to each peer; return (each peer's payload, which of its tensors are bf16, bytes sent)."""
+        group, own_part, device = self._group, parts[self._group.rank], self._group.device
+        outgoing, fits_to_send = [], []
         for peer, (part, scratch) in enumerate(zip(parts, self._outgoing, strict=True)):
             sends = peer != group.rank
             payload = scratch.take(sum(_room(4 * len(view)) for view in part) if sends else 0, device)
-            found = self.pack(part, payload) if sends else [True] * len(part)
-            outgoing.append(payload[: _size(found, part)])
-            told.append(torch.tensor(found, dtype=torch.uint8, device=device))
-        heard = [torch.empty(len(here), dtype=torch.uint8, device=device) for _ in parts]
-        sent = swap(group, told, heard)
-        fits = [[bool(fit) for fit in fits.tolist()] for fits in heard]
-        incoming = [scratch.take(_size(found, here) if peer != group.rank else 0, device)
-                    for peer, (scratch, found) in enumerate(zip(self._incoming, fits, strict=True))]  # fmt: skip
-        return incoming, fits, sent + swap(group, outgoing, incoming)
+            packed = self.pack(part, payload) if sends else [True] * len(part)
+            outgoing.append(payload[: _size(packed, part)])
+            fits_to_send.append(torch.tensor(packed, dtype=torch.uint8, device=device))
+        received_fits = [torch.empty(len(own_part), dtype=torch.uint8, device=device) for _ in parts]
+        sent_bytes = swap(group, fits_to_send, received_fits)
+        fits = [[bool(fit) for fit in fits.tolist()] for fits in received_fits]
+        incoming = [scratch.take(_size(packed, own_part) if peer != group.rank else 0, device)
+                    for peer, (scratch, packed) in enumerate(zip(self._incoming, fits, strict=True))]  # fmt: skip
+        return incoming, fits, sent_bytes + swap(group, outgoing, incoming)
 
     def pack(self, views: list[Tensor], payload: Tensor) -> list[bool]:
-        """Write each as bf16 where that is the same number everywhere, else as fp32; which are bf16?"""
-        found, reached = [], 0
+        """Write each view as bf16 where that is exact, else as fp32; return which are bf16."""
+        all_fit, position = [], 0
         for view in views:
-            fits = self._pack_one(view, payload[reached : reached + 2 * len(view)].view(torch.bfloat16))
+            fits = self._pack_one(view, payload[position : position + 2 * len(view)].view(torch.bfloat16))
             if not fits:
-                payload[reached : reached + 4 * len(view)].view(torch.float32).copy_(view)
-            found.append(fits)
-            reached += _room((2 if fits else 4) * len(view))
-        return found
+                payload[position : position + 4 * len(view)].view(torch.float32).copy_(view)
+            all_fit.append(fits)
+            position += _room((2 if fits else 4) * len(view))
+        return all_fit
 
     def _pack_one(self, view: Tensor, coded: Tensor) -> bool:
-        """Is the lower half of every number 0? Then its upper half is written. (Twice as fast as torch.equal.)"""
-        if not len(view):  # of a bucket with fewer numbers than ranks
+        """Write the upper halves if every lower half is 0; return whether it did. (Twice as fast as torch.equal.)"""
+        if not len(view):  # a bucket with fewer numbers than ranks
             return True
         size = PIECE[view.device.type]
         for piece, short in zip(view.split(size), coded.split(size), strict=True):
@@ -124,20 +124,20 @@ class Packed:
         return True
 
     def add(self, values: Tensor, view: Tensor) -> None:
-        """Add what came, bf16 or fp32, to the gradient."""
+        """Add received values, bf16 or fp32, to the gradient."""
         size = PIECE[view.device.type]
-        for more, piece in zip(values.split(size), view.split(size), strict=True):
-            piece.add_(more if more.dtype == piece.dtype else self._scratch.like(piece).copy_(more))
+        for received, chunk in zip(values.split(size), view.split(size), strict=True):
+            chunk.add_(received if received.dtype == chunk.dtype else self._scratch.like(chunk).copy_(received))
 
 
 def values_of(payload: Tensor, fits: list[bool], views: list[Tensor]) -> list[Tensor]:
-    """What a payload holds for these tensors."""
-    found, reached = [], 0
+    """Return the tensors of a payload, in the order of `views`."""
+    tensors, position = [], 0
     for fit, view in zip(fits, views, strict=True):
         num_bytes = (2 if fit else 4) * len(view)
-        found.append(payload[reached : reached + num_bytes].view(torch.bfloat16 if fit else torch.float32))
-        reached += _room(num_bytes)
-    return found
+        tensors.append(payload[position : position + num_bytes].view(torch.bfloat16 if fit else torch.float32))
+        position += _room(num_bytes)
+    return tensors
 
 
 def _size(fits: list[bool], views: list[Tensor]) -> int:

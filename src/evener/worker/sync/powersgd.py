@@ -1,11 +1,11 @@
-"""How is a matrix exchanged as a product of two thin ones? PowerSGD, with error feedback and warm starts.
+"""All-reduce matrices as low-rank products: PowerSGD, with error feedback and warm starts.
 
-    M = gradient + what is left    P = orthonormal(Σ M·Q)    Q = Σ Mᵀ·P    sum ≈ P·Qᵀ    left = M - P·(Mᵀ·P)ᵀ
+    M = gradient + residual    P = orthonormal(Σ M·Q)    Q = Σ Mᵀ·P    sum ≈ P·Qᵀ    residual = M - P·(Mᵀ·P)ᵀ
 
 Σ are all-reduces over the ranks; Q is the last step's, at first random and the same everywhere. For a matrix of a rows
-and b columns 2(n-1)/n · 4·r·(a+b) bytes travel, so few that what Gloo says beside them counts. Vectors, and matrices
-whose shorter side is not above 2r, go as they are.
-[Vogels, Karimireddy & Jaggi 2019, algorithm 2; what is left is kept for each rank's own part of the product]
+and b columns 2(n-1)/n · 4·r·(a+b) bytes travel, so few that Gloo's own messages beside them count. Vectors, and
+matrices whose shorter side is not above 2r, are all-reduced uncompressed.   [Vogels, Karimireddy & Jaggi 2019,
+algorithm 2; the residual is that of each rank's own part of the product]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED = 0x5EED
 
 
 class PowerSGD:
-    """An Exchange of rank `rank`."""
+    """A lossy all-reduce algorithm: PowerSGD of rank `rank`."""
 
     traits = Traits(is_lossy=True, keeps_norm=False, takes=("left",), rounds_by_model=True)  # torch.linalg's QR
 
@@ -39,42 +39,46 @@ class PowerSGD:
 
     def run(self, slots: Slots) -> int:
         pairs = list(zip(slots.parameters, slots.views, strict=True))
-        thin = [
+        low_rank = [
             (parameter, view.view(len(parameter), -1)) for parameter, view in pairs if is_thin(parameter, self._rank)
         ]
-        whole = [view for parameter, view in pairs if not is_thin(parameter, self._rank)]
-        left, factors = (dict(self._left), dict(self._factors)) if slots.is_rehearsal else (self._left, self._factors)
+        dense = [view for parameter, view in pairs if not is_thin(parameter, self._rank)]
+        residuals, factors = (
+            (dict(self._left), dict(self._factors)) if slots.is_rehearsal else (self._left, self._factors)
+        )
         matrices = []
-        for i, (parameter, view) in enumerate(thin):
+        for i, (parameter, view) in enumerate(low_rank):
             if parameter not in factors:
                 generator = torch.Generator().manual_seed(SEED + 1000 * slots.bucket + i)
                 factors[parameter] = torch.randn(view.shape[1], self._rank, generator=generator).to(view.device)
-            if parameter not in left:
-                left[parameter] = torch.zeros_like(view)
+            if parameter not in residuals:
+                residuals[parameter] = torch.zeros_like(view)
             elif slots.is_rehearsal:
-                left[parameter] = left[parameter].clone()
-            matrices.append(left[parameter].add_(view))
-        products = [matrix @ factors[parameter] for matrix, (parameter, _) in zip(matrices, thin, strict=True)]
-        sent = self._sum([*products, *whole])
+                residuals[parameter] = residuals[parameter].clone()
+            matrices.append(residuals[parameter].add_(view))
+        products = [matrix @ factors[parameter] for matrix, (parameter, _) in zip(matrices, low_rank, strict=True)]
+        sent_bytes = self._sum([*products, *dense])
         bases = [torch.linalg.qr(product).Q for product in products]
-        mine = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        sums = [one.clone() for one in mine]
-        sent += self._sum(sums)
-        for (parameter, view), matrix, basis, own, total in zip(thin, matrices, bases, mine, sums, strict=True):
+        local_factors = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        sums = [factor.clone() for factor in local_factors]
+        sent_bytes += self._sum(sums)
+        for (parameter, view), matrix, basis, local, total in zip(
+            low_rank, matrices, bases, local_factors, sums, strict=True
+        ):
             torch.mm(basis, total.T, out=view)
-            matrix.addmm_(basis, own.T, alpha=-1)
-            # A gradient of nothing but zeros, as below a layer that begins with zeros, says nothing of the next one's.
+            matrix.addmm_(basis, local.T, alpha=-1)
+            # A gradient of zeros, as below a layer initialized with zeros, is no estimate of the next one's factor.
             keep_for_this_stream(factors[parameter])
             factors[parameter] = torch.where((total != 0).any(), total, factors[parameter])
-        return sent
+        return sent_bytes
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
         return list(self._left.items())
 
     def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        """What is left, and the factors to begin with."""
+        """Return the residuals, and the factors Q to start with."""
         return {
-            "left": {names[parameter]: left for parameter, left in self._left.items()},
+            "left": {names[parameter]: residual for parameter, residual in self._left.items()},
             "factors": {names[parameter]: factor for parameter, factor in self._factors.items()},
         }
 
@@ -82,10 +86,10 @@ class PowerSGD:
         self._left.clear()
         self._factors.clear()
         for state in states:
-            for name, left in state.get("left", {}).items():
-                here = left.to(parameters[name].device)
+            for name, saved in state.get("left", {}).items():
+                residual = saved.to(parameters[name].device)
                 self._left[parameters[name]] = (
-                    self._left[parameters[name]] + here if parameters[name] in self._left else here
+                    self._left[parameters[name]] + residual if parameters[name] in self._left else residual
                 )
             for name, factor in state.get("factors", {}).items():
                 self._factors.setdefault(parameters[name], factor.to(parameters[name].device))
@@ -102,6 +106,6 @@ class PowerSGD:
 
 
 def is_thin(parameter: Tensor, rank: int) -> bool:
-    """Is a product of rank `rank` much smaller than this parameter?"""
+    """Return whether a product of rank `rank` is much smaller than this parameter."""
     rows = len(parameter) if parameter.dim() >= 2 else 0
     return rows > 0 and shrinks(rows, parameter.numel() // rows, rank)

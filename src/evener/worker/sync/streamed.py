@@ -1,16 +1,16 @@
-"""How does DiLoCo's exchange hide behind computing? Fragment by fragment, each beside the steps after it. Streaming.
+"""Overlap DiLoCo's exchanges with training, fragment by fragment: Streaming DiLoCo.
 
-The H steps are divided among the fragments as the bytes are: each fragment's exchange has its own steps, and one is on
-its way at nearly all times, so that a link is never asked for more than P/H bytes a step. What arrives is taken up
-after a fixed step, the same on all ranks; a rank waits for what is late.
+The H steps are divided among the fragments by bytes: each fragment's exchange has its own steps, and nearly always one
+is in flight, so that a link never carries more than P/H bytes a step. A result is applied after a fixed step, the same
+on all ranks; a rank waits for a late one.
 
     steps          1   2   3   4   5   6   1   …         H = 6, fragments a, b, c
-    on its way    a ────┐ b ────┐ c ────┐ a ────
-    taken up            a       b       c
+    in flight     a ────┐ b ────┐ c ────┐ a ────
+    applied             a       b       c
 
-A replica goes on learning meanwhile, and what it learned on the way it keeps: beside what arrives now, and as a part of
-what it sends next. So nothing is lost or counted twice: without an outer momentum the replicas' mean is where it began
-plus all that they learned.   [Streaming DiLoCo, Douillard et al. 2025, mixes with what arrives half and half instead]
+A replica keeps training meanwhile. Its updates during an exchange are added to the result, and are part of what it
+sends next. So nothing is lost or counted twice: without an outer momentum the replicas' mean is the start plus all of
+their updates.   [Streaming DiLoCo, Douillard et al. 2025, mixes local and received weights half and half instead]
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from evener.worker.sync.jobs import Jobs
 
 
 class Streamed(DiLoCo):
-    """DiLoCo whose exchanges run beside the next steps."""
+    """DiLoCo whose exchanges overlap with the next steps."""
 
     def _cut(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
-        found = super()._cut(parameters)
-        self._slots = slots([sum(one.nbytes for one in parameters) for parameters in found], self._every)
-        return found
+        groups = super()._cut(parameters)
+        self._slots = slots([sum(parameter.nbytes for parameter in parameters) for parameters in groups], self._every)
+        return groups
 
     def wrap(self, module: nn.Module, uses_all: bool) -> None:
         self._jobs = Jobs(self._group.device)
@@ -43,7 +43,7 @@ class Streamed(DiLoCo):
         position = (index + 1) % self._every
         self._lap("optimizer_s")
         for i, (_, end) in enumerate(self._slots):
-            if end % self._every == position and i in self._flights:  # before its first exchange it is not
+            if end % self._every == position and i in self._flights:  # not so before its first exchange
                 self._land(i)
         for i, (begin, _) in enumerate(self._slots):
             if begin == position and index > self._begun:
@@ -61,13 +61,13 @@ class Streamed(DiLoCo):
 
     def state_dict(self) -> dict[str, Any]:
         self.await_all()
-        going = {str(i): flight for i, flight in self._flights.items()}
-        return super().state_dict() | {"flights": {i: flight.delta for i, flight in going.items()},
-                                       "momenta": {i: flight.momentum for i, flight in going.items()}}  # fmt: skip
+        exchanges = {str(i): flight for i, flight in self._flights.items()}
+        return super().state_dict() | {"flights": {i: flight.delta for i, flight in exchanges.items()},
+                                       "momenta": {i: flight.momentum for i, flight in exchanges.items()}}  # fmt: skip
 
     def own_state(self) -> dict[str, Any]:
-        own = super().own_state()
-        return own | {"sent": {i: (flight.sent, flight.came_of_it[0]) for i, flight in self._flights.items()}}
+        state = super().own_state()
+        return state | {"sent": {i: (flight.sent, flight.came_of_it[0]) for i, flight in self._flights.items()}}
 
     @torch.no_grad()
     def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
@@ -100,13 +100,13 @@ class Streamed(DiLoCo):
 
 
 def slots(sizes: Sequence[int], num_steps: int) -> list[tuple[int, int]]:
-    """(begin, end) of each fragment's exchange within so many steps, by its share of the bytes: at least one step.
+    """Return (begin, end) of each fragment's exchange within `num_steps`, by its share of the bytes: at least one step.
 
     >>> slots([10, 10, 20, 20], 6), slots([50, 1, 49], 4)
     ([(0, 1), (1, 2), (2, 4), (4, 6)], [(0, 2), (2, 3), (2, 4)])
     """
-    total, found, reached = sum(sizes), [], 0
+    total, spans, bytes_before = sum(sizes), [], 0
     for size in sizes:
-        begin, reached = num_steps * reached // total, reached + size
-        found.append((begin, max(begin + 1, num_steps * reached // total)))
-    return found
+        begin, bytes_before = num_steps * bytes_before // total, bytes_before + size
+        spans.append((begin, max(begin + 1, num_steps * bytes_before // total)))
+    return spans

@@ -1,6 +1,6 @@
-"""How does a rank send something else to every other rank, and take what they send?
+"""Exchange a different tensor with every other rank: a pairwise all-to-all.
 
-By messages from rank to rank, all at once. On Gloo they fill a link in both directions, where its all_gather and
+It uses point-to-point messages, all at once. On Gloo they fill a link in both directions, where its all_gather and
 all_to_all hardly send while they receive: 40 MB each way over 1 Gbit/s in 336 ms and 16 ms of processor time, an
 all_gather in 573 and 57 ms, an all-reduce of fp32, which has to add as well, in 348 and 23 ms.
 """
@@ -17,30 +17,30 @@ from evener.worker.group import Group
 
 
 def swap(group: Group, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> int:
-    """Send outgoing[rank] to each rank and fill incoming[rank] by what it sends; returns the bytes sent.
+    """Send outgoing[rank] to each rank and fill incoming[rank] with what it sends; return the bytes sent.
 
-    All ranks call it together; tensors are contiguous, None and what is empty does not travel. Gloo moves what lies in
-    the host's memory: a GPU's tensors are copied there and back.
+    All ranks call it together; tensors are contiguous, None and empty tensors are skipped. Gloo sends from host memory
+    only, so a GPU's tensors are staged through it.
     """
-    staged, operations, arrived = is_staged(group), [], []
+    staged, operations, received = is_staged(group), [], []
     for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing)):
         for peer, tensor in enumerate(tensors):
             if peer == group.rank or tensor is None or not tensor.numel():
                 continue
-            travels = tensor
+            buffer = tensor
             if staged and operation is dist.irecv:
-                travels = torch.empty_like(tensor, device="cpu")
-                arrived.append((tensor, travels))
+                buffer = torch.empty_like(tensor, device="cpu")
+                received.append((tensor, buffer))
             elif staged:
-                travels = tensor.cpu()
-            operations.append(dist.P2POp(operation, travels, peer, group=group.gradients))
+                buffer = tensor.cpu()
+            operations.append(dist.P2POp(operation, buffer, peer, group=group.gradients))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    for tensor, travelled in arrived:
-        tensor.copy_(travelled)
+    for tensor, host_copy in received:
+        tensor.copy_(host_copy)
     return sum(tensor.nbytes for peer, tensor in enumerate(outgoing) if tensor is not None and peer != group.rank)
 
 
 def is_staged(group: Group) -> bool:
-    """Must a rank's tensors go through the host's memory?"""
+    """Return whether this rank's tensors must be staged through host memory."""
     return group.backend == "gloo" and group.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""How does the dense rest of a bucket travel whose tables go row by row? As it would without them: an all-reduce."""
+"""All-reduce the dense rest of a bucket whose embedding tables are reduced sparsely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evener.worker.sync.lane import Slots
 
 
 class Whole:
-    """An Exchange that loses and remembers nothing."""
+    """A lossless, stateless all-reduce algorithm."""
 
     traits = Traits()
 
@@ -25,14 +25,14 @@ class Whole:
         self._group, self._together = group, Scratch()
 
     def run(self, slots: Slots) -> int:
-        whole = slots.views[0]
+        flat = slots.views[0]
         if len(slots.views) > 1:
-            whole = torch.cat(slots.views, out=self._together.take(slots.num, whole.device))
-        dist.all_reduce(whole, group=self._group.gradients)
+            flat = torch.cat(slots.views, out=self._together.take(slots.num, flat.device))
+        dist.all_reduce(flat, group=self._group.gradients)
         if len(slots.views) > 1:
             for (_, begin, end), view in zip(slots.offsets(), slots.views, strict=True):
-                view.copy_(whole[begin:end])
-        return ring_all_reduce_bytes(whole.nbytes, self._group.world_size)
+                view.copy_(flat[begin:end])
+        return ring_all_reduce_bytes(flat.nbytes, self._group.world_size)
 
     def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
         return []
