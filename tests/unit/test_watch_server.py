@@ -264,7 +264,7 @@ def test_what_was_asked_differently_is_told_alone(serve, tmp_path, write_run):
     write_atomic(b.manifest_path, json.dumps(manifest).encode())
     text = let_in(client).get("/compare?run=a&run=b").text
     cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text[text.index('data-piece="differences"') :])
-    assert cells == ["what", "a", "b", "--lr", "0.0003", "0.007"]
+    assert cells == ["setting", "a", "b", "--lr", "0.0003", "0.007"]
 
 
 def test_stop_is_passed_on_and_what_it_says_is_told(serve):

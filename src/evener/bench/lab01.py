@@ -1,9 +1,9 @@
-"""The first lab: a real all-reduce between two processes on one computer, and why two are (or are not) faster than one.
+"""Lab 1, the DDP baseline: a real all-reduce between two processes on one machine, and whether two beat one, and why.
 
-OUT/timings.jsonl       a line a step of rank 0 of two processes
-OUT/state-rank-R.pt     the weights that each rank ended with
-OUT/scaling.png         one process beside two
-OUT/manifest.json       what was measured, and what it means
+OUT/timings.jsonl       one line per step: rank 0 of two processes
+OUT/state-rank-R.pt     the final weights of each rank
+OUT/scaling.png         one process compared with two
+OUT/manifest.json       the measurements and their explanation
 OUT/runs/N-process      the same two runs as run directories: `evener report` reads them
 """
 
@@ -42,16 +42,16 @@ from evener.report.summary import Summary, records_of, summarize
 SEED = 35000
 STEPS = 100
 LAST = 50  # the first 50 steps are warm-up
-BATCH = 16  # sentences a rank takes in one step
+BATCH = 16  # sentences per rank and step
 BLOCK_SIZE = 64
 TOLERANCE = 1e-5
 Encode = Callable[[str], Iterable[int]]  # text to token ids
 
 
 def run(corpus: Path, out: Path, encode: Encode, *, force: bool, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Run the lab and return its manifest; `encode` is the corpus's. The folder appears when everything is in it."""
+    """Run the lab and return its manifest; `encode` is the corpus's tokenizer. `out` appears only when complete."""
     if out.exists() and any(out.iterdir()) and not force:
-        raise UsageError(f"{out}: exists and is not empty", hint="--force replaces it, or another --out")
+        raise UsageError(f"{out}: exists and is not empty", hint="use --force to replace it, or another --out")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -88,12 +88,12 @@ def _fill(corpus_path: Path, folder: Path, out: Path, encode: Encode, tell: Call
         tell(f"{num_ranks} {'process' if num_ranks == 1 else 'processes'}: {STEPS} steps")
         started = time.time()
         deque(lines_here(num_ranks, "evener.worker.lab01", json.dumps(lab), threads=threads), maxlen=0)  # to the end
-        read = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
-        shards = [lines[0] for lines in read]
-        rows = read[0][1:]
+        records = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
+        shards = [lines[0] for lines in records]
+        rows = records[0][1:]
         rundir = RunWriter(folder / "runs" / f"{num_ranks}-process")
         manifest = _manifest(spec, shape, corpus, num_ranks, threads, started)
-        _write_run(rundir, manifest, [lines[1:] for lines in read], shape.num_params() * 4)
+        _write_run(rundir, manifest, [lines[1:] for lines in records], shape.num_params() * 4)
         summaries.append(summarize(rundir))
         if num_ranks == 2:
             for rank in range(2):
@@ -103,11 +103,11 @@ def _fill(corpus_path: Path, folder: Path, out: Path, encode: Encode, tell: Call
     write_atomic(folder / "timings.jsonl", b"".join(_timing(row) for row in rows))
     scaling_png({corpus.name: summaries}, folder / "scaling.png")
     states = json.loads(list(lines_of("evener.worker.compare", str(folder)))[-1])
-    last = rows[-LAST:]
-    hook = [row["allreduce_s"] * 1e3 for row in last]
-    exposed = [row["parts_s"]["blocked_s"] * 1e3 for row in last]
-    bracket = [(row["bracket_s"] - row["bracket_no_sync_s"]) * 1e3 for row in last]
-    found = {
+    measured = rows[-LAST:]
+    hook = [row["allreduce_s"] * 1e3 for row in measured]
+    exposed = [row["parts_s"]["blocked_s"] * 1e3 for row in measured]
+    bracket = [(row["bracket_s"] - row["bracket_no_sync_s"]) * 1e3 for row in measured]
+    results = {
         "seed": SEED,
         "lab": "01-ddp-on-cpu",
         "backend": "gloo",
@@ -129,8 +129,8 @@ def _fill(corpus_path: Path, folder: Path, out: Path, encode: Encode, tell: Call
         "first_sentence": [shard["first_sentence"] for shard in shards],
         "evener": __version__,
     }
-    write_atomic(folder / "manifest.json", json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
-    return found | {"out": str(out)}
+    write_atomic(folder / "manifest.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
+    return results | {"out": str(out)}
 
 
 def _sentences(corpus_path: Path) -> list[str]:
@@ -138,17 +138,17 @@ def _sentences(corpus_path: Path) -> list[str]:
     try:
         return [json.loads(line)["text"] + "\n" for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="evener data verbs makes the lab's corpus") from None
+        raise UsageError(f"{path}: {error.strerror}", hint="run evener data verbs to make the lab's corpus") from None
 
 
 def _write_run(rundir: RunWriter, manifest: Manifest, rows: list[list[dict[str, Any]]], gradient_bytes: int) -> None:
     num_ranks = len(rows)
     lines: list[bytes] = [b""] * num_ranks
-    for of_step in zip(*rows, strict=True):
-        blocked = split_blocked([row["parts_s"]["blocked_s"] for row in of_step])
-        tokens = sum(row["tokens"] for row in of_step)
-        loss = sum(row["loss"] * row["tokens"] for row in of_step) / tokens
-        for rank, row in enumerate(of_step):
+    for step_rows in zip(*rows, strict=True):
+        blocked = split_blocked([row["parts_s"]["blocked_s"] for row in step_rows])
+        tokens = sum(row["tokens"] for row in step_rows)
+        loss = sum(row["loss"] * row["tokens"] for row in step_rows) / tokens
+        for rank, row in enumerate(step_rows):
             parts = row["parts_s"]
             record = StepRecord(
                 step=row["step"],
@@ -201,10 +201,10 @@ def _manifest(spec: RunSpec, shape: GPTShape, corpus: Corpus, num_ranks: int, th
 
 
 def _tokens_per_s(summary: Summary) -> float:
-    """Tokens over seconds of the last steps, rank 0's clock."""
+    """Return tokens per second over the last MEASURED_STEPS steps, by rank 0's clock."""
     steps = aligned(records_of(RunWriter(summary.run_dir)))[-LAST:]
-    tokens = sum(record.tokens for of_step in steps for record in of_step.values())
-    return tokens / math.fsum(of_step[0].wall_s for of_step in steps)
+    tokens = sum(record.tokens for by_rank in steps for record in by_rank.values())
+    return tokens / math.fsum(by_rank[0].wall_s for by_rank in steps)
 
 
 def _timing(row: dict[str, Any]) -> bytes:

@@ -1,9 +1,9 @@
-"""Is a second process worth it? The same global batches trained by 1, 2, … processes, side by side.
+"""Scaling benchmark on one machine: the same global batches trained by 1, 2, … processes.
 
-Every set-up gets the same seconds. Its losses must be those of one process: how the batch is divided changes the speed
-and never what is learned.
+Every set-up trains for the same number of seconds. Its losses must equal those of one process: how the batch is divided
+changes the throughput and never the result.
 
-    BENCH/bench.json     which runs belong together
+    BENCH/bench.json     the runs of each corpus
     BENCH/CORPUS-N/      the run directory of N processes
     BENCH/scaling.png
 """
@@ -40,7 +40,7 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_counts(cores: int) -> list[int]:
-    """1, 2, 4, … up to the cores, the cores themselves included.
+    """Return 1, 2, 4, … up to the number of cores, and that number itself.
 
     >>> process_counts(2), process_counts(6), process_counts(1)
     ([1, 2], [1, 2, 4, 6], [1])
@@ -52,7 +52,7 @@ def process_counts(cores: int) -> list[int]:
 
 
 def specs(base: RunSpec, out: Path, corpora: Sequence[str], counts: Sequence[int]) -> dict[str, list[RunSpec]]:
-    """The runs of a bench: only corpus, number of processes and place differ from `base`."""
+    """Return the runs of a bench: only corpus, number of processes and output folder differ from `base`."""
     return {
         Path(corpus).name: [
             msgspec.structs.replace(
@@ -68,13 +68,14 @@ def specs(base: RunSpec, out: Path, corpora: Sequence[str], counts: Sequence[int
 
 
 def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer, predict: Predict) -> dict[str, list[Summary]]:
-    """Train them all, one after the other, and leave bench.json; `observer(spec)` is told of each as it begins.
+    """Train all runs one after the other, write bench.json and return the summaries by corpus.
 
-    `predict(spec)` is what the planner says of a run before it starts.
+    `make_observer(spec)` is called before each run and returns its observer. `predict(spec)` returns the planner's
+    prediction for a run.
     """
     if (out / "bench.json").exists():
-        raise UsageError(f"{out}: holds a bench already", hint="another --out, or --force")
-    found: dict[str, list[Summary]] = {}
+        raise UsageError(f"{out}: holds a bench already", hint="use another --out, or --force")
+    summaries: dict[str, list[Summary]] = {}
     with this_machine_connected() as sessions:
         for corpus, runs in series.items():
             for spec in runs:
@@ -87,7 +88,7 @@ def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer, predict
                 ended = stay_with(rundir, plan, sessions, observer(spec))
                 if any(state["stopped"] for state in ended.values()):
                     raise KeyboardInterrupt
-                found.setdefault(corpus, []).append(summarize(rundir))
-    names = {corpus: [Path(summary.run_dir).name for summary in runs] for corpus, runs in found.items()}
+                summaries.setdefault(corpus, []).append(summarize(rundir))
+    names = {corpus: [Path(summary.run_dir).name for summary in runs] for corpus, runs in summaries.items()}
     write_atomic(out / "bench.json", msgspec.json.format(msgspec.json.encode(Bench(series=names)), indent=2))
-    return found
+    return summaries

@@ -1,7 +1,7 @@
-"""Which trainings tell what the machines of a fleet bring, and each way to agree? All train the same, one by one.
+"""Set-ups of the fleet benchmarks: the same training by each host and combination of hosts, or by each sync strategy.
 
-fleet        each host alone: one process, one a core, its GPUs; then together, the fastest first
-strategies   the fastest host alone, then all hosts by each way to agree, for the same steps
+fleet        each host alone: one process, one process per core, its GPUs; then together, the fastest first
+strategies   the fastest host alone, then all hosts with each sync strategy, for the same steps
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evener.core.spec import RunSpec
 from evener.core.units import plural
 from evener.plan.options import makes_sense
 
-MOST_PROCESSES = 8  # on one host's processor
+MOST_PROCESSES = 8  # on one host's CPU
 SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8",
          "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30", "ddp+sparse", "packed+sparse",
          "int8+sparse")  # fmt: skip
@@ -27,19 +27,19 @@ SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "di
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """One training of a bench."""
 
-    label: str  # for a person, unlike all others of its bench
+    label: str  # for a person, unique in its bench
     hosts: list[str]
     spec: RunSpec
-    ranks: int | None = None  # on each host; None: as the fleet's file says
+    ranks: int | None = None  # per host; None: as in the fleet file
 
     @property
     def name(self) -> str:
-        """Of its run directory."""
+        """Return the name of its run directory."""
         return re.sub(r"[^\w.+]+", "-", self.label).strip("-")
 
 
 def alone(base: RunSpec, host: str, cores: int, num_gpus: int) -> list[Setup]:
-    """What a host can do by itself.
+    """Return the set-ups of one host by itself: CPU processes, then GPUs.
 
     >>> from evener.core.spec import RunSpec
     >>> [setup.name for setup in alone(RunSpec(), "attic", 4, 1)]
@@ -55,7 +55,7 @@ def alone(base: RunSpec, host: str, cores: int, num_gpus: int) -> list[Setup]:
 
 
 def together(base: RunSpec, hosts: Sequence[str], with_gpus: Sequence[str]) -> list[Setup]:
-    """The first two hosts, the first three, … all of them; with their GPUs, and all on their processors too."""
+    """Return set-ups of the first two hosts, the first three, … all; and of all on their CPUs if any has a GPU."""
     setups = [Setup(label=" + ".join(hosts[:num]), hosts=list(hosts[:num]), spec=base)
               for num in range(2, len(hosts) + 1)]  # fmt: skip
     if len(hosts) > 1 and with_gpus:
@@ -65,9 +65,9 @@ def together(base: RunSpec, hosts: Sequence[str], with_gpus: Sequence[str]) -> l
 
 def by_strategy(job: Job, fastest: str, hosts: Sequence[str],
                 syncs: Sequence[str] | None) -> list[Setup]:  # fmt: skip
-    """The fastest host alone, and all of them by each of these strategies, or by those that suit the model.
+    """Return the fastest host alone, and all hosts with each of these strategies, or with those that suit the model.
 
-    UsageError where one has no such name, or has nothing to do in this model.
+    Raise UsageError for a strategy that does not exist or has no effect on this model.
     """
     base = job.spec
     for name in syncs or ():

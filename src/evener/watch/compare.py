@@ -1,5 +1,5 @@
-"""What is shown of several runs? All of them in a table, each with its state; some beside each other, their curves over
-one another and what was asked of one otherwise than of another.
+"""Show several runs: a table of all with their states, or a comparison of some, with their curves overlaid and their
+differing settings listed.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ MAX_COMPARED = 2 * len(SERIES_COLOURS)  # the second half is dashed
 
 
 def overview_pieces(readers: Mapping[str, Reader], now: float) -> Pieces:
-    """One row a run, the newest first."""
+    """Render one row per run, newest first."""
     rows = [row_of(key, reader, now) for key, reader in readers.items()]
     rows.sort(key=lambda row: -row["began"])
     return {"runs": render("runs.html", rows=rows), "told": told_of_all([row["health"].word for row in rows])}
 
 
 def row_of(key: str, reader: Reader, now: float) -> dict[str, Any]:
-    """A run in a table of several."""
-    manifest, found, rate = reader.manifest, health(reader, now), view.tokens_per_s(reader)
+    """Return the row of a run in the overview."""
+    manifest, run_health, rate = reader.manifest, health(reader, now), view.tokens_per_s(reader)
     last, vals = reader.curves.last, view.validation(reader)
     began = manifest.started if manifest else next((float(event["time"]) for event in reader.events), now)
     return {
         "key": key,
-        "health": found,
-        "sign": SIGNS[found.mark],
+        "health": run_health,
+        "sign": SIGNS[run_health.mark],
         "began": began,
         "begun": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
         "steps": f"{reader.curves.done:,}" + (f" of {manifest.spec.train.steps:,}" if manifest else ""),
         "loss": newest[1] if (newest := view.newest_loss(reader)) else "–",
         "val_loss": f"{min(vals.means):.4f}" if len(vals) else "–",
         "rate": "–" if rate is None else count(rate),
-        "left": seconds(view.left_s(reader)) if not found.is_over and last is not None else "–",
+        "left": seconds(view.left_s(reader)) if not run_health.is_over and last is not None else "–",
         "hosts": ", ".join(manifest.roster.hosts) if manifest else "",
     }
 
 
 def compare_pieces(readers: Mapping[str, Reader], axis: str, now: float) -> Pieces:
-    """Curves, figures, and what differs."""
+    """Render the overlaid curves, the figures and the differences of the runs."""
     shown = dict(list(readers.items())[:MAX_COMPARED])
     return {
         "loss": plot("loss", _over(shown, axis, "loss, smoothed", _loss)),
         "validation": plot("validation", _over(shown, axis, "validation loss", view.validation)),
         "speed": plot("speed", _over(shown, axis, "tokens/s, smoothed", _speed, from_zero=True)),
-        "figures": _known_columns(FIGURES, [_figures(*one, now) for one in shown.items()]),
+        "figures": _known_columns(FIGURES, [_figures(key, reader, now) for key, reader in shown.items()]),
         "parts": render("table.html", head=["run", *PART_NAMES.values(), "sum"],
-                        rows=[_parts(*one) for one in shown.items()]),
+                        rows=[_parts(key, reader) for key, reader in shown.items()]),
         "differences": _differences(shown),
     }  # fmt: skip
 
@@ -77,27 +77,27 @@ def _speed(reader: Reader) -> Points:
 
 def _over(readers: Mapping[str, Reader], axis: str, title: str, curve: Callable[[Reader], Points], *,
           from_zero: bool = False) -> Plot | None:  # fmt: skip
-    """A line a run."""
+    """Plot one line per run."""
     lines, rows, title_x = [], [], "step"
     for i, (key, reader) in enumerate(readers.items()):
-        points, over = curve(reader), Axis(reader, axis)
+        points, x_axis = curve(reader), Axis(reader, axis)
         if not len(points):
             continue
-        title_x = over.title
-        lines.append(Line(key, SERIES_COLOURS[i % len(SERIES_COLOURS)], over.of(points.steps), points.means,
+        title_x = x_axis.title
+        lines.append(Line(key, SERIES_COLOURS[i % len(SERIES_COLOURS)], x_axis.of(points.steps), points.means,
                           dashed=i >= len(SERIES_COLOURS)))  # fmt: skip
-        told = count if from_zero else "{:.4f}".format
-        rows.append([key, f"{points.steps[-1] + 1:,}", told(points.means[-1]), told(min(points.means)),
-                     told(max(points.means))])  # fmt: skip
+        value_text = count if from_zero else "{:.4f}".format
+        rows.append([key, f"{points.steps[-1] + 1:,}", value_text(points.means[-1]), value_text(min(points.means)),
+                     value_text(max(points.means))])  # fmt: skip
     if not lines:
         return None
     high = 1.15 * max(max(line.y) for line in lines)
     chart = Chart(lines, title_x, title, y_range=(0.0, high) if from_zero else None)
-    return Plot(chart, ["run", "after step", "newest", "least", "greatest"], rows)
+    return Plot(chart, ["run", "after step", "newest", "min", "max"], rows)
 
 
 FIGURES = ["run", "state", "steps", "loss", "best validation loss", "tokens/s", "step", "communication", "processes",
-           "hosts", "agree by", "training time", "electricity", "price"]  # fmt: skip
+           "hosts", "sync strategy", "training time", "electricity", "price"]  # fmt: skip
 
 
 def _figures(key: str, reader: Reader, now: float) -> list[str]:
@@ -125,24 +125,26 @@ def _figures(key: str, reader: Reader, now: float) -> list[str]:
 
 
 def _known_columns(head: list[str], rows: list[list[str]]) -> str:
-    """A table without the columns of which nothing is known of any run."""
-    kept = [i for i in range(len(head)) if any(row[i] != "–" for row in rows)]
-    return render("table.html", head=[head[i] for i in kept], rows=[[row[i] for i in kept] for row in rows])
+    """Render a table without the columns that are unknown for every run."""
+    columns = [i for i in range(len(head)) if any(row[i] != "–" for row in rows)]
+    return render("table.html", head=[head[i] for i in columns], rows=[[row[i] for i in columns] for row in rows])
 
 
 def _parts(key: str, reader: Reader) -> list[str]:
-    """The rank that computes longest, for which the others wait."""
+    """Return the step breakdown of the rank with the longest compute time, which the others wait for."""
     costs = [view.cost(reader, rank) for rank in reader.curves.newest]
     if not costs:
         return [key, *("–" for _ in PART_NAMES), "–"]
-    cost = max(costs, key=lambda one: one.compute_s or 0.0)
-    return [key, *(seconds(getattr(cost, part)) for part in PART_NAMES), seconds(cost.total_s)]
+    cost = max(costs, key=lambda rank_cost: rank_cost.compute_s or 0.0)
+    return [key, *(seconds(getattr(cost, phase)) for phase in PART_NAMES), seconds(cost.total_s)]
 
 
 def _differences(readers: Mapping[str, Reader]) -> str:
-    """What was asked of them, and what they ran on, where it is not the same."""
-    known = {key: reader.manifest for key, reader in readers.items() if reader.manifest is not None}
-    if len(known) < 2:
+    """Render the settings and machines that differ between the runs."""
+    manifests = {key: reader.manifest for key, reader in readers.items() if reader.manifest is not None}
+    if len(manifests) < 2:
         return ""
-    rows = [[name, *values] for name, values in differences(list(known.values()))]
-    return render("table.html", head=["what", *known], rows=rows or [["all was asked alike", *("" for _ in known)]])
+    rows = [[name, *values] for name, values in differences(list(manifests.values()))]
+    return render(
+        "table.html", head=["setting", *manifests], rows=rows or [["no differences", *("" for _ in manifests)]]
+    )

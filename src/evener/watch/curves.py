@@ -1,8 +1,8 @@
-"""What is remembered of all the steps of a run, however many they are?
+"""Curves of all steps of a run in bounded memory.
 
-RUN/steps/rank-R.jsonl ──add(R, records)──▶ Curves: of what all ranks know alike a Series, told by whichever rank's
-                                            record comes first; of each rank the parts of its steps, a Series each,
-                                            and its newest records as they are
+RUN/steps/rank-R.jsonl ──add(R, records)──▶ RunCurves: for each metric that all ranks share, one series, from whichever
+                                            rank's record comes first; for each rank, one series per phase of its
+                                            steps, and its newest records unchanged
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from evener.core.step import PARTS, StepCost, StepRecord
 from evener.report.smooth import averaged
 from evener.watch.series import KeptSeries, Points, Series
 
-NEWEST = 40  # records of each rank, for the strip
+NEWEST = 40  # records per rank, for its strip
 PART_POINTS = 128
-MAX_RANKS = 64  # of more, the first ones are read
-NOISE_SPAN = 0.1  # of the points drawn: of one step either part of the noise may be negative
+MAX_RANKS = 64  # the first ones; further ranks are not read
+NOISE_SPAN = 0.1  # share of the points to average over: for one step, either term of the noise may be negative
 
-SHARED: dict[str, Callable[[StepRecord], float | None]] = {  # what all ranks know alike
+SHARED: dict[str, Callable[[StepRecord], float | None]] = {  # the same on all ranks
     "loss": lambda record: record.loss,
     "lr": lambda record: record.lr,
     "grad_norm": lambda record: record.grad_norm,
@@ -35,7 +35,7 @@ SHARED: dict[str, Callable[[StepRecord], float | None]] = {  # what all ranks kn
 
 
 class KeptCurves(msgspec.Struct, frozen=True, kw_only=True):
-    """Curves as a file holds them."""
+    """`RunCurves` as stored in a file."""
 
     shared: dict[str, KeptSeries]
     parts: dict[int, dict[str, KeptSeries]]
@@ -45,7 +45,7 @@ class KeptCurves(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curves:
-    """The steps of a run."""
+    """The downsampled curves and the newest records of a run."""
 
     def __init__(self) -> None:
         self.shared = {name: Series() for name in SHARED}
@@ -55,10 +55,10 @@ class Curves:
         self.num_records = 0
 
     def add(self, rank: int, records: Sequence[StepRecord]) -> None:
-        """What a rank recorded next. Where it takes steps again, what it recorded of them first counts no more."""
+        """Add a rank's next records. Steps that the rank repeats replace their earlier records."""
         if not records:
             return
-        parts = self.parts.setdefault(rank, {part: Series(PART_POINTS) for part in PARTS})
+        phases = self.parts.setdefault(rank, {phase: Series(PART_POINTS) for phase in PARTS})
         self.newest.setdefault(rank, deque(maxlen=NEWEST))
         self.num_records += len(records)
         for batch in _ascending(records):
@@ -66,8 +66,8 @@ class Curves:
             if self.newest[rank] and self.newest[rank][-1].step >= first:
                 self._again(rank, first)
             steps = np.array([record.step for record in batch])
-            for part, series in parts.items():
-                series.add(steps, np.array([getattr(record.cost, part) for record in batch], dtype=np.float64))
+            for phase, series in phases.items():
+                series.add(steps, np.array([getattr(record.cost, phase) for record in batch], dtype=np.float64))
             self.newest[rank].extend(batch[-NEWEST:])
             new = batch[int(np.searchsorted(steps, self.done)) :]
             if new:
@@ -79,7 +79,7 @@ class Curves:
     def _again(self, rank: int, step: int) -> None:
         for series in self.parts[rank].values():
             series.forget_from(step)
-        self.newest[rank] = deque((one for one in self.newest[rank] if one.step < step), maxlen=NEWEST)
+        self.newest[rank] = deque((record for record in self.newest[rank] if record.step < step), maxlen=NEWEST)
         if step < self.done:
             for series in self.shared.values():
                 series.forget_from(step)
@@ -87,44 +87,46 @@ class Curves:
 
     @property
     def leader(self) -> Sequence[StepRecord]:
-        """The newest records of the rank that is furthest."""
+        """Return the newest records of the rank that is furthest."""
         return max(self.newest.values(), key=lambda records: records[-1].step if records else -1, default=())
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest of them."""
+        """Return the newest record."""
         return self.leader[-1] if self.leader else None
 
     def typical(self, rank: int) -> StepCost:
-        """The mean of each part over all steps of a rank."""
-        return StepCost(**{part: series.mean for part, series in self.parts[rank].items()})
+        """Return a rank's mean step cost over all its steps."""
+        return StepCost(**{phase: series.mean for phase, series in self.parts[rank].items()})
 
     def now(self, rank: int, num: int) -> StepCost:
-        """The same of its newest steps."""
+        """Return a rank's mean step cost over its newest `num` steps."""
         records = list(self.newest[rank])[-num:]
-        means = {part: [value for record in records if (value := getattr(record.cost, part)) is not None]
-                 for part in PARTS}  # fmt: skip
-        return StepCost(**{part: sum(values) / len(values) if values else None for part, values in means.items()})
+        means = {phase: [value for record in records if (value := getattr(record.cost, phase)) is not None]
+                 for phase in PARTS}  # fmt: skip
+        return StepCost(**{phase: sum(values) / len(values) if values else None for phase, values in means.items()})
 
     def noise(self) -> Points | None:
-        """The noise scale in tokens as it goes; None where too little was measured.
+        """Return the gradient noise scale in tokens over the steps; None if too little was measured.
 
-        Means before the division, as in core.step.noise_scale.
+        Both terms are averaged before the division, as in core.step.noise_scale.
         """
         norm_sq, trace = self.shared["norm_sq"].points(), self.shared["trace"].points()
         if len(norm_sq) < 5 or len(norm_sq) != len(trace):
             return None
         span = max(2.0, NOISE_SPAN * len(norm_sq))
         means = zip(norm_sq.steps, averaged(trace.means, span), averaged(norm_sq.means, span), strict=True)
-        found = [(step, above / below) for step, above, below in means if above > 0 < below]
-        values = [value for _, value in found]
-        return Points([step for step, _ in found], values, values, values) if found else None
+        scales = [(step, above / below) for step, above, below in means if above > 0 < below]
+        values = [value for _, value in scales]
+        return Points([step for step, _ in scales], values, values, values) if scales else None
 
     def keep(self) -> KeptCurves:
-        """As a file holds them."""
+        """Return the curves as stored in a file."""
         return KeptCurves(
             shared={name: series.keep() for name, series in self.shared.items()},
-            parts={rank: {part: one.keep() for part, one in of_rank.items()} for rank, of_rank in self.parts.items()},
+            parts={
+                rank: {phase: series.keep() for phase, series in phases.items()} for rank, phases in self.parts.items()
+            },
             newest={rank: list(records) for rank, records in self.newest.items()},
             done=self.done,
             num_records=self.num_records,
@@ -132,26 +134,26 @@ class Curves:
 
     @classmethod
     def kept(cls, one: KeptCurves) -> Curves:
-        """As they were; ValueError where a file holds something else."""
-        if set(one.shared) != set(SHARED) or any(set(of_rank) != set(PARTS) for of_rank in one.parts.values()):
-            raise ValueError("other curves than these")
+        """Restore stored curves; raise ValueError if their metrics, phases or ranks do not match."""
+        if set(one.shared) != set(SHARED) or any(set(by_phase) != set(PARTS) for by_phase in one.parts.values()):
+            raise ValueError("stored curves have other metrics or phases")
         curves = cls()
         curves.shared = {name: Series.kept(series) for name, series in one.shared.items()}
-        curves.parts = {rank: {part: Series.kept(series) for part, series in of_rank.items()}
-                        for rank, of_rank in one.parts.items()}  # fmt: skip
+        curves.parts = {rank: {phase: Series.kept(series) for phase, series in by_phase.items()}
+                        for rank, by_phase in one.parts.items()}  # fmt: skip
         curves.newest = {rank: deque(records, maxlen=NEWEST) for rank, records in one.newest.items()}
         if curves.newest.keys() != curves.parts.keys():
-            raise ValueError("other ranks than these")
+            raise ValueError("stored curves have inconsistent ranks")
         curves.done, curves.num_records = one.done, one.num_records
         return curves
 
 
 def _ascending(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
-    """Cut where a step is not after the one before."""
+    """Split records into runs of ascending steps."""
     cuts = [i for i in range(1, len(records)) if records[i].step <= records[i - 1].step]
     return [records[first:last] for first, last in zip([0, *cuts], [*cuts, len(records)], strict=True)]
 
 
 def _column(records: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> np.ndarray:
-    """(n,) float64; NaN where it was not measured."""
+    """Return the values as (n,) float64; NaN where not measured."""
     return np.array([value(record) for record in records], dtype=np.float64)

@@ -1,11 +1,11 @@
-"""Who may ask the page's server anything? Whoever has its token, by one of the names that the server has.
+"""Authenticate requests to the dashboard: they need its token and one of the server's own host names.
 
-    ?token=…   → a cookie that scripts cannot read and other sites cannot send, and the same address without the token
-    the cookie → the page, its stream, its buttons; for these, too, where the request comes from
-    a bearer   → /metrics, for programs
+    ?token=…     → an HttpOnly, SameSite=Strict cookie, and a redirect to the same address without the token
+    the cookie   → pages, streams and actions; for actions the Origin header is checked too
+    bearer token → /metrics, for programs
 
-Host is compared so that no name of somebody else's that points to this machine makes a browser ask as if it were that
-site [DNS rebinding].
+The Host header is checked so that a foreign name that resolves to this machine cannot make a browser send requests as
+that site [DNS rebinding].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from evener.core.files import read_file, write_atomic
 from evener.watch.pages import refused_page
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-ACTION = "x-evener"  # no form and no other site's script can send it
+ACTION = "x-evener"  # a form or another site's script cannot send it
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src-elem 'self'; style-src-attr 'unsafe-inline'; img-src 'self'; "
@@ -40,14 +40,14 @@ HEADERS = {
 
 
 def token_path() -> Path:
-    """Where this user's token is kept."""
+    """Return the path of this user's token."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "evener" / "watch.token"
 
 
 def user_token() -> str:
-    """This user's, made at the first time and then the same: a tab that is open goes on when the server was started
-    again. Nobody else can read it; one that others could is replaced.
+    """Return this user's token, created on first use. It stays the same, so that an open tab survives a restart of the
+    server. Only the user can read its file; a token that others could read is replaced.
     """
     path = token_path()
     try:
@@ -63,18 +63,18 @@ def user_token() -> str:
 
 
 class Guard:
-    """Lets in who may."""
+    """ASGI middleware that refuses requests without a valid token, Host or Origin."""
 
     def __init__(self, app: ASGIApp, token: str, port: int, hosts: Collection[str] = ()) -> None:
-        """`hosts`: names and addresses of the server beside those of the loopback."""
+        """`hosts`: names and addresses of this server other than the loopback's."""
         self._app, self._token, self._hosts = app, token, {*LOOPBACK, *map(_bracketed, hosts)}
-        self._cookie = f"evener_watch_{port}"  # cookies know no ports
+        self._cookie = f"evener_watch_{port}"  # cookies are shared by all ports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
-            return  # a web socket: nobody here speaks that
+            return  # web sockets are not supported
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -83,43 +83,43 @@ class Guard:
             await send(message)
 
         request = Request(scope)
-        answer = self._refusal(request)
-        await (answer or self._app)(scope, receive, send_with_headers)
+        refusal = self._refusal(request)
+        await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
-        """What whoever may not is told; None: let it through."""
+        """Return the response that refuses a request; None to let it pass."""
         host, is_read = request.headers.get("host", ""), request.method in ("GET", "HEAD")
         if _name_of(host) not in self._hosts:
-            return PlainTextResponse("this server has another name\n", 421)
-        given = request.query_params.get("token")
+            return PlainTextResponse("unknown host name\n", 421)
+        token = request.query_params.get("token")
         if request.url.path == "/metrics":
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-            if is_read and (self._is_right(given) or (scheme.lower() == "bearer" and self._is_right(bearer.strip()))):
+            if is_read and (self._is_right(token) or (scheme.lower() == "bearer" and self._is_right(bearer.strip()))):
                 return None
-        elif given is not None and is_read and self._is_right(given):
+        elif token is not None and is_read and self._is_right(token):
             return self._exchange(request)
         if not self._is_right(request.cookies.get(self._cookie)):
-            return HTMLResponse(refused_page("Whoever has no token may not see what runs here."), 403)
+            return HTMLResponse(refused_page("This page needs a token."), 403)
         if not is_read:
             origin = request.headers.get("origin")
             if request.method != "POST" or ACTION not in request.headers or origin != f"http://{host}":
-                return PlainTextResponse("not from this page\n", 403)
+                return PlainTextResponse("cross-site request refused\n", 403)
         return None
 
     def _exchange(self, request: Request) -> Response:
-        """The token for a cookie; the address that is shown, kept and sent on has none."""
-        rest = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "token"])
+        """Set the cookie and redirect to the address without the token, so that it is not shown, saved or shared."""
+        query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "token"])
         path = "/" + request.url.path.lstrip("/")  # two slashes would name another host
-        answer = RedirectResponse(path + ("?" + rest if rest else ""), 303)
-        answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
-        return answer
+        response = RedirectResponse(path + ("?" + query if query else ""), 303)
+        response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
+        return response
 
     def _is_right(self, given: str | None) -> bool:
         return given is not None and hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def _name_of(host: str) -> str:
-    """Without its port.
+    """Return a host name in lower case without its port.
 
     >>> _name_of("localhost:80"), _name_of("[::1]:80"), _name_of("attic")
     ('localhost', '[::1]', 'attic')

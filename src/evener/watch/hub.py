@@ -1,7 +1,7 @@
-"""Who looks at which runs, and what must be read and drawn for them?
+"""Poll the runs that open tabs show, and render the page fragments that changed.
 
-One thread reads and draws, whatever the number of tabs, and only while any is looked at. Curves take a while to draw:
-they are drawn again as often as that costs next to nothing of a processor, so that the run does not notice.
+One thread reads and renders, whatever the number of tabs, and only while a tab is open. Curves are slow to render:
+their refresh interval keeps the cost to a small share of one core, so that training is not slowed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
 FIND_EVERY_S = 5.0
-SAYS_EVERY_S = 5.0  # what a clock changes, and no file: how long it is silent
-COST = 0.0012  # of a processor, for each part of what is drawn of one view
-WORDS_EVERY_S = 0.9  # a step is told within two seconds
+SAYS_EVERY_S = 5.0  # for text that changes with the clock alone: how long a run is silent
+COST = 0.0012  # of one core, for each fragment group of a view
+WORDS_EVERY_S = 0.9  # so that a step is shown within two seconds
 MOST_S, MOST_MOMENT_S = 15.0, 300.0
-MEANWHILE_S = 2.0  # between two drawings, while what is there is being read
-BUDGET_S = 0.15  # of reading at a time, while others wait for an answer
+MEANWHILE_S = 2.0  # between two renders while existing records are being read
+BUDGET_S = 0.15  # of one read, while requests wait
 
 
 @dataclass(frozen=True)
 class View:
-    """What a tab shows."""
+    """The page that a tab shows."""
 
     kind: str  # run, compare, overview
     keys: tuple[str, ...] = ()  # of runs
@@ -45,24 +45,24 @@ class View:
 
 @dataclass
 class _Drawn:
-    """The pieces of a view as they were made last."""
+    """The fragments of a view as last rendered."""
 
     pieces: Pieces = field(default_factory=dict)
-    made: dict[str, tuple[int, float]] = field(default_factory=dict)  # by group: of which version, when it is due
+    made: dict[str, tuple[int, float]] = field(default_factory=dict)  # by group: (version, when the next render is due)
 
 
 class Hub:
-    """The runs that are watched."""
+    """The watched runs, their readers, and the views that tabs subscribe to."""
 
     def __init__(
         self, find: Callable[[], Sequence[Path]], on_new: Callable[[Reader], None] = lambda reader: None
     ) -> None:
-        """`find` says which runs there are, now and later; `on_new` is called once for each."""
+        """`find_runs` returns the current run directories whenever called; `on_new_run` is called once for each."""
         self._find, self._on_new = find, on_new
         self.readers: dict[str, Reader] = {}  # by key, in order
         self._keys: dict[Path, str] = {}
         self._drawn: dict[View, _Drawn] = {}
-        self._views: dict[View, int] = {}  # how many tabs look at each
+        self._views: dict[View, int] = {}  # number of tabs that show each
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evener-watch")
         self._found_at = -FIND_EVERY_S
         self._news = asyncio.Event()
@@ -72,11 +72,11 @@ class Hub:
     # --- called from the server ---------------------------------------------------------------------------------------
 
     async def do(self, work: Callable[..., T], *arguments: object) -> T:
-        """In the one thread that touches readers."""
+        """Run `work` in the one thread that touches readers."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def run(self) -> None:
-        """Read while anybody looks, until the server ends."""
+        """Poll the runs that open tabs show until the server shuts down."""
         while not self.is_closing:
             if not self._views:
                 self._wanted.clear()
@@ -85,7 +85,7 @@ class Hub:
             began = time.monotonic()
             try:
                 is_more = await self.do(self._look_all, set(self._views))
-            except Exception:  # a bug, of one view: the others go on
+            except Exception:  # a bug in one view must not stop the others
                 traceback.print_exc()
                 is_more = False
             self._tell()
@@ -93,20 +93,20 @@ class Hub:
                 await asyncio.sleep(max(0.05, LOOK_EVERY_S - (time.monotonic() - began)))
 
     def close(self) -> None:
-        """Streams end, and with them the server."""
+        """End all streams, so that the server can shut down."""
         self.is_closing = True
         self._wanted.set()
         self._tell()
 
     def end(self) -> None:
-        """Keep what was read; nobody asks any more."""
+        """Save the caches of all readers and stop the thread, after the last request."""
         for reader in self.readers.values():
             self._thread.submit(reader.keep).result()
         self._thread.shutdown()
 
     @contextmanager
     def watched(self, view: View) -> Iterator[None]:
-        """A tab looks at this."""
+        """Count a tab as showing this view while the context is open."""
         self._views[view] = self._views.get(view, 0) + 1
         self._wanted.set()
         try:
@@ -118,7 +118,7 @@ class Hub:
                 self._drawn.pop(view, None)
 
     async def news(self, timeout_s: float) -> None:
-        """Return when something may be new."""
+        """Wait for the next update, at most `timeout_s`."""
         event = self._news
         try:
             await asyncio.wait_for(event.wait(), timeout_s)
@@ -126,11 +126,11 @@ class Hub:
             return
 
     def is_seen(self, key: str) -> bool:
-        """Does any tab show this run alone?"""
+        """Return whether a tab shows the page of this run."""
         return any(view.kind == "run" and view.keys == (key,) for view in self._views)
 
     def is_drawn(self, view: View) -> bool:
-        """Was anything of it made for a tab that looks at it now?"""
+        """Return whether the view has been rendered for a tab that shows it now."""
         return view in self._views and view in self._drawn
 
     def _tell(self) -> None:
@@ -140,7 +140,7 @@ class Hub:
     # --- in the one thread --------------------------------------------------------------------------------------------
 
     def find(self) -> None:
-        """Take up runs that are new."""
+        """Add readers for new runs, at most every DISCOVERY_INTERVAL_S."""
         if time.monotonic() - self._found_at < FIND_EVERY_S:
             return
         self._found_at = time.monotonic()
@@ -153,18 +153,18 @@ class Hub:
             self._on_new(self.readers[key])
 
     def look(self, view: View) -> bool:
-        """Read what a view shows, for a moment; is there more?"""
+        """Read what is new in a view's runs, within the budget. Return whether records remain unread."""
         self.find()
         return _read(self.shown(view).values())
 
     def shown(self, view: View) -> dict[str, Reader]:
-        """Its readers by key."""
+        """Return the readers of a view by key."""
         if view.kind == "overview":
             return self.readers
         return {key: self.readers[key] for key in view.keys if key in self.readers}
 
     def status(self, view: View) -> Status:
-        """What a tab that nobody sees tells."""
+        """Return the status of a view's tab, also visible while the tab is hidden."""
         now, shown = time.time(), self.shown(view)
         if view.kind == "run":
             (key,) = view.keys
@@ -172,27 +172,27 @@ class Hub:
         return pages.status_of_all({key: pages.status(reader, key, now) for key, reader in shown.items()})
 
     def pieces(self, view: View) -> Pieces:
-        """All of a view, as far as it is due made anew."""
-        drawn, shown, now = self._drawn.setdefault(view, _Drawn()), self.shown(view), time.monotonic()
+        """Return all fragments of a view, after rendering those that changed and are due."""
+        cached, shown, now = self._drawn.setdefault(view, _Drawn()), self.shown(view), time.monotonic()
         version = sum(reader.version + 1 for reader in shown.values())
         for name, make in self._groups(view, shown).items():
-            known, due = drawn.made.get(name, (-1, 0.0))
-            of_group = version
-            if name == "events":  # a list is another one when there is another event
-                of_group = id(next(iter(shown.values())).events)
+            known, due = cached.made.get(name, (-1, 0.0))
+            group_version = version
+            if name == "events":  # the list is replaced when an event is added
+                group_version = id(next(iter(shown.values())).events)
             elif name == "samples":
-                of_group = len(next(iter(shown.values())).samples)
+                group_version = len(next(iter(shown.values())).samples)
             elif name == "moment":
-                of_group = next(iter(shown.values())).spans_version()
-            says = name == "words" and now > due + SAYS_EVERY_S
-            if says or (of_group != known and now >= due):
+                group_version = next(iter(shown.values())).spans_version()
+            is_clock_due = name == "words" and now > due + SAYS_EVERY_S
+            if is_clock_due or (group_version != known and now >= due):
                 began = time.thread_time()
-                drawn.pieces = drawn.pieces | make()
-                drawn.made[name] = of_group, now + _rest_s(name, shown, time.thread_time() - began)
-        return drawn.pieces
+                cached.pieces = cached.pieces | make()
+                cached.made[name] = group_version, now + _rest_s(name, shown, time.thread_time() - began)
+        return cached.pieces
 
     def _groups(self, view: View, shown: dict[str, Reader]) -> dict[str, Callable[[], Pieces]]:
-        """What is drawn of a view, each part as often as it costs little."""
+        """Return the renderers of a view by fragment group; each group has its own refresh interval."""
         if view.kind == "overview":
             return {"words": lambda: overview_pieces(shown, time.time())}
         if view.kind == "compare":
@@ -217,16 +217,16 @@ class Hub:
 
 
 def _read(readers: Iterable[Reader]) -> bool:
-    """What is new of all, of many records as much as there is time for; is there more?"""
+    """Read what is new in all runs, within the budget. Return whether records remain unread."""
     until = time.monotonic() + BUDGET_S
-    left = [reader.look(until - time.monotonic()) for reader in readers]
-    return any(left)
+    has_unread = [reader.look(until - time.monotonic()) for reader in readers]
+    return any(has_unread)
 
 
 def _rest_s(group: str, shown: dict[str, Reader], cost_s: float) -> float:
-    """Until a part of a view that took so long to draw may be drawn again."""
+    """Return the seconds until a group that took `cost_s` to render may be rendered again."""
     if group == "words":
         return WORDS_EVERY_S
-    if group == "moment":  # of many ranks it takes a while
+    if group == "moment":  # slow with many ranks
         return min(MOST_MOMENT_S, cost_s / COST)
     return MEANWHILE_S if any(reader.unread_bytes for reader in shown.values()) else min(MOST_S, cost_s / COST)

@@ -1,4 +1,4 @@
-"""How does Prometheus read a run? In its text format, a sample a run, gauges alone: a run can go back.   [0.0.4]"""
+"""Export runs to Prometheus: text format 0.0.4, one sample per run, gauges only because a run can roll back."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ WORDS = ("starting", "healthy", "slow", "stuck", "no word", "failed", "stopped",
 Gauge = tuple[str, str, Callable[[Reader], float | None]]
 GAUGES: tuple[Gauge, ...] = (
     ("evener_steps", "Optimizer steps taken.", lambda reader: reader.curves.done),
-    ("evener_steps_wanted", "Optimizer steps asked for.",
+    ("evener_steps_wanted", "Optimizer steps requested.",
      lambda reader: reader.manifest.spec.train.steps if reader.manifest else None),
     ("evener_loss", "Training loss of the newest step.",
      lambda reader: reader.curves.last.loss if reader.curves.last else None),
     ("evener_validation_loss", "Newest loss of the validation split.",
      lambda reader: next(iter(reversed(view.validation(reader).means)), None)),
-    ("evener_tokens_per_second", "Of the newest steps; of a run that is over, of all.", view.tokens_per_s),
-    ("evener_predicted_tokens_per_second", "What the planner said.",
+    ("evener_tokens_per_second", "Tokens per second of the newest steps, or of all once the run ended.",
+     view.tokens_per_s),
+    ("evener_predicted_tokens_per_second", "Tokens per second predicted by the planner.",
      lambda reader: option.tokens_per_s if (option := predicted(reader)) else None),
-    ("evener_step_seconds", "Of the newest steps.", view.step_s),
-    ("evener_communication_ratio", "Share of the newest steps, waiting included.", view.communication),
-    ("evener_left_seconds", "Until the run is over.", view.left_s),
-    ("evener_learning_rate", "Of the newest step.",
+    ("evener_step_seconds", "Typical time of the newest steps.", view.step_s),
+    ("evener_communication_ratio", "Share of step time spent communicating or waiting.", view.communication),
+    ("evener_left_seconds", "Estimated time until the run ends.", view.left_s),
+    ("evener_learning_rate", "Learning rate of the newest step.",
      lambda reader: reader.curves.last.lr if reader.curves.last else None),
-    ("evener_gradient_norm", "Of the newest step, before clipping.",
+    ("evener_gradient_norm", "Gradient norm of the newest step, before clipping.",
      lambda reader: reader.curves.last.grad_norm if reader.curves.last else None),
 )  # fmt: skip
 
 
 def exposition(readers: Mapping[str, Reader]) -> str:
-    """All runs as text; what was not measured is left out."""
+    """Return the metrics of all runs as text, without those that were not measured."""
     now, lines = time.time(), []
-    for name, told, value in GAUGES:
-        samples = [(_labels(run=key), found) for key, reader in readers.items() if (found := value(reader)) is not None]
-        lines += _family(name, told, samples)
-    states = [(_labels(run=key, state=word), float(health(reader, now).word == word))
-              for key, reader in readers.items() for word in WORDS]  # fmt: skip
-    lines += _family("evener_state", "1 of the state that a run is in.", states)
-    parts = [
-        (_labels(run=key, rank=str(rank), part=part.removesuffix("_s")), value_s)
+    for name, help_text, read in GAUGES:
+        samples = [(_labels(run=key), value) for key, reader in readers.items() if (value := read(reader)) is not None]
+        lines += _family(name, help_text, samples)
+    states = [(_labels(run=key, state=state), float(health(reader, now).word == state))
+              for key, reader in readers.items() for state in WORDS]  # fmt: skip
+    lines += _family("evener_state", "1 for the state of the run, 0 for all other states.", states)
+    phases = [
+        (_labels(run=key, rank=str(rank), part=phase.removesuffix("_s")), value_s)
         for key, reader in readers.items() for rank in sorted(reader.curves.newest)
         for cost in (view.cost(reader, rank),)
-        for part in PARTS if (value_s := getattr(cost, part)) is not None
+        for phase in PARTS if (value_s := getattr(cost, phase)) is not None
     ]  # fmt: skip
-    lines += _family("evener_step_part_seconds", "Where a rank's newest steps go.", parts)
+    lines += _family("evener_step_part_seconds", "Mean time of each phase of a rank's newest steps.", phases)
     return "\n".join(lines) + "\n"
 
 
@@ -65,7 +66,7 @@ def _family(name: str, told: str, samples: list[tuple[str, float]]) -> list[str]
 
 
 def _labels(**values: str) -> str:
-    """With what the format wants escaped.
+    """Format labels, escaped as the format requires.
 
     >>> print(_labels(run='a"b'))
     {run="a\\"b"}

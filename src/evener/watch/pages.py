@@ -1,6 +1,6 @@
-"""How do a run's figures become a page, and the pieces of it that change? A piece is HTML with the name of its place.
+"""Render a run as a page and as the fragments of it that change: a fragment is HTML under the name of its place.
 
-Text of a run is escaped where it enters, as in a report; the page runs no script but ours.
+Text from a run is escaped on entry, as in a report; the page runs no script but ours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Pieces = dict[str, str]
 
 @dataclass(frozen=True)
 class Status:
-    """What a tab tells when nobody looks at it."""
+    """The title, icon and message of a tab, also while the tab is hidden."""
 
     title: str
     mark: str
@@ -39,11 +39,11 @@ class Status:
 
 
 def status(reader: Reader, name: str, now: float) -> Status:
-    """Of one run."""
-    found = health(reader, now)
-    share = f" {view.progress(reader):.0%}" if found.word in ("healthy", "slow") else ""
-    title = f"{SIGNS[found.mark]} {found.word}{share} · {name}"
-    return Status(f"{title} · evener", found.mark, found.word, f"{name} {found.word}: {found.told}")
+    """Return the tab status of one run."""
+    run_health = health(reader, now)
+    share = f" {view.progress(reader):.0%}" if run_health.word in ("healthy", "slow") else ""
+    title = f"{SIGNS[run_health.mark]} {run_health.word}{share} · {name}"
+    return Status(f"{title} · evener", run_health.mark, run_health.word, f"{name} {run_health.word}: {run_health.told}")
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -57,102 +57,102 @@ PLOTS: dict[str, Callable[[Reader, str], Plot | None]] = {
     "schedule": lambda reader, axis: view.curve(reader, "lr", "learning rate", SERIES_COLOURS[2], axis),
     "noise": view.noise,
     "fidelity": lambda reader, axis: view.curve(
-        reader, "error", "error of what was sent, beside exact sums", SERIES_COLOURS[4], axis
+        reader, "error", "relative error of the lossy sums", SERIES_COLOURS[4], axis
     ),
     "parts": view.parts,
 }
 
 
 def word_pieces(reader: Reader, now: float) -> Pieces:
-    """How the run is: a millisecond."""
-    found = health(reader, now)
+    """Render the state and the key figures, in about a millisecond."""
+    run_health = health(reader, now)
     return {
-        "state": render("state.html", health=found, sign=SIGNS[found.mark], share=view.progress(reader)),
-        "facts": render("facts.html", shown=view.facts(reader, found)),
+        "state": render("state.html", health=run_health, sign=SIGNS[run_health.mark], share=view.progress(reader)),
+        "facts": render("facts.html", shown=view.facts(reader, run_health)),
         "read": _read(reader),
     }
 
 
 def event_pieces(reader: Reader) -> Pieces:
-    """What happened."""
+    """Render the newest events."""
     more = len(reader.events) > view.MAX_EVENTS
     return {"events": render("events.html", events=view.events(reader), more=more)}
 
 
 def rank_pieces(reader: Reader, now: float) -> Pieces:
-    """What each rank does, and how its machine is."""
+    """Render the newest steps of each rank and the vitals of each host."""
     hosts = _hosts(view.HOST_HEAD, view.hosts(reader)) + _hosts(*view.machines(reader, now))
     return {"strips": strips(view.strips(reader)), "hosts": hosts}
 
 
 def moment_pieces(reader: Reader) -> Pieces:
-    """One step, as it went on all ranks."""
-    found = one_step(reader.rundir, reader.manifest) if reader.manifest else None
-    if found is None:
+    """Render the Gantt chart of one step on all ranks."""
+    moment = one_step(reader.rundir, reader.manifest) if reader.manifest else None
+    if moment is None:
         return {"moment": ""}
-    return {"moment": render("moment.html", moment=found, drawn=draw(found.lanes))}
+    return {"moment": render("moment.html", moment=moment, drawn=draw(moment.lanes))}
 
 
 def sample_pieces(reader: Reader) -> Pieces:
-    """What the model wrote, the newest first."""
-    found = sorted(reader.samples.items(), reverse=True)
-    return {"samples": render("samples.html", samples=[(f"{step:,}", text) for step, text in found]) if found else ""}
+    """Render the generated samples, newest first."""
+    samples = [(f"{step:,}", text) for step, text in sorted(reader.samples.items(), reverse=True)]
+    return {"samples": render("samples.html", samples=samples) if samples else ""}
 
 
 def all_pieces(reader: Reader, axis: str, now: float) -> Pieces:
-    """Of a page as it is opened."""
+    """Render all fragments of a run's page, as when it is opened."""
     quick = word_pieces(reader, now) | event_pieces(reader) | sample_pieces(reader) | rank_pieces(reader, now)
     return quick | moment_pieces(reader) | plot_pieces(reader, axis)
 
 
 def plot_pieces(reader: Reader, axis: str) -> Pieces:
-    """The curves: what takes a while of a long run."""
-    return {name: plot(name, made(reader, axis)) for name, made in PLOTS.items()}
+    """Render the curves, which is slow for a long run."""
+    return {name: plot(name, make(reader, axis)) for name, make in PLOTS.items()}
 
 
 def plot(name: str, figure: Plot | None) -> str:
-    """A chart, and its figures beside it; "" of nothing measured."""
+    """Render a chart and the table of its figures; "" if nothing was measured."""
     if figure is None:
         return ""
     return render("plot.html", name=name, figure=draw(figure.chart), plot=figure)
 
 
 def strips(found: Sequence[Strip]) -> str:
-    """Each rank's newest steps beside each other, all to one scale."""
+    """Render the newest steps of all ranks, one strip per rank, to one scale."""
     if not found:
         return ""
     walls_s = [cost.total_s for strip in found for _, cost in strip.steps]
     high = min(1.05 * max(walls_s), 1.5 * percentile(walls_s, 0.9)) or 1.0
-    parts = [part for part in PART_NAMES if any(getattr(cost, part) for strip in found for _, cost in strip.steps)]
-    rows = [(strip.name, _bars(strip, parts, high), seconds(strip.now.total_s)) for strip in found]
-    table = [[strip.name, *(seconds(getattr(strip.now, part)) for part in PART_NAMES), seconds(strip.now.total_s)]
+    phases = [phase for phase in PART_NAMES if any(getattr(cost, phase) for strip in found for _, cost in strip.steps)]
+    rows = [(strip.name, _bars(strip, phases, high), seconds(strip.now.total_s)) for strip in found]
+    table = [[strip.name, *(seconds(getattr(strip.now, phase)) for phase in PART_NAMES), seconds(strip.now.total_s)]
              for strip in found]  # fmt: skip
-    return render("strips.html", rows=rows, legend=[(PART_NAMES[part], PART_COLOURS[part]) for part in parts],
+    return render("strips.html", rows=rows, legend=[(PART_NAMES[phase], PART_COLOURS[phase]) for phase in phases],
                    high=seconds(high), first=found[0].steps[0][0] + 1, last=found[0].steps[-1][0] + 1,
                    head=["rank", *PART_NAMES.values(), "sum"], rows_in_figures=table)  # fmt: skip
 
 
-def _bars(strip: Strip, parts: Sequence[str], high: float) -> Markup:
-    """A path for each part: a box of it on those below, step after step."""
+def _bars(strip: Strip, phases: Sequence[str], high: float) -> Markup:
+    """Draw one path per phase: a box for each step, stacked on the phases below it."""
     num = len(strip.steps)
-    paths: dict[str, list[str]] = {part: [] for part in parts}
+    paths: dict[str, list[str]] = {phase: [] for phase in phases}
     for i, (_, cost) in enumerate(strip.steps):
         left, right, below = round(UNITS * i / num), round(UNITS * (i + 0.86) / num), 0.0
-        for part in parts:
-            value = getattr(cost, part) or 0.0
+        for phase in phases:
+            value = getattr(cost, phase) or 0.0
             if value:
                 bottom, top = (round(UNITS * (1 - min(1.0, at / high))) for at in (below, below + value))
-                paths[part].append(f"M{left} {bottom}V{top}H{right}V{bottom}z")
+                paths[phase].append(f"M{left} {bottom}V{top}H{right}V{bottom}z")
                 below += value
-    drawn = [Markup('<path fill="{}" d="{}"/>').format(PART_COLOURS[part], "".join(boxes))
-             for part, boxes in paths.items() if boxes]  # fmt: skip
+    drawn = [Markup('<path fill="{}" d="{}"/>').format(PART_COLOURS[phase], "".join(boxes))
+             for phase, boxes in paths.items() if boxes]  # fmt: skip
     return Markup('<svg viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">{}</svg>').format(
         UNITS, UNITS, Markup().join(drawn)
     )
 
 
 def _read(reader: Reader) -> str:
-    """While what is there is still being read."""
+    """Render the progress of reading existing records; "" when all are read."""
     if not reader.unread_bytes:
         return ""
     return render("read.html", num=reader.curves.num_records, left=reader.unread_bytes)
@@ -163,7 +163,7 @@ def _read(reader: Reader) -> str:
 
 def run_page(reader: Reader, name: str, *, axis: str, links: Mapping[str, str], can_ask: bool,
              can_sample: bool, assets: str) -> str:  # fmt: skip
-    """All of it as it is now. `links`: other pages."""
+    """Render the page of a run. `links`: labels and addresses of other pages."""
     now = time.time()
     return render("watch.html", status=status(reader, name, now), name=name, run_dir=str(reader.rundir),
                   what=view.what(reader), pieces=_marked(all_pieces(reader, axis, now)),
@@ -172,41 +172,41 @@ def run_page(reader: Reader, name: str, *, axis: str, links: Mapping[str, str], 
 
 
 def list_page(found: Status, pieces: Pieces, *, assets: str) -> str:
-    """All runs."""
+    """Render the overview of all runs."""
     return render("overview.html", status=found, pieces=_marked(pieces), assets=assets)
 
 
 def compare_page(found: Status, names: Sequence[str], pieces: Pieces, *, axis: str, assets: str) -> str:
-    """Some beside each other."""
+    """Render the comparison of several runs."""
     return render("compared.html", status=found, names=names, pieces=_marked(pieces), axis=axis, axes=view.AXES,
                   assets=assets)  # fmt: skip
 
 
 def status_of_all(found: Mapping[str, Status]) -> Status:
-    """Of several runs: the worst of those that go on, and how many there are of each kind."""
-    told = told_of_all([one.word for one in found.values()])
-    first = min((one.word for one in found.values()), key=WORST_FIRST.index, default=None)
-    mark = next((one.mark for one in found.values() if one.word == first), "idle")
-    return Status(f"{SIGNS[mark]} {told} · evener", mark, told, told)
+    """Return the tab status of several runs: the mark of the worst state, and the number of runs in each state."""
+    counts = told_of_all([status.word for status in found.values()])
+    worst = min((status.word for status in found.values()), key=WORST_FIRST.index, default=None)
+    mark = next((status.mark for status in found.values() if status.word == worst), "idle")
+    return Status(f"{SIGNS[mark]} {counts} · evener", mark, counts, counts)
 
 
 def told_of_all(words: Iterable[str]) -> str:
-    """How many runs there are of each kind, the worst first.
+    """Return the number of runs in each state as text, worst first.
 
     >>> told_of_all(["finished", "failed", "finished"]), told_of_all([])
     ('1 failed, 2 finished', 'no runs')
     """
-    nums = Counter(words)
-    return ", ".join(f"{nums[word]} {word}" for word in WORST_FIRST if nums[word]) or "no runs"
+    counts = Counter(words)
+    return ", ".join(f"{counts[word]} {word}" for word in WORST_FIRST if counts[word]) or "no runs"
 
 
 def refused_page(why: str) -> str:
-    """To somebody who has no token."""
+    """Render the answer to a request without a valid token."""
     return render("refused.html", why=why)
 
 
 def _marked(pieces: Pieces) -> dict[str, Markup]:
-    """They are HTML, which our templates have made."""
+    """Mark fragments as safe HTML: our own templates rendered them."""
     return {name: Markup(text) for name, text in pieces.items()}  # noqa: S704
 
 
@@ -215,5 +215,5 @@ def _hosts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def render(template: str, **facts: object) -> str:
-    """A template of ours, or of a report's."""
+    """Render a template of this package or of the report."""
     return environment("evener.watch", "evener.report").get_template(template).render(**facts)

@@ -1,12 +1,12 @@
-"""How is a run directory read while it grows, so that nothing of it is read twice?
+"""Read a run directory incrementally while it grows, each record once.
 
     reader = Reader(RunDir("runs/mine"))
-    while reader.look(0.1):     # for a tenth of a second at most; is there more?
+    while reader.look(0.1):     # at most 0.1 s; True while records remain unread
         ...
     reader.curves, reader.manifest, reader.events
 
-What was read of many steps is kept in RUN/watch.summary, which nobody needs: it is made again where it is missing,
-damaged or of another version, and belongs to no file of the run that was replaced since.
+The curves of long runs are cached in RUN/watch.summary. The cache is optional: it is rebuilt if it is missing, damaged
+or of another format, or if a record file that it covers was replaced since.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ T = TypeVar("T")
 FORMAT = 1
 KEPT = "watch.summary"
 CHUNK_BYTES = 1 << 20
-WORTH_KEEPING = 16 << 20  # bytes of records that are read in about a tenth of a second
+WORTH_KEEPING = 16 << 20  # bytes of records; reading them takes about 0.1 s
 KEEP_EVERY_S = 60.0
-WALLS_BYTES = 64 << 20  # of one rank's records, for the median of a run that is over: some 100,000 steps
-LINE_BYTES = 1 << 16  # more than any line of vitals has
+WALLS_BYTES = 64 << 20  # of one rank's records, for the median of a run that is over: about 100,000 steps
+LINE_BYTES = 1 << 16  # longer than any line of vitals
 
-Identity = tuple[int, int, int]  # inode, bytes, when it was written
+Identity = tuple[int, int, int]  # inode, size in bytes, mtime in ns
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a file was read."""
+    """How far a file has been read."""
 
     inode: int
-    offset: int  # behind the last complete line
+    offset: int  # after the last complete line
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """RUN/watch.summary."""
+    """The contents of RUN/watch.summary."""
 
     format: int = FORMAT
     places: dict[int, Place]  # by rank
@@ -60,33 +60,33 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reader:
-    """What is known of one run. It writes nothing that the run reads, and nobody is asked."""
+    """The state of one run, from its files alone. It contacts no host and writes nothing that the run reads."""
 
     def __init__(self, rundir: RunDir) -> None:
         self.rundir = rundir
-        self.manifest: Manifest | None = None  # None: none yet, or none that can be read
+        self.manifest: Manifest | None = None  # None: missing or unreadable
         self.plan: Plan | None = None
         self.events: list[dict[str, Any]] = []  # by time
-        self.vitals: dict[str, Vitals] = {}  # how each host was last
-        self.samples: dict[int, str] = {}  # what its checkpoints wrote, as they were asked to, by their steps
-        self.states: dict[str, dict[str, Any]] = {}  # what hosts' supervisors said last
+        self.vitals: dict[str, Vitals] = {}  # by host, the newest
+        self.samples: dict[int, str] = {}  # text generated from checkpoints on request, by step
+        self.states: dict[str, dict[str, Any]] = {}  # by host, the last state its supervisor wrote
         self.curves = Curves()
-        self.version = 0  # grows whenever anything of this changes
-        self.unread_bytes = 0  # of the records
+        self.version = 0  # grows with every change
+        self.unread_bytes = 0  # of step records
         self._places: dict[int, Place] = {}
-        self._half: dict[int, int] = {}  # by rank: the size at which its file ended in the middle of a line
+        self._half: dict[int, int] = {}  # by rank: the file size at which its last line was incomplete
         self._seen: dict[Path, Identity | None] = {}
         self._decoder = json_decoder(StepRecord)
         self._kept_at, self._unkept_bytes = time.monotonic(), 0
-        self._typical: tuple[Any, float | None] = (None, None)  # of which records, and see `typical_step_s`
+        self._typical: tuple[Any, float | None] = (None, None)  # (cache key, value) of `median_step_s`
         self._take_up()
 
     def look(self, budget_s: float = 0.1) -> bool:
-        """Read what is new, of records for as long as this; is there more of them?"""
+        """Read the small files that changed, then step records for `budget_s`. Return whether records remain unread."""
         until = time.monotonic() + budget_s
         self._read_others()
         files = self._step_files()
-        for rank, path in files.items():  # the curves are whole when the first one is
+        for rank, path in files.items():  # rank 0 first: its records alone complete the shared curves
             while time.monotonic() < until and self._read_chunk(rank, path):
                 pass
         self.unread_bytes = sum(self._left(rank, path) for rank, path in files.items())
@@ -95,57 +95,57 @@ class Reader:
         return self.unread_bytes > 0
 
     def keep(self) -> None:
-        """Let who looks at the run next begin where this one is, if that is worth it and the disk has room."""
+        """Save the cache for the next reader if enough was read since the last time; ignore a full disk."""
         if self._unkept_bytes >= WORTH_KEEPING:
-            kept = Kept(places=self._places, curves=self.curves.keep())
+            cache = Kept(places=self._places, curves=self.curves.keep())
             with contextlib.suppress(OSError):
-                write_atomic(self.rundir.path / KEPT, msgspec.msgpack.encode(kept), mode=0o600)
+                write_atomic(self.rundir.path / KEPT, msgspec.msgpack.encode(cache), mode=0o600)
             self._unkept_bytes = 0
         self._kept_at = time.monotonic()
 
     @property
     def is_over(self) -> bool:
-        """By what it says of itself."""
+        """Return whether the manifest says that the run has ended."""
         return self.manifest is not None and self.manifest.verdict != "running"
 
     def has_not_written(self) -> bool:
-        """Is there a checkpoint that is newer than all its samples?"""
+        """Return whether a checkpoint is newer than all samples."""
         with contextlib.suppress(OSError):
             return max(self.rundir.checkpoint_steps(), default=0) > max(self.samples, default=0)
         return False
 
     def spans_version(self) -> int:
-        """Another number where the ranks have kept more of what ran when."""
-        found = []
+        """Return a number that changes when the ranks have recorded more spans."""
+        stats = []
         for path in sorted((self.rundir.path / "spans").glob("rank-*.jsonl")):
-            with contextlib.suppress(OSError):  # it is gone
-                found.append((path.stat().st_size, path.stat().st_mtime_ns))
-        return hash(tuple(found))
+            with contextlib.suppress(OSError):  # removed meanwhile
+                stats.append((path.stat().st_size, path.stat().st_mtime_ns))
+        return hash(tuple(stats))
 
     def typical_step_s(self) -> float | None:
-        """Of a run that is over: its median step, as the report has it."""
+        """Return the median step time of a run that is over, as in its report; None while records are unread."""
         manifest = self.manifest
         if manifest is None or self.unread_bytes:
             return None
-        of_what = self.curves.num_records, manifest.since, manifest.ended
-        if self._typical[0] != of_what:
-            self._typical = of_what, None
+        key = self.curves.num_records, manifest.since, manifest.ended
+        if self._typical[0] != key:
+            self._typical = key, None
             with contextlib.suppress(EvenerError):
                 walls = stored_lines(self.rundir.steps_path(manifest.roster.members[0].rank), Wall, WALLS_BYTES)
-                self._typical = of_what, step_p50_s(walls, manifest)
+                self._typical = key, step_p50_s(walls, manifest)
         return self._typical[1]
 
     def _take_up(self) -> None:
         try:
-            kept = from_msgpack(read_file(self.rundir.path / KEPT), Kept)
-            if kept.format != FORMAT or not all(self._is_same(rank, place) for rank, place in kept.places.items()):
+            cache = from_msgpack(read_file(self.rundir.path / KEPT), Kept)
+            if cache.format != FORMAT or not all(self._is_same(rank, place) for rank, place in cache.places.items()):
                 return
-            self.curves, self._places = Curves.kept(kept.curves), dict(kept.places)
+            self.curves, self._places = Curves.kept(cache.curves), dict(cache.places)
         except (OSError, msgspec.MsgspecError, ValueError):
             return
 
     def _is_same(self, rank: int, place: Place) -> bool:
-        """Is that still the file, with a line's end there?"""
+        """Return whether the file is the same one and still has the end of a line at the saved offset."""
         with open_file(self.rundir.steps_path(rank)) as file:
             if os.fstat(file.fileno()).st_ino != place.inode or place.offset < 1:
                 return False
@@ -155,45 +155,45 @@ class Reader:
     # --- records ------------------------------------------------------------------------------------------------------
 
     def _step_files(self) -> dict[int, Path]:
-        """By rank, rank 0 first."""
+        """Return the record files by rank, rank 0 first."""
         return {rank: self.rundir.steps_path(rank) for rank in self.rundir.recorded_ranks()[:MAX_RANKS]}
 
     def _read_chunk(self, rank: int, path: Path) -> int:
-        """Read on in one file; how many bytes of it were read."""
+        """Read the next chunk of a rank's file and return the number of bytes consumed."""
         try:
             with open_file(path) as file:
-                facts, place = os.fstat(file.fileno()), self._places.get(rank)
-                if place is not None and (place.inode != facts.st_ino or facts.st_size < place.offset):
-                    self._forget()  # a start that goes on has dropped what it takes again
+                stat, place = os.fstat(file.fileno()), self._places.get(rank)
+                if place is not None and (place.inode != stat.st_ino or stat.st_size < place.offset):
+                    self._forget()  # a resumed run has removed the steps that it repeats
                     place = None
                 offset = place.offset if place else 0
-                if facts.st_size == offset:
+                if stat.st_size == offset:
                     return 0
                 file.seek(offset)
                 chunk = file.read(CHUNK_BYTES)
         except OSError:
             return 0
-        is_one_line = len(chunk) == CHUNK_BYTES and b"\n" not in chunk  # damaged: no record is as long
+        is_one_line = len(chunk) == CHUNK_BYTES and b"\n" not in chunk  # damaged: no record is this long
         complete = chunk if is_one_line else chunk[: chunk.rfind(b"\n") + 1]
         if not complete:
-            self._half[rank] = facts.st_size
+            self._half[rank] = stat.st_size
             return 0
-        self._places[rank] = Place(inode=facts.st_ino, offset=offset + len(complete))
+        self._places[rank] = Place(inode=stat.st_ino, offset=offset + len(complete))
         self.curves.add(rank, self._records(complete))
         self._unkept_bytes += len(complete)
         self.version += 1
         return len(complete)
 
     def _records(self, lines: bytes) -> list[StepRecord]:
-        """Of complete lines; without those that are damaged, as a full disk leaves them."""
+        """Decode complete lines, without damaged ones, as a full disk leaves them."""
         try:
             return self._decoder.decode_lines(lines)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            found = []
+            records = []
             for line in lines.split(b"\n"):
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    found.append(self._decoder.decode(line))
-            return found
+                    records.append(self._decoder.decode(line))
+            return records
 
     def _forget(self) -> None:
         self.curves, self._places = Curves(), {}
@@ -201,7 +201,7 @@ class Reader:
         self.version += 1
 
     def _left(self, rank: int, path: Path) -> int:
-        """Bytes of a file that were not read, but for a line that is being written."""
+        """Return the unread bytes of a file, not counting an incomplete last line."""
         try:
             num_bytes = path.stat().st_size
         except OSError:
@@ -209,10 +209,10 @@ class Reader:
         offset = self._places[rank].offset if rank in self._places else 0
         return 0 if num_bytes == self._half.get(rank) else num_bytes - offset
 
-    # --- all else -----------------------------------------------------------------------------------------------------
+    # --- other files --------------------------------------------------------------------------------------------------
 
     def _read_others(self) -> None:
-        """The small files, each when it is another one than before."""
+        """Read each small file that changed."""
         if self._is_new(self.rundir.manifest_path):
             self.manifest = _readable(self.rundir.manifest, self.manifest)
         if self._is_new(self.rundir.path / "plan.json"):
@@ -234,8 +234,8 @@ class Reader:
 
     def _is_new(self, path: Path) -> bool:
         try:
-            facts = path.stat()
-            now: Identity | None = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            stat = path.stat()
+            now: Identity | None = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         except OSError:
             now = None
         if self._seen.get(path) == now:
@@ -245,16 +245,16 @@ class Reader:
         return now is not None
 
 
-def _readable(read: Callable[[], T], before: T) -> T:
-    """What is there now; if that cannot be read, what was there before."""
+def _readable(read: Callable[[], T], previous: T) -> T:
+    """Return the current value, or the previous one if that cannot be read."""
     try:
         return read()
     except EvenerError:
-        return before
+        return previous
 
 
 def _last_line(path: Path) -> bytes:
-    """The last complete one of a file; nothing of one without."""
+    """Return the last complete line of a file; empty if it has none."""
     try:
         with open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LINE_BYTES))
@@ -264,11 +264,11 @@ def _last_line(path: Path) -> bytes:
 
 
 def _events_of(paths: list[Path]) -> list[dict[str, Any]]:
-    """Of all these files by time, each once: a run's own file may hold what its hosts' files do."""
-    found: dict[bytes, dict[str, Any]] = {}
+    """Return the events of all files by time, each once: a run's own file may repeat those of its hosts' files."""
+    events_by_line: dict[bytes, dict[str, Any]] = {}
     for path in paths:
         with contextlib.suppress(OSError):
             for line in read_file(path).split(b"\n")[:-1]:
-                if line not in found and (event := event_of(line)) is not None:
-                    found[line] = event
-    return sorted(found.values(), key=lambda event: float(event["time"]))
+                if line not in events_by_line and (event := event_of(line)) is not None:
+                    events_by_line[line] = event
+    return sorted(events_by_line.values(), key=lambda event: float(event["time"]))

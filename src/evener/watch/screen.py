@@ -1,6 +1,6 @@
-"""How does the page look in a terminal of 80 columns and 24 lines, over ssh? The same figures, and a curve of braille.
+"""Terminal dashboard for 80 columns and 24 lines, over ssh: the page's figures, and the loss curve in braille.
 
-Parts of a step have a sign of their own beside their colour, for terminals and people that have or see none.
+Each phase of a step has a symbol as well as a colour, for terminals without colours and people who do not see them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PARTS = {
 }  # fmt: skip
 STYLES = {"good": "green", "done": "green", "warn": "yellow", "bad": "bold red", "idle": "dim"}
 CURVE_LINES = 7
-NAME = 12  # columns of a rank's name
+NAME = 12  # columns for a rank's name
 BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a cell's dots
 
 
 def frame(readers: Mapping[str, Reader], width: int, height: int, now: float) -> Group:
-    """What the terminal shows now: one run, or all of them in a table."""
+    """Render one run, or a table of several."""
     if len(readers) != 1:
         return Group(*_table(readers, width, height, now))
     [(name, reader)] = readers.items()
@@ -40,67 +40,68 @@ def frame(readers: Mapping[str, Reader], width: int, height: int, now: float) ->
 
 
 def line(name: str, reader: Reader, now: float) -> str:
-    """The same for a pipe or a log."""
-    found, last, rate = health(reader, now), reader.curves.last, view.tokens_per_s(reader)
-    words = [f"{name}: {found.word}, {found.told.removesuffix('.')}"]
-    words += [f"loss {last.loss:.4f}"] if last is not None and last.loss is not None else []
-    words += [f"{count(rate)} tokens/s"] if rate and not found.is_over else []
-    left = view.left_s(reader)
-    words += [f"left {seconds(left)}"] if left and not found.is_over else []
-    return "  ".join([*words, *([found.hint] if found.hint else [])])
+    """Return the status of a run as one line, for a pipe or a log."""
+    run_health, last, rate = health(reader, now), reader.curves.last, view.tokens_per_s(reader)
+    fields = [f"{name}: {run_health.word}, {run_health.told.removesuffix('.')}"]
+    fields += [f"loss {last.loss:.4f}"] if last is not None and last.loss is not None else []
+    fields += [f"{count(rate)} tokens/s"] if rate and not run_health.is_over else []
+    remaining_s = view.left_s(reader)
+    fields += [f"left {seconds(remaining_s)}"] if remaining_s and not run_health.is_over else []
+    return "  ".join([*fields, *([run_health.hint] if run_health.hint else [])])
 
 
 def _of_one(name: str, reader: Reader, width: int, height: int, now: float) -> list[Text]:
-    found = health(reader, now)
+    run_health = health(reader, now)
     lines = [_cut(Text.assemble((name, "bold"), (f"  {' · '.join(view.what(reader))}", "dim")), width)]
-    lines += _state(found, width)
-    lines.append(_bar(view.progress(reader), view.left_s(reader), found, width))
-    lines += _facts(reader, found, width)
+    lines += _state(run_health, width)
+    lines.append(_bar(view.progress(reader), view.left_s(reader), run_health, width))
+    lines += _facts(reader, run_health, width)
     curve = _curve(reader, width)
     strips = view.strips(reader)
     num_ranks = max(1, min(len(strips), height - len(lines) - len(curve) - 6))
     ranks = _ranks(strips[:num_ranks], len(strips) - num_ranks, width)
     lines += [*curve, *ranks]
-    left = height - len(lines) - 1
-    lines += [_cut(Text(f"{told.since_start or '':>12}  {told.name}: {told.what}", "red" if told.is_bad else ""), width)
-              for told in view.events(reader)[: max(0, left)]]  # fmt: skip
+    num_events = height - len(lines) - 1
+    lines += [_cut(Text(f"{event.since_start or '':>12}  {event.name}: {event.what}",
+                        "red" if event.is_bad else ""), width)
+              for event in view.events(reader)[: max(0, num_events)]]  # fmt: skip
     return lines[: height - 1]
 
 
 def _state(found: Health, width: int) -> list[Text]:
-    """In two lines at most; of what is wrong in four."""
+    """Render state, message and hint in at most three lines, and the command that resumes the run in one."""
     text = Text.assemble((f"{SIGNS[found.mark]} {found.word}", STYLES[found.mark]), f"  {found.told}")
     if found.hint:
         text.append(f" {found.hint}")
     lines = _wrapped(text, width)[:3]
     if found.command:
-        lines.append(_cut(Text(f"goes on with: {found.command}"), width))
+        lines.append(_cut(Text(f"resume with: {found.command}"), width))
     return lines
 
 
 def _bar(share: float, left_s: float | None, found: Health, width: int) -> Text:
-    told = f" {share:4.0%}" + (f"  left {seconds(left_s)}" if left_s is not None and not found.is_over else "")
-    room = max(4, width - len(told) - 1)
+    label = f" {share:4.0%}" + (f"  left {seconds(left_s)}" if left_s is not None and not found.is_over else "")
+    room = max(4, width - len(label) - 1)
     full = round(share * room)
-    return Text.assemble(("━" * full, STYLES[found.mark]), ("─" * (room - full), "dim"), told)
+    return Text.assemble(("━" * full, STYLES[found.mark]), ("─" * (room - full), "dim"), label)
 
 
 def _facts(reader: Reader, found: Health, width: int) -> list[Text]:
-    """Each figure with its name, as many in a line as there is room for."""
-    words = [(fact.name, fact.value or "not measured", fact.remark) for fact in view.facts(reader, found)
+    """Render each key figure with its name, as many per line as fit."""
+    figures = [(fact.name, fact.value or "not measured", fact.remark) for fact in view.facts(reader, found)
              if fact.name not in ("left", "took")]  # fmt: skip
-    told = [f"{name} {value}" + (f" ({remark})" if "predicted" in remark and "not" not in remark else "")
-            for name, value, remark in words]  # fmt: skip
+    texts = [f"{name} {value}" + (f" ({remark})" if "predicted" in remark and "not" not in remark else "")
+            for name, value, remark in figures]  # fmt: skip
     lines: list[str] = [""]
-    for one in told:
-        if lines[-1] and len(lines[-1]) + 3 + len(one) > width:
+    for text in texts:
+        if lines[-1] and len(lines[-1]) + 3 + len(text) > width:
             lines.append("")
-        lines[-1] += ("   " if lines[-1] else "") + one
-    return [_cut(Text(one), width) for one in lines if one]
+        lines[-1] += ("   " if lines[-1] else "") + text
+    return [_cut(Text(line), width) for line in lines if line]
 
 
 def _curve(reader: Reader, width: int) -> list[Text]:
-    """The loss, smoothed, over steps; nothing of two steps or less."""
+    """Render the smoothed loss over steps; nothing for fewer than three points."""
     points = reader.curves.shared["loss"].points()
     if len(points) < 3:
         return []
@@ -114,7 +115,7 @@ def _curve(reader: Reader, width: int) -> list[Text]:
 
 
 def plotted(xs: Sequence[float], ys: Sequence[float], width: int, height: int) -> list[str]:
-    """A curve in so many columns and lines of braille, whose cells have 2 × 4 dots.
+    """Draw a curve as `height` lines of `width` braille cells, each of 2 × 4 dots.
 
     >>> plotted([0, 1, 2, 3], [0, 1, 2, 3], 2, 1)
     ['⡠⠊']
@@ -125,35 +126,35 @@ def plotted(xs: Sequence[float], ys: Sequence[float], width: int, height: int) -
     scaled = (at - low) / (high - low) if high > low else np.full(columns, 0.5)
     tops = np.rint((1 - scaled) * (rows - 1)).astype(int).tolist()
     cells = [[0] * width for _ in range(height)]
-    before = tops[0]
+    previous = tops[0]
     for column, top in enumerate(tops):
-        step = 1 if top > before else -1
-        for row in range(before + step, top, step):
-            cells[row // 4][column // 2] |= BRAILLE[row % 4][column % 2]  # what is steep has no gap
+        step = 1 if top > previous else -1
+        for row in range(previous + step, top, step):
+            cells[row // 4][column // 2] |= BRAILLE[row % 4][column % 2]  # steep segments have no gaps
         cells[top // 4][column // 2] |= BRAILLE[top % 4][column % 2]
-        before = top
+        previous = top
     return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
 
 
 def _ranks(strips: Sequence[Strip], num_more: int, width: int) -> list[Text]:
-    """A bar each of its newest steps' mean, part after part, to one scale."""
+    """Render a bar per rank, to one scale: the mean of its newest steps, phase by phase."""
     if not strips:
         return []
     longest = max(strip.now.total_s for strip in strips) or 1.0
     room, lines = max(8, width - NAME - 11), []
     for strip in strips:
         bar, drawn, upto = Text(), 0, 0.0
-        for part, (sign, _) in PARTS.items():
-            upto += getattr(strip.now, part) or 0.0
+        for phase, (symbol, _) in PARTS.items():
+            upto += getattr(strip.now, phase) or 0.0
             num = round(room * upto / longest) - drawn
-            bar.append(sign * num, PART_COLOURS[part])
+            bar.append(symbol * num, PART_COLOURS[phase])
             drawn += num
         bar.append(" " * (room - drawn))
         lines.append(Text.assemble(f"{strip.name[:NAME]:{NAME}} ", bar, f" {seconds(strip.now.total_s):>8}"))
     legend = Text("a step: ", "dim")
-    for part, (sign, name) in PARTS.items():
-        if any(getattr(strip.now, part) for strip in strips):
-            legend.append(f"{sign} ", PART_COLOURS[part])
+    for phase, (symbol, name) in PARTS.items():
+        if any(getattr(strip.now, phase) for strip in strips):
+            legend.append(f"{symbol} ", PART_COLOURS[phase])
             legend.append(f"{name}  ", "dim")
     lines.append(_cut(legend, width))
     if num_more:
@@ -161,11 +162,11 @@ def _ranks(strips: Sequence[Strip], num_more: int, width: int) -> list[Text]:
     return lines
 
 
-LEAST_NAME = 12  # columns of a run's name; of the others the last go where there is less
+LEAST_NAME = 12  # columns for a run's name; where space is short, other columns are dropped from the right
 
 
 def _table(readers: Mapping[str, Reader], width: int, height: int, now: float) -> list[Text]:
-    """A line a run, the newest first."""
+    """Render one line per run, newest first."""
     rows = sorted((row_of(key, reader, now) for key, reader in readers.items()), key=lambda row: -row["began"])
     if not rows:
         return [Text("no runs yet")]
@@ -186,11 +187,11 @@ def _table(readers: Mapping[str, Reader], width: int, height: int, now: float) -
 
 
 def _wrapped(text: Text, width: int) -> list[Text]:
-    """Lines of whole words."""
+    """Wrap text between words."""
     return list(text.wrap(Console(width=width), width))
 
 
 def _cut(text: Text, width: int) -> Text:
-    """In one line."""
+    """Truncate text to one line."""
     text.truncate(width, overflow="ellipsis")
     return text

@@ -1,8 +1,8 @@
-"""How does a curve of any length fit into a fixed number of points, no peak of it lost?
+"""Downsample a curve of any length to a fixed number of points without losing a peak.
 
-Steps fall into buckets of equal width, of each of which the least, the mean and the greatest value are kept. When a
-step lies beyond the last one, neighbours become one and the width doubles: so much memory and no more, however long a
-run goes on, and a curve that is drawn in so much time.
+Steps fall into buckets of equal width; each keeps the minimum, mean and maximum of its values. When a step lies beyond
+the last bucket, neighbouring buckets merge and the width doubles, so memory and rendering time are bounded, however
+long a run is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 from evener.report.chart import FURTHEST
 
-POINTS = 512  # of one curve: more cannot be told apart
+POINTS = 512  # buckets of one curve: more cannot be distinguished on a screen
 
 
 class KeptSeries(msgspec.Struct, frozen=True, kw_only=True):
-    """A Series as a file holds it."""
+    """`DownsampledSeries` as stored in a file."""
 
     width: int
     counts: list[int]
@@ -30,9 +30,9 @@ class KeptSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Points:
-    """What is drawn of a curve, by ascending step."""
+    """The points of a curve, by ascending step."""
 
-    steps: Sequence[int]  # the last one of each bucket, from 0; of the newest the last that there is
+    steps: Sequence[int]  # the last step of each bucket, from 0; of the newest bucket, the last step so far
     means: Sequence[float]
     lows: Sequence[float]
     highs: Sequence[float]
@@ -42,7 +42,7 @@ class Points:
 
 
 class Series:
-    """A value of each step, as far as it was measured.
+    """The values of one metric by step, downsampled; steps without a value are skipped.
 
     >>> series = Series(size=4)
     >>> series.add(np.arange(6), np.array([5.0, 1.0, 2.0, 9.0, np.nan, 3.0]))
@@ -52,16 +52,16 @@ class Series:
     """
 
     def __init__(self, size: int = POINTS) -> None:
-        """`size`: the most buckets, an even number."""
-        self.width = 1  # steps of a bucket
+        """`max_buckets`: an even number."""
+        self.width = 1  # steps per bucket
         self._newest = -1
         self._counts = np.zeros(size, dtype=np.int64)
         self._sums = np.zeros(size)
         self._lows, self._highs = np.full(size, np.inf), np.full(size, -np.inf)
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """More steps, (n,) int64, and their values, (n,); NaN was not measured, and what is infinite, or as good as
-        that, cannot be drawn.
+        """Add steps, (n,) int64, and their values, (n,). Skip values that are NaN (not measured), or too large to draw
+        or infinite.
         """
         measured = np.abs(values) <= FURTHEST
         steps, values = steps[measured], values[measured]
@@ -70,40 +70,40 @@ class Series:
         self._newest = max(self._newest, int(steps.max()))
         while self._newest >= len(self._counts) * self.width:
             self._halve()
-        places = steps // self.width
-        np.add.at(self._counts, places, 1)
-        np.add.at(self._sums, places, values)
-        np.minimum.at(self._lows, places, values)
-        np.maximum.at(self._highs, places, values)
+        buckets = steps // self.width
+        np.add.at(self._counts, buckets, 1)
+        np.add.at(self._sums, buckets, values)
+        np.minimum.at(self._lows, buckets, values)
+        np.maximum.at(self._highs, buckets, values)
 
     def forget_from(self, step: int) -> None:
-        """This step and all later ones are taken again: so are those that cannot be told from it any more."""
+        """Drop this step and all later ones, which will be repeated, and earlier ones in the same bucket."""
         first = step // self.width
         self._counts[first:], self._sums[first:] = 0, 0.0
         self._lows[first:], self._highs[first:] = np.inf, -np.inf
         self._newest = min(self._newest, first * self.width - 1)
 
     def points(self) -> Points:
-        """Of the buckets that hold anything."""
-        found = np.flatnonzero(self._counts)
-        steps = np.minimum((found + 1) * self.width - 1, self._newest)
-        means = self._sums[found] / self._counts[found]
-        return Points(steps.tolist(), means.tolist(), self._lows[found].tolist(), self._highs[found].tolist())
+        """Return the points of all buckets that hold a value."""
+        buckets = np.flatnonzero(self._counts)
+        steps = np.minimum((buckets + 1) * self.width - 1, self._newest)
+        means = self._sums[buckets] / self._counts[buckets]
+        return Points(steps.tolist(), means.tolist(), self._lows[buckets].tolist(), self._highs[buckets].tolist())
 
     @property
     def mean(self) -> float | None:
-        """Over all steps."""
+        """Return the mean over all steps; None without values."""
         num = int(self._counts.sum())
         return float(self._sums.sum()) / num if num else None
 
     @property
     def sums(self) -> list[float]:
-        """Of the values of each bucket that holds any."""
-        found: list[float] = self._sums[self._counts > 0].tolist()
-        return found
+        """Return the sum of the values of each bucket that holds any."""
+        sums: list[float] = self._sums[self._counts > 0].tolist()
+        return sums
 
     def keep(self) -> KeptSeries:
-        """As a file holds it."""
+        """Return the series as stored in a file."""
         return KeptSeries(
             width=self.width,
             counts=[self._newest, *self._counts.tolist()],
@@ -114,11 +114,11 @@ class Series:
 
     @classmethod
     def kept(cls, one: KeptSeries) -> Series:
-        """As it was; ValueError where that is none."""
+        """Restore a stored series; raise ValueError if it is inconsistent."""
         newest, *counts = one.counts
         sizes = {len(counts), len(one.sums), len(one.lows), len(one.highs)}
         if len(sizes) != 1 or not counts or len(counts) % 2 or one.width < 1 or newest >= one.width * len(counts):
-            raise ValueError("no series")
+            raise ValueError("inconsistent stored series")
         series = cls(len(counts))
         series.width, series._newest = one.width, newest
         series._counts, series._sums = np.array(counts, dtype=np.int64), np.array(one.sums)
@@ -126,7 +126,7 @@ class Series:
         return series
 
     def _halve(self) -> None:
-        """Two neighbours become one."""
+        """Merge each two neighbouring buckets and double the width."""
         half = len(self._counts) // 2
         for values, both, none in ((self._counts, np.add, 0), (self._sums, np.add, 0.0),
                                    (self._lows, np.minimum, np.inf), (self._highs, np.maximum, -np.inf)):  # fmt: skip

@@ -1,14 +1,14 @@
-"""How do a browser's questions reach the hub? Pages, one stream a tab, and what can be asked of a run.
+"""HTTP application of the dashboard: pages, one event stream per tab, and actions on runs.
 
-    GET  /                       all runs, or the one that there is
-    GET  /runs/KEY               one
-    GET  /compare?run=KEY&run=…  some
-    GET  /stream?page=PATH&…     server-sent events: what changed of such a page
-    GET  /status?page=PATH&…     how its runs are, in a line
-    POST /runs/KEY/stop, /save, /sample   passed to whoever can
+    GET  /                       all runs, or a redirect if there is only one
+    GET  /runs/KEY               one run
+    GET  /compare?run=KEY&run=…  several runs
+    GET  /stream?page=PATH&…     server-sent events: the changed fragments of that page
+    GET  /status?page=PATH&…     the state of its runs, in one line
+    POST /runs/KEY/stop, /save, /sample   passed to `RunActions`
     GET  /metrics                for Prometheus
 
-A KEY is looked up among the runs: nothing of a request ever becomes a path.
+A KEY is looked up among the known runs: no part of a request ever becomes a path.
 """
 
 from __future__ import annotations
@@ -45,33 +45,36 @@ from evener.watch.metrics import CONTENT_TYPE, exposition
 from evener.watch.reader import Reader
 
 ALIVE_S = 15.0
-ANSWER_S = 2.0  # what takes longer goes on behind the answer
-SAMPLES_EVERY_S = 0.5  # looks for a newer checkpoint
-MEANWHILE = {**dict.fromkeys(("stop", "save"), "asked: its step is finished first"), "sample": "it begins to write"}
+ANSWER_S = 2.0  # a longer action continues after the response
+SAMPLES_EVERY_S = 0.5  # interval between checks for a newer checkpoint
+MEANWHILE = {
+    **dict.fromkeys(("stop", "save"), "requested: the run finishes its current step first"),
+    "sample": "generating a sample",
+}
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 @dataclass(frozen=True)
 class Actions:
-    """What can be done to a run, each with what says whether it can; what is done says what came of it."""
+    """The actions on a run, each with a check whether it is possible; an action returns a message about its result."""
 
     stop: Callable[[Reader], str] = lambda reader: ""
     save: Callable[[Reader], str] = lambda reader: ""
-    can_ask: Callable[[Reader], bool] = lambda reader: False  # for either
+    can_ask: Callable[[Reader], bool] = lambda reader: False  # stop or save
     sample: Callable[[Reader], str] = lambda reader: ""
     can_sample: Callable[[Reader], bool] = lambda reader: False
 
 
 def assets() -> dict[str, str]:
-    """All files that are served, by name."""
+    """Return all static files by name."""
     folder = importlib.resources.files("evener.watch") / "templates"
-    names = [one.name for one in folder.iterdir() if one.name.rpartition(".")[2] in TYPES]
-    own = {name: (folder / name).read_text(encoding="utf-8") for name in names}
-    return own | {name: page_file(name) for name in ("page.css", "page.js")}
+    names = [file.name for file in folder.iterdir() if file.name.rpartition(".")[2] in TYPES]
+    files = {name: (folder / name).read_text(encoding="utf-8") for name in names}
+    return files | {name: page_file(name) for name in ("page.css", "page.js")}
 
 
 class Server:
-    """What answers."""
+    """The request handlers of the dashboard."""
 
     def __init__(self, hub: Hub, actions: Actions, *, samples_every_s: float = SAMPLES_EVERY_S) -> None:
         self._hub, self._actions, self._assets = hub, actions, assets()
@@ -79,10 +82,10 @@ class Server:
         text = "".join(f"{name}\0{content}\0" for name, content in sorted(self._assets.items()))
         self._version = f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._acting: dict[tuple[str, str], Future[str]] = {}
-        self._writing: set[str] = set()  # runs whose model writes after every checkpoint
+        self._writing: set[str] = set()  # keys of the runs that are sampled after every checkpoint
 
     def app(self) -> Starlette:
-        """Without what keeps others out: see guard.py."""
+        """Return the application, without authentication: see auth.py."""
         app = Starlette(
             routes=[
                 Route("/", self.home),
@@ -106,23 +109,23 @@ class Server:
         yield
         self._hub.close()
         for task in tasks:
-            task.cancel()  # either may sleep for a second, which whoever presses Ctrl-C would wait for
+            task.cancel()  # either may be asleep for a second, which would delay Ctrl-C
         await asyncio.gather(*tasks, return_exceptions=True)
         self._hub.end()
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
     async def home(self, request: Request) -> Response:
-        """All runs; the only one, where there is only one."""
+        """Serve the overview, or redirect to the run if there is only one."""
         shown = View("overview")
         await self._hub.do(self._hub.look, shown)
         if len(self._hub.readers) == 1:
             return RedirectResponse(f"/runs/{quote(next(iter(self._hub.readers)), safe='')}", 303)
-        found, pieces = await self._hub.do(lambda: (self._hub.status(shown), self._hub.pieces(shown)))
-        return HTMLResponse(pages.list_page(found, pieces, assets=self._version))
+        status, pieces = await self._hub.do(lambda: (self._hub.status(shown), self._hub.pieces(shown)))
+        return HTMLResponse(pages.list_page(status, pieces, assets=self._version))
 
     async def one(self, request: Request) -> Response:
-        """A run."""
+        """Serve the page of one run."""
         shown = self._view(request, request.url.path)
         if shown is None:
             return _none()
@@ -140,7 +143,7 @@ class Server:
         return HTMLResponse(await self._hub.do(draw))
 
     async def compare(self, request: Request) -> Response:
-        """Some runs."""
+        """Serve the comparison of several runs."""
         shown = self._view(request, "/compare")
         if shown is None:
             return _none()
@@ -153,15 +156,15 @@ class Server:
         return HTMLResponse(await self._hub.do(draw))
 
     async def asset(self, request: Request) -> Response:
-        """A file of ours."""
+        """Serve a static file."""
         name = request.path_params["name"]
         content = self._assets.get(name)
         return _none() if content is None else Response(content, media_type=TYPES[name.rpartition(".")[2]])
 
-    # --- what goes on -------------------------------------------------------------------------------------------------
+    # --- updates ------------------------------------------------------------------------------------------------------
 
     async def stream(self, request: Request) -> Response:
-        """What changes of a page, as long as it is seen."""
+        """Stream the changes of a page as server-sent events while its tab is open."""
         shown = self._view(request, request.query_params.get("page", ""))
         if shown is None:
             return _none()
@@ -170,16 +173,16 @@ class Server:
 
     async def _events(self, shown: View) -> AsyncIterator[bytes]:
         sent: pages.Pieces = {}
-        before, silent_s = "", 0.0
+        previous, silent_s = "", 0.0
         with self._hub.watched(shown):
             yield b"retry: 1000\n\n"
             while not self._hub.is_closing:
-                found, pieces = await self._hub.do(lambda: (self._hub.status(shown), self._hub.pieces(shown)))
+                status, pieces = await self._hub.do(lambda: (self._hub.status(shown), self._hub.pieces(shown)))
                 new = {name: html for name, html in pieces.items() if sent.get(name) != html}
-                told = asdict(found) | {"assets": self._version}
-                if new or json.dumps(told) != before:
-                    before, sent, silent_s = json.dumps(told), sent | new, 0.0
-                    yield b"data: " + json.dumps(told | {"pieces": new}).encode() + b"\n\n"
+                message = asdict(status) | {"assets": self._version}
+                if new or json.dumps(message) != previous:
+                    previous, sent, silent_s = json.dumps(message), sent | new, 0.0
+                    yield b"data: " + json.dumps(message | {"pieces": new}).encode() + b"\n\n"
                 else:
                     silent_s += 1
                     if silent_s >= ALIVE_S:
@@ -188,7 +191,7 @@ class Server:
                 await self._hub.news(1.0)
 
     async def status(self, request: Request) -> Response:
-        """How the runs of a page are."""
+        """Serve the state of a page's runs as JSON."""
         shown = self._view(request, request.query_params.get("page", ""))
         if shown is None:
             return _none()
@@ -196,15 +199,15 @@ class Server:
         return JSONResponse(asdict(await self._hub.do(self._hub.status, shown)))
 
     async def metrics(self, request: Request) -> Response:
-        """Of all runs."""
+        """Serve the metrics of all runs to Prometheus."""
         await self._hub.do(self._hub.look, View("overview"))
         text = await self._hub.do(lambda: exposition(self._hub.readers))
         return Response(text, media_type=CONTENT_TYPE)
 
-    # --- what is asked of a run ---------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
     async def act(self, request: Request) -> Response:
-        """Stop it, save it, or let it write."""
+        """Stop a run, save a checkpoint or generate a sample; future 202 if that takes longer than ACTION_TIMEOUT_S."""
         key, what = request.path_params["key"], request.path_params["what"]
         known = {"stop": (self._actions.can_ask, self._actions.stop),
                  "save": (self._actions.can_ask, self._actions.save),
@@ -212,39 +215,39 @@ class Server:
         reader = self._hub.readers.get(key)
         if what not in known or reader is None or not known[what][0](reader):
             return _none()
-        answer = self._act(key, what, known[what][1])
+        future = self._act(key, what, known[what][1])
         if what == "sample":
             self._writing.add(key)
         try:
-            told = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_S)
-            return JSONResponse({"told": told})
+            message = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), ANSWER_S)
+            return JSONResponse({"told": message})
         except TimeoutError:
             return JSONResponse({"told": MEANWHILE[what]}, 202)
         except EvenerError as error:
             return JSONResponse({"told": f"{error}{'; ' if error.hint else ''}{error.hint}"}, 409)
 
     def _act(self, key: str, what: str, do: Callable[[Reader], str]) -> Future[str]:
-        """Begin it, or wait with whoever asked for the same before."""
-        answer = self._acting.get((key, what))
-        if answer is None or answer.done():
-            answer = self._acting[key, what] = _in_background(do, self._hub.readers[key])
-        return answer
+        """Start an action, or return the future of the same one if it is still running."""
+        future = self._acting.get((key, what))
+        if future is None or future.done():
+            future = self._acting[key, what] = _in_background(do, self._hub.readers[key])
+        return future
 
     async def _write_on(self) -> None:
-        """Whoever was asked to write once does so again after each checkpoint, as long as somebody looks; not where it
-        failed, until it is asked again.
+        """Sample each run that was sampled once again after every checkpoint, while a tab shows it. After a failure,
+        stop until the next request.
         """
         while not self._hub.is_closing:
             for key in tuple(self._writing):
-                before = self._acting.get((key, "sample"))
-                if before is not None and before.done() and before.exception() is not None:
+                previous = self._acting.get((key, "sample"))
+                if previous is not None and previous.done() and previous.exception() is not None:
                     self._writing.discard(key)
                 elif self._hub.is_seen(key) and await self._hub.do(self._hub.readers[key].has_not_written):
                     self._act(key, "sample", self._actions.sample)
             await asyncio.sleep(self._samples_every_s)
 
     def _view(self, request: Request, page: str) -> View | None:
-        """What a page shows; None where there is no such page or run."""
+        """Return the view of a page; None if there is no such page or run."""
         axis = request.query_params.get("axis", "step")
         axis = axis if axis in view.AXES else "step"
         kind, _, key = page.removeprefix("/").partition("/")
@@ -258,17 +261,17 @@ class Server:
 
 
 def _in_background(do: Callable[[Reader], str], reader: Reader) -> Future[str]:
-    """In a thread that does not keep the server from ending: to stop a run takes as long as its step."""
-    answer: Future[str] = Future()
+    """Run an action in a daemon thread, so that it does not delay shutdown: to stop a run takes as long as its step."""
+    future: Future[str] = Future()
 
     def work() -> None:
         try:
-            answer.set_result(do(reader))
-        except BaseException as error:  # whoever asked is told
-            answer.set_exception(error)
+            future.set_result(do(reader))
+        except BaseException as error:  # raised again for the caller
+            future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return answer
+    return future
 
 
 def _none() -> Response:

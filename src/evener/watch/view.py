@@ -1,4 +1,4 @@
-"""What is shown of one run while it goes on: figures and words, made anew from what its Reader knows."""
+"""Key figures, curves and tables of one run while it trains, recomputed from its `RunReader`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from evener.watch.health import Health, predicted
 from evener.watch.reader import Reader
 from evener.watch.series import Points
 
-RECENT = 20  # steps over which rates are taken
+RECENT = 20  # newest steps that rates are averaged over
 MAX_EVENTS = 100
 MAX_STRIPS = 16
 AXES = {"step": "step", "tokens": "tokens", "time": "time spent in steps"}
@@ -32,7 +32,7 @@ AXES = {"step": "step", "tokens": "tokens", "time": "time spent in steps"}
 
 @dataclass(frozen=True)
 class Strip:
-    """A rank's newest steps, part by part."""
+    """One rank's newest steps, phase by phase."""
 
     name: str
     now: StepCost  # their mean
@@ -41,7 +41,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Plot:
-    """A chart, and the figures that it is drawn from."""
+    """A chart and the table of its figures."""
 
     chart: Chart
     head: list[str]
@@ -53,7 +53,7 @@ class Plot:
 
 
 def tokens_per_step(reader: Reader) -> float | None:
-    """Of the global batch."""
+    """Return the tokens of one global batch: from the manifest, else from the newest records; None if unknown."""
     manifest = reader.manifest
     if manifest is not None and manifest.shape is not None:
         return float(manifest.spec.train.batch * manifest.shape.block_size)
@@ -65,30 +65,30 @@ def tokens_per_step(reader: Reader) -> float | None:
 
 
 def step_s(reader: Reader) -> float | None:
-    """A step of the newest ones: their median; where one of them costs what the others do not, their mean. Of a run
-    that is over, of all.
+    """Return the typical step time: the median of the newest steps, or their mean if ranks do not exchange in every
+    step (DiLoCo). For a run that is over, the median of all steps.
     """
     manifest = reader.manifest
-    if reader.is_over and (found := reader.typical_step_s()) is not None:
-        return found
+    if reader.is_over and (median_s := reader.typical_step_s()) is not None:
+        return median_s
     every = manifest.roster.sync.every if manifest else 1
     walls_s = [record.wall_s for record in reader.curves.leader][-max(RECENT, every) :]
     return sum(walls_s) / len(walls_s) if every > 1 and walls_s else median(walls_s)
 
 
 def tokens_per_s(reader: Reader) -> float | None:
-    """In such a step."""
+    """Return the tokens per second of a typical step."""
     tokens, took_s = tokens_per_step(reader), step_s(reader)
     return tokens / took_s if tokens and took_s else None
 
 
 def cost(reader: Reader, rank: int) -> StepCost:
-    """A rank's mean step, of the newest ones; of a run that is over, of all."""
+    """Return a rank's mean step cost over its newest steps, or over all steps of a run that is over."""
     return reader.curves.typical(rank) if reader.is_over else reader.curves.now(rank, RECENT)
 
 
 def communication(reader: Reader) -> float | None:
-    """Share of a step, on average over ranks, in which they exchanged or waited."""
+    """Return the share of step time, averaged over ranks, spent communicating or waiting; None for a single rank."""
     costs = [cost(reader, rank) for rank in reader.curves.newest]
     total_s = sum(cost.total_s for cost in costs)
     if len(reader.curves.newest) < 2 or not total_s:
@@ -97,7 +97,7 @@ def communication(reader: Reader) -> float | None:
 
 
 def left_s(reader: Reader) -> float | None:
-    """Until the run is over."""
+    """Return the estimated seconds until the run ends; None if unknown or over."""
     manifest, last, each_s = reader.manifest, reader.curves.last, step_s(reader)
     if manifest is None or last is None or each_s is None or reader.is_over:
         return None
@@ -108,7 +108,7 @@ def left_s(reader: Reader) -> float | None:
 
 
 def newest_loss(reader: Reader) -> tuple[int, str] | None:
-    """(steps taken, loss) of the last step whose loss was a number."""
+    """Return (steps taken, loss) of the last step whose loss was a number."""
     last = reader.curves.last
     if last is not None and last.loss is not None:
         return last.step + 1, f"{last.loss:.4f}"
@@ -117,23 +117,26 @@ def newest_loss(reader: Reader) -> tuple[int, str] | None:
 
 
 def validation(reader: Reader) -> Points:
-    """Losses of the validation split, each step's newest, as far as these steps still count."""
-    found: dict[int, float] = {}
+    """Return the newest validation loss of each step, thinned to about 512 points.
+
+    Losses of steps that a restart rolled back are dropped.
+    """
+    losses_by_step: dict[int, float] = {}
     for event in reader.events:
         step, loss = event.get("step"), event.get("val_loss")
         if event.get("event") == "start" and isinstance(step, int):
-            found = {known: value for known, value in found.items() if known <= step}
+            losses_by_step = {known: value for known, value in losses_by_step.items() if known <= step}
         if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(loss, float):
-            found[step] = loss
-    steps = sorted(found)
+            losses_by_step[step] = loss
+    steps = sorted(losses_by_step)
     every = -(-len(steps) // 512) or 1
     steps = [step for i, step in enumerate(steps) if i % every == 0 or i == len(steps) - 1]
-    losses = [found[step] for step in steps]
+    losses = [losses_by_step[step] for step in steps]
     return Points([step - 1 for step in steps], losses, losses, losses)
 
 
 def progress(reader: Reader) -> float:
-    """Share of the run that is over."""
+    """Return the share of the run that is done, by steps or by its time limit, whichever is greater."""
     manifest, last = reader.manifest, reader.curves.last
     if manifest is None or last is None:
         return 0.0
@@ -146,13 +149,13 @@ def progress(reader: Reader) -> float:
 
 
 def facts(reader: Reader, health: Health) -> list[Fact]:
-    """The large figures."""
+    """Return the key figures at the top of the page."""
     manifest, option = reader.manifest, predicted(reader)
     if manifest is None:
         return []
     vals, newest = validation(reader), newest_loss(reader)
     rate, each_s, share = tokens_per_s(reader), step_s(reader), communication(reader)
-    at, no_plan = "", "not predicted: evener probe measures what that takes"
+    at, no_plan = "", "not predicted: run evener probe first"
     if len(vals):
         is_best = vals.means[-1] <= min(vals.means)
         at = f"after step {vals.steps[-1] + 1:,}" + (", the best" if is_best else f"; best {min(vals.means):.4f}")
@@ -189,7 +192,7 @@ def _bytes_sent(reader: Reader) -> str:
 
 
 class Axis:
-    """What a curve is drawn over."""
+    """The x axis of a curve: steps, tokens, or time spent in steps."""
 
     def __init__(self, reader: Reader, kind: str) -> None:
         tokens = tokens_per_step(reader)
@@ -207,14 +210,14 @@ class Axis:
                 self._times = np.array([-1, *steps]), np.array([0.0, *(spent_s / factor)])
 
     def of(self, steps: Sequence[int]) -> list[float]:
-        """Where steps, from 0, are on it: behind them."""
+        """Return the positions at which these steps, counted from 0, end."""
         if self._times is not None:
             return [float(at) for at in np.interp(steps, *self._times)]
         return [self._factor * (step + 1) for step in steps]
 
 
 def loss(reader: Reader, kind: str = "step") -> Plot | None:
-    """As it was in each step, smoothed, and of the validation split."""
+    """Plot the training loss of each step, smoothed, and the validation loss."""
     points, vals, axis = reader.curves.shared["loss"].points(), validation(reader), Axis(reader, kind)
     if not len(points) and not len(vals):
         return None
@@ -228,12 +231,12 @@ def loss(reader: Reader, kind: str = "step") -> Plot | None:
             for i, step in _some(points.steps)]  # fmt: skip
     rows_of_vals = [[f"{step + 1:,}", f"{vals.means[i]:.4f}", "", ""] for i, step in _some(vals.steps)]
     remark = _each(reader.curves.shared["loss"].width)
-    return Plot(Chart(lines, axis.title, "loss", bands=bands), ["after step", "loss", "least", "greatest"],
+    return Plot(Chart(lines, axis.title, "loss", bands=bands), ["after step", "loss", "min", "max"],
                 rows + [[f"validation, {cells[0]}", *cells[1:]] for cells in rows_of_vals], remark)  # fmt: skip
 
 
 def speed(reader: Reader, kind: str = "step") -> Plot | None:
-    """Tokens/s of every step, and what was predicted."""
+    """Plot the tokens/s of each step and the prediction."""
     points, tokens, axis = reader.curves.shared["wall_s"].points(), tokens_per_step(reader), Axis(reader, kind)
     if not len(points) or not tokens:
         return None
@@ -249,11 +252,11 @@ def speed(reader: Reader, kind: str = "step") -> Plot | None:
     marks = {f"predicted {count(option.tokens_per_s)}": option.tokens_per_s} if option else {}
     rows = [[f"{step + 1:,}", count(rates[i]), count(lows[i]), count(highs[i])] for i, step in _some(points.steps)]
     chart = Chart(lines, axis.title, "tokens/s", y_range=(0.0, high), marks=marks, bands=bands)
-    return Plot(chart, ["after step", "tokens/s", "least", "greatest"], rows)
+    return Plot(chart, ["after step", "tokens/s", "min", "max"], rows)
 
 
 def curve(reader: Reader, name: str, title: str, colour: str, kind: str, told: str = "{:.4g}") -> Plot | None:
-    """One of what all ranks know alike."""
+    """Plot a metric that is the same on all ranks."""
     series, axis = reader.curves.shared[name], Axis(reader, kind)
     points = series.points()
     if not len(points):
@@ -265,7 +268,7 @@ def curve(reader: Reader, name: str, title: str, colour: str, kind: str, told: s
 
 
 def noise(reader: Reader, kind: str = "step") -> Plot | None:
-    """The gradient noise scale beside the batch."""
+    """Plot the gradient noise scale and mark the batch size."""
     points, axis, tokens = reader.curves.noise(), Axis(reader, kind), tokens_per_step(reader)
     if points is None or not tokens:
         return None
@@ -276,38 +279,38 @@ def noise(reader: Reader, kind: str = "step") -> Plot | None:
     )
     rows = [[f"{step + 1:,}", count(points.means[i])] for i, step in _some(points.steps)]
     return Plot(chart, ["after step", "tokens"], rows,
-                "Larger batches make steps better nearly in proportion up to about so many tokens.")  # fmt: skip
+                "Up to about this many tokens, a larger batch improves a step nearly in proportion.")  # fmt: skip
 
 
 def parts(reader: Reader, kind: str = "step") -> Plot | None:
-    """Where the time of the steps went: the mean of all ranks, over the whole run."""
-    axis, lines, found = Axis(reader, kind), list[Line](), dict[str, dict[int, float]]()
-    width = max((one.width for of_rank in reader.curves.parts.values() for one in of_rank.values()), default=1)
-    for part in PART_NAMES:
-        of_bucket: dict[int, tuple[int, list[float]]] = {}  # ranks that came later have narrower ones
-        for of_rank in reader.curves.parts.values():
-            points = of_rank[part].points()
+    """Plot the time of each phase of a step over the whole run: the mean of all ranks."""
+    axis, lines, means = Axis(reader, kind), list[Line](), dict[str, dict[int, float]]()
+    width = max((series.width for by_phase in reader.curves.parts.values() for series in by_phase.values()), default=1)
+    for phase in PART_NAMES:
+        buckets: dict[int, tuple[int, list[float]]] = {}  # ranks that joined later have narrower buckets
+        for by_phase in reader.curves.parts.values():
+            points = by_phase[phase].points()
             for step, mean in zip(points.steps, points.means, strict=True):
-                last, values = of_bucket.get(step // width, (0, []))
-                of_bucket[step // width] = max(last, step), [*values, mean]
-        found[part] = {step: sum(values) / len(values) for step, values in of_bucket.values()}
-    steps = sorted(set(itertools.chain(*found.values())))
+                last, values = buckets.get(step // width, (0, []))
+                buckets[step // width] = max(last, step), [*values, mean]
+        means[phase] = {step: sum(values) / len(values) for step, values in buckets.values()}
+    steps = sorted(set(itertools.chain(*means.values())))
     if not steps:
         return None
-    totals = [sum(of_part.get(step, 0.0) for of_part in found.values()) for step in steps]
+    totals = [sum(phase_means.get(step, 0.0) for phase_means in means.values()) for step in steps]
     unit, factor = ("s", 1.0) if percentile(totals, 0.98) >= 2 else ("ms", 1e3)
-    for part, of_part in found.items():
-        if any(of_part.values()):
-            values = [factor * value for value in of_part.values()]
-            lines.append(Line(PART_NAMES[part], PART_COLOURS[part], axis.of(list(of_part)), values))
+    for phase, phase_means in means.items():
+        if any(phase_means.values()):
+            values = [factor * value for value in phase_means.values()]
+            lines.append(Line(PART_NAMES[phase], PART_COLOURS[phase], axis.of(list(phase_means)), values))
     high = factor * min(1.05 * max(totals), 1.25 * percentile(totals, 0.98))
-    rows = [[f"{step + 1:,}", *(seconds(found[part].get(step)) for part in PART_NAMES)] for _, step in _some(steps)]
+    rows = [[f"{step + 1:,}", *(seconds(means[phase].get(step)) for phase in PART_NAMES)] for _, step in _some(steps)]
     return Plot(Chart(lines, axis.title, f"{unit} of a step, mean of all ranks", (0.0, high or 1.0), stacked=True),
                 ["after step", *PART_NAMES.values()], rows)  # fmt: skip
 
 
 def _raw(points: Points, axis: Axis, colour: str, name: str, width: int) -> tuple[list[Band], list[Line]]:
-    """What a smoothed line hides: each step, or from the least to the greatest of many."""
+    """Return what a smoothed line hides: the value of each step, or the range of each bucket of several."""
     xs = axis.of(points.steps)
     if width > 1:
         return [Band(colour, xs, points.lows, points.highs)], []
@@ -315,11 +318,11 @@ def _raw(points: Points, axis: Axis, colour: str, name: str, width: int) -> tupl
 
 
 def _each(width: int) -> str:
-    return f"Each point stands for {width} steps; the band reaches from the least to the greatest." if width > 1 else ""
+    return f"Each point stands for {width} steps; the band spans their minimum and maximum." if width > 1 else ""
 
 
 def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """(index, step) of a few that are spread over all, the first and the last among them.
+    """Return (index, step) of a few steps spread over all, the first and the last included.
 
     >>> _some([5, 6, 7])
     [(0, 5), (1, 6), (2, 7)]
@@ -327,11 +330,11 @@ def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
     return [(i, steps[i]) for i in spread(len(steps))]
 
 
-# --- who does what ----------------------------------------------------------------------------------------------------
+# --- ranks and hosts --------------------------------------------------------------------------------------------------
 
 
 def strips(reader: Reader) -> list[Strip]:
-    """Of each rank, of many the first ones: its newest steps."""
+    """Return the newest steps of each rank, up to MAX_STRIPS ranks."""
     manifest = reader.manifest
     return [
         Strip(manifest.roster.name_of(rank) if manifest else f"rank {rank}", reader.curves.now(rank, RECENT),
@@ -341,22 +344,22 @@ def strips(reader: Reader) -> list[Strip]:
     ]  # fmt: skip
 
 
-FRESH_S = 60.0  # clocks of hosts are not one
-HOST_HEAD = ["host", "ranks", "share", "arithmetic", "computes", "machine", "now"]
+FRESH_S = 60.0  # generous, because host clocks differ
+HOST_HEAD = ["host", "ranks", "share", "arithmetic", "compute", "machine", "now"]
 
 
 def hosts(reader: Reader) -> list[list[str]]:
-    """Who takes part, with what share of each batch."""
+    """Return a row per host: its ranks, share of the global batch, dtype, compute time, hardware and membership."""
     manifest = reader.manifest
     if manifest is None:
         return []
-    shares, there = _shares(reader, manifest), _there(reader, manifest)
+    shares, present = _shares(reader, manifest), _there(reader, manifest)
     machines = {machine.host: machine for machine in manifest.hosts}
     rows = []
-    for host in dict.fromkeys([*manifest.roster.hosts, *there]):
+    for host in dict.fromkeys([*manifest.roster.hosts, *present]):
         members = [(i, member) for i, member in enumerate(manifest.roster.members) if member.host == host]
         share = sum(shares[i] for i, _ in members if i < len(shares))
-        computes = [mean.compute_s for _, member in members if member.rank in reader.curves.newest
+        compute_times_s = [mean.compute_s for _, member in members if member.rank in reader.curves.newest
                     and (mean := cost(reader, member.rank)).compute_s is not None]  # fmt: skip
         machine = machines.get(host)
         rows.append([
@@ -364,25 +367,26 @@ def hosts(reader: Reader) -> list[list[str]]:
             ", ".join(str(member.rank) for _, member in members),
             f"{share:g} of {manifest.roster.batch}" if members else "",
             ", ".join(dict.fromkeys(member.dtype for _, member in members)),
-            seconds(max(computes)) if computes else "not measured",
+            seconds(max(compute_times_s)) if compute_times_s else "not measured",
             f"{machine.cpu}, {plural(machine.cores, 'core')}, {_memory(machine)}" if machine else "",
-            "took part" if reader.is_over else "takes part" if host in there else "is away",
+            "took part" if reader.is_over else "takes part" if host in present else "is away",
         ])  # fmt: skip
     return rows
 
 
 def machines(reader: Reader, now: float) -> tuple[list[str], list[list[str]]]:
-    """(head, rows): what each told of itself just now; what it sends, of what its links carry where that is known."""
+    """Return (head, rows) of the hosts' newest vitals; traffic is shown next to the measured link bandwidth, if any."""
     prediction = reader.plan.prediction if reader.plan else None
-    fresh = {host: [told] for host, told in reader.vitals.items() if now - told.time < FRESH_S and not reader.is_over}
+    fresh = {host: [vitals] for host, vitals in reader.vitals.items()
+             if now - vitals.time < FRESH_S and not reader.is_over}  # fmt: skip
     head, rows = host_table(fresh)
     if prediction is not None and "sent" in head:
-        known = {host: max(wire.bandwidth_Bps for wire in wires.values())
+        bandwidths_Bps = {host: max(wire.bandwidth_Bps for wire in wires.values())
                  for host, wires in prediction.cluster.wires.items() if wires}  # fmt: skip
-        at = head.index("sent")
+        column = head.index("sent")
         for row in rows:
-            if row[0] in known and row[at] != "–":
-                row[at] += f" of {size(known[row[0]])}/s"
+            if row[0] in bandwidths_Bps and row[column] != "–":
+                row[column] += f" of {size(bandwidths_Bps[row[0]])}/s"
     return ["host", *head[1:]], rows
 
 
@@ -391,18 +395,18 @@ def _memory(machine: Machine) -> str:
 
 
 def _shares(reader: Reader, manifest: Manifest) -> list[float]:
-    """Sequences of a step by place in the Roster: those of the newest division since the ranks are these."""
+    """Return each member's sequences per step, from the newest rebalance since the membership last changed."""
     for event in reversed(reader.events):
-        told = event.get("shares")
-        if event.get("event") == "rebalanced" and isinstance(told, list) and len(told) == manifest.world_size:
-            return [float(share) for share in told if isinstance(share, int | float)]
+        shares = event.get("shares")
+        if event.get("event") == "rebalanced" and isinstance(shares, list) and len(shares) == manifest.world_size:
+            return [float(share) for share in shares if isinstance(share, int | float)]
         if event.get("event") in ("start", "world", "rechosen"):
             break
     return manifest.roster.mean_shares
 
 
 def _there(reader: Reader, manifest: Manifest) -> list[str]:
-    """Hosts of the newest world; of a run that lives on one Roster alone, all."""
+    """Return the hosts of the newest membership epoch, or all hosts of the roster if there was no change."""
     for event in reversed(reader.events):
         if event.get("event") == "world" and isinstance(event.get("hosts"), list):
             return [str(host) for host in event["hosts"]]
@@ -412,7 +416,7 @@ def _there(reader: Reader, manifest: Manifest) -> list[str]:
 
 
 def events(reader: Reader) -> list[Told]:
-    """The newest, newest first."""
+    """Return the newest events as text, newest first."""
     manifest = reader.manifest
     if manifest is None:
         return [Told(None, str(event["event"]), str(event.get("error") or event.get("what") or ""),
@@ -422,13 +426,13 @@ def events(reader: Reader) -> list[Told]:
 
 
 def what(reader: Reader) -> list[str]:
-    """What is trained, on what, how."""
+    """Return the model, the corpus, the hosts, the sync strategy and the dtypes, each as a phrase."""
     manifest = reader.manifest
     if manifest is None:
         return []
     roster = manifest.roster
     return [
-        f"{manifest.spec.model.model if manifest.shape else 'own model'} ({count(manifest.num_params)} parameters)",
+        f"{manifest.spec.model.model if manifest.shape else 'custom model'} ({count(manifest.num_params)} parameters)",
         manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
         f"{plural(manifest.world_size, 'process')} on {', '.join(roster.hosts)}",
         *([f"--sync {roster.sync}"] if manifest.world_size > 1 else []),
