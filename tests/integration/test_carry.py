@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_on_the_host_is_replaced_by_the_one_at_home(home, t
     assert read_checkpoint(there.checkpoint_path(300)) == read_checkpoint(home.checkpoint_path(300))
     assert kept(there) == [("rank-0", "000200"), ("rank-0", "000300")]
     told = capsys.readouterr().out.strip()
-    assert told.endswith("its checkpoint of step 300 was damaged; the one at home takes its place")
+    assert told.endswith("its checkpoint of step 300 was damaged; the local copy replaces it")
     assert [(event["event"], event["error"]) for event in home.events()] == [("checkpoint.damaged", told)]
     restored(home, there, 300)
     assert capsys.readouterr().out == ""

@@ -149,7 +149,7 @@ def test_a_host_that_the_run_has_left_changes_nothing_any_more(
                Plan(kind="train", spec=None, hosts=[part(tmp_path / "elsewhere")]))  # fmt: skip
     before = {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()}
     (there / "manifest.json").write_bytes(b"late news")
-    with pytest.raises(RunError, match="it was started again elsewhere; b has nothing more to tell"):
+    with pytest.raises(RunError, match="the run was restarted; its earlier part on b is no longer copied"):
         mirror.catch_up()
     mirror.follow(lambda: None)
     assert isinstance(mirror.broken, RunError)

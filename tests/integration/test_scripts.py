@@ -20,7 +20,7 @@ def test_a_file_that_is_here_alone(tmp_path):
     (tmp_path / "data" / "train.bin").touch()
     lines = last_words("open('data/train.bin')")
     assert hint_of(lines, "b", str(tmp_path), fleet=True) == (
-        "data/train.bin is here, and did not travel to b: evener launch --include data -- …"
+        "data/train.bin is here, and was not sent to b: evener launch --include data -- …"
     )
     said = hint_of(lines, "b", str(tmp_path / "data"), fleet=True)
     assert said is not None

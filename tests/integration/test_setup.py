@@ -181,7 +181,7 @@ def test_which_python_makes_the_venv(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("base", "check", "text", "hint"),
     [
-        ({"python": None, "seen": ["python3 is 3.9.2"]}, "version.python", "newer is there: python3 is 3.9.2", "uv"),
+        ({"python": None, "seen": ["python3 is 3.9.2"]}, "version.python", "installed: python3 is 3.9.2", "uv"),
         (
             {"python": None, "version": "3.12.1", "lacks_venv": "/usr/bin/python3.12"},
             "setup.venv", "ensurepip is missing", "sudo apt install python3.12-venv",

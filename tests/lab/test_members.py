@@ -103,7 +103,7 @@ def test_a_host_is_added_while_another_one_is_off(make_lab: MakeLab, tmp_path: P
         wait_until(lambda: worlds() == [["a", "b"]], "the run began", WITHIN_S)
         lab.host("b").power_off()
         wait_until(lambda: worlds()[-1] == ["a"], "a goes on", WITHIN_S)
-        assert "b is out of reach: it hears of c from the others" in verb("add", "run", "--host", "c")
+        assert "b is unreachable: it will learn of c from the others" in verb("add", "run", "--host", "c")
         wait_until(lambda: worlds()[-1] == ["a", "c"], "c is let in", WITHIN_S)
         lab.host("b").boot()
         wait_until(lambda: sorted(worlds()[-1]) == ["a", "b", "c"], "b is back", WITHIN_S)

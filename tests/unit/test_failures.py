@@ -150,7 +150,7 @@ def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
     failure = first_failure(rundir, PLAN, {"a": state(), "b": full, "c": state(status=143)})
     assert failure is not None
     assert failure.how == "disk.space: the launcher on b exited with status 1: the disk of b is full"
-    assert failure.hint == "on b: du -xh /b | sort -h | tail shows what takes the room"
+    assert failure.hint == "on b: du -xh /b | sort -h | tail shows the largest folders"
     assert failure.output == ""
     full = state(status=1, failures=died(1, 1, 90.0), full_at=99.5)
     assert named(rundir, a=state(), b=full, c=state()) == "rank 1 on b exited with status 1"

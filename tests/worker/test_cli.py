@@ -159,7 +159,7 @@ def test_a_second_ctrl_c_ends_it_at_once(begin, ranks):
     for rank in started.run.manifest().ranks:
         os.kill(rank.pid, signal.SIGSTOP)
     started.process.send_signal(signal.SIGINT)
-    wait_until(lambda: "once more ends it at once" in started.told(), started.told)
+    wait_until(lambda: "a second Ctrl-C stops at once" in started.told(), started.told)
     started.process.send_signal(signal.SIGINT)
     assert started.process.wait(TIMEOUT_S) == 130
     started.wait_gone()

@@ -1,8 +1,8 @@
-"""How is a run started, followed and ended? On every host by a supervisor that needs nobody afterwards.
+"""Launch, query and stop a run: each host runs a supervisor that needs no controller afterwards.
 
 preflight ─▶ plan ─▶ send code and data ─▶ start on all hosts ─▶ mirror ─▶ the first failure, or the result
 
-A run on this machine alone goes the same way (`here.py`); there is nothing to send, nothing to copy, and it may be
+A run on this machine alone is launched the same way (`local_run.py`), but nothing is sent or copied, and it may be
 attached to the program that started it.
 """
 
@@ -59,83 +59,84 @@ Progress = Callable[[str], None]
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts that were examined and may take part."""
+    """Hosts that passed the preflight."""
 
     id: str
     places: list[Place]
     port: int
-    findings: list[Finding]  # warnings that do not stand in the way
-    fleet_file: str | None = None  # that names them; None: this machine alone
+    findings: list[Finding]  # warnings, which do not prevent the launch
+    fleet_file: str | None = None  # that lists the hosts; None: this machine alone
 
     @property
     def is_here(self) -> bool:
-        """Is it this machine alone, the run's folder being the run directory?"""
+        """Return whether the run is on this machine alone, with the run directory as its folder."""
         return all(place.is_here for place in self.places)
 
     def seats(self, machine: MachineSpec) -> list[Seat]:
-        """What its ranks take, by rank."""
+        """Return the rank slots (device, numeric support), by rank."""
         return [seat for place in self.places for seat in place.seats(machine)]
 
     def roster(self, resolved: Resolved) -> Roster:
-        """With which a training on them begins where nobody knows how fast they are; UsageError where none can."""
+        """Return the initial roster, for hosts of unknown speed. UsageError if they cannot train together."""
         return first_roster(resolved.spec, self.seats(resolved.spec.machine), resolved.shape.block_size)
 
 
 def prepare(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], name: str, run_id: str | None = None,
             port: int | None = None, machine: MachineSpec = AS_THE_FLEET_SAYS) -> Prepared:  # fmt: skip
-    """Look at the hosts as `doctor` does, quickly; RunError with the findings where they cannot train together.
+    """Run doctor's quick checks on the hosts. RunError with the findings if they cannot train together.
 
-    `machine` is what the run asks of them beside its fleet file.
+    `machine` holds the run's own settings beside the fleet file.
     """
-    wanted = port or RENDEZVOUS_PORT
-    found = _examined(fleet, sessions, errors, wanted, machine)
+    wanted_port = port or RENDEZVOUS_PORT
+    preflight = _examined(fleet, sessions, errors, wanted_port, machine)
     first = next(iter(fleet.hosts))
-    low, high = found.facts[first].port_range
-    free = sessions[first].call(
-        "runs", "free_port", address=found.ways[first].address, wanted=wanted, low=low, high=high
+    low, high = preflight.facts[first].port_range
+    free_port = sessions[first].call(
+        "runs", "free_port", address=preflight.ways[first].address, wanted=wanted_port, low=low, high=high
     )
-    if free != wanted:
-        if port is not None or free is None:
-            raise RunError(f"{first}: port {wanted} is taken", hint=f"evener doctor{fleet.flag} names who holds it")
-        found = _examined(fleet, sessions, errors, free, machine)  # is this one open to the others, too?
+    if free_port != wanted_port:
+        if port is not None or free_port is None:
+            hint = f"evener doctor{fleet.flag} names who holds it"
+            raise RunError(f"{first}: port {wanted_port} is taken", hint=hint)
+        preflight = _examined(fleet, sessions, errors, free_port, machine)  # check that the others reach this port, too
     run_id = run_id or secrets.token_hex(6)
     places = [
         Place(
             name=host,
             host=fleet.hosts[host],
-            address=found.ways[host].address,
-            interface=found.ways[host].interface,
-            python=found.facts[host].python,
-            workdir=found.facts[host].workdir,
-            run=f"{found.facts[host].workdir}/runs/{name}-{run_id[:6]}",
-            cores=found.facts[host].cores,
-            gpus=found.facts[host].gpus,
-            gpus_have_bf16=found.facts[host].gpus_have_bf16,
-            has_bf16=found.facts[host].has_bf16,
-            is_linux=found.facts[host].system.startswith("Linux"),
+            address=preflight.ways[host].address,
+            interface=preflight.ways[host].interface,
+            python=preflight.facts[host].python,
+            workdir=preflight.facts[host].workdir,
+            run=f"{preflight.facts[host].workdir}/runs/{name}-{run_id[:6]}",
+            cores=preflight.facts[host].cores,
+            gpus=preflight.facts[host].gpus,
+            gpus_have_bf16=preflight.facts[host].gpus_have_bf16,
+            has_bf16=preflight.facts[host].has_bf16,
+            is_linux=preflight.facts[host].system.startswith("Linux"),
         )
         for host in fleet.hosts
     ]
-    warnings = [finding for finding in found.findings if finding.severity == "warning"]
+    warnings = [finding for finding in preflight.findings if finding.severity == "warning"]
     file = str(Path(fleet.file).absolute()) if fleet.file else None
-    return Prepared(id=run_id, places=places, port=free, findings=warnings, fleet_file=file)
+    return Prepared(id=run_id, places=places, port=free_port, findings=warnings, fleet_file=file)
 
 
 def _examined(
     fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], port: int, machine: MachineSpec
 ) -> Survey:
-    found = survey(fleet, sessions, errors, quick=True, port=port, machine=machine)
-    if found.errors:
+    preflight = survey(fleet, sessions, errors, quick=True, port=port, machine=machine)
+    if preflight.errors:
         raise RunError(
-            f"{len(found.errors)} {'obstacle' if len(found.errors) == 1 else 'obstacles'} on the fleet",
+            f"{len(preflight.errors)} {'obstacle' if len(preflight.errors) == 1 else 'obstacles'} on the fleet",
             hint=f"evener doctor{fleet.flag}{' --private' * machine.private} looks closer",
-            output="\n".join(_told(finding) for finding in found.errors),
+            output="\n".join(_told(finding) for finding in preflight.errors),
         )
-    return found
+    return preflight
 
 
 def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, resume: bool) -> tuple[Plan, list[Tree]]:
-    """evener's own worker on all hosts, and what they must have for it: corpus and weights."""
+    """Plan a training with evener's own worker on all hosts; also return the trees to send: corpus and weights."""
     spec = resolved.spec
     weights = None if spec.model.init_from is None or resume else weights_file(spec.model.init_from)
     trees: list[Tree] = []
@@ -158,9 +159,9 @@ def plan_training(prepared: Prepared, resolved: Resolved, roster: Roster, *, res
 def plan_script(
     prepared: Prepared, folder: Path, program: list[str], environment: Mapping[str, str], include: Sequence[str] = ()
 ) -> tuple[Plan, list[Tree]]:
-    """A program of the user's own on all hosts, and its project, which on this machine alone stays where it is.
+    """Plan a user's program on all hosts; also return its project's tree, unless the run is on this machine alone.
 
-    Of the folder `include` travels too, though git ignores it.
+    Files of the folder that `include` names are sent even if git ignores them.
     """
     trees = [] if prepared.is_here else [describe(folder, include)]
     project = Project(str(folder), trees[0].digest, project_name(folder)) if trees else None
@@ -169,14 +170,14 @@ def plan_script(
 
 
 def project_name(folder: Path) -> str:
-    """Of its place on every host: the folder's own, and of which machine and where it is."""
+    """Return the name of a project's folder on the hosts: the folder's name and a hash of this machine and its path."""
     where = f"{this_machine().host}:{folder}".encode("utf-8", "surrogateescape")
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.") or "project"
     return f"{readable}-{hashlib.blake2b(where, digest_size=4).hexdigest()}"
 
 
 def deliver(trees: list[Tree], plan: Plan, sessions: Sessions, say: Progress) -> None:
-    """Send what the hosts lack, and bring a project's folder there up to date."""
+    """Send the blobs that the hosts lack, and update the project's folder on each."""
     for tree in trees:
         for name, arrived in send(sessions, plan.fleet, tree).items():
             if arrived.sent_bytes:
@@ -193,58 +194,58 @@ def deliver(trees: list[Tree], plan: Plan, sessions: Sessions, say: Progress) ->
 
     for name, pids in for_each([host.name for host in plan.hosts], sync).items():
         if pids:
-            say(f"warning: {name}: another run of this project is going on there (pid {pids[0]}): what changed of its "
-                "files changed under it too")  # fmt: skip
+            say(f"warning: {name}: another run of this project is active there (pid {pids[0]}): its changed files "
+                "were replaced under that run too")  # fmt: skip
 
 
 def start(
     rundir: RunDir, plan: Plan, sessions: Sessions, *, attached: bool = False
 ) -> contextlib.AbstractContextManager[object]:
-    """Start the run on all hosts; where one cannot, the others are ended again and RunError says which.
+    """Start the run on all hosts. If one cannot start, stop the others and raise a RunError that names it.
 
-    A run that is attached (on this machine alone) lasts as long as what is returned: when that is closed, at the latest
-    with this program, however it ends, the ranks save and leave.
+    An attached run (on this machine alone) lasts as long as the returned lock: when it is closed, at the latest when
+    this program ends for any reason, the ranks save and exit.
     """
-    is_new, before = not rundir.path.exists(), find_plan(rundir)
-    hold: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    is_new, previous_plan = not rundir.path.exists(), find_plan(rundir)
+    attach_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
         rundir.path.mkdir(parents=True, exist_ok=True)
         if attached:
-            hold = _hold(rundir)
+            attach_lock = _hold(rundir)
         write_plan(rundir, plan)
     except BlockingIOError:
         raise RunError(f"{rundir}: this run is running here already", hint=f"evener logs -f {rundir}") from None
-    except OSError as refused:
-        raise UsageError(f"{rundir}: {refused.strerror}", hint="another --out") from None
+    except OSError as os_error:
+        raise UsageError(f"{rundir}: {os_error.strerror}", hint="another --out") from None
 
-    def begin(name: str) -> str | None:
+    def start_one(name: str) -> str | None:
         return start_host(rundir, plan, name, sessions[name], attached=attached)
 
     def undo(names: list[str]) -> None:
-        """End what was started, and leave the run directory as it was."""
-        ended = stop(rundir, msgspec.structs.replace(plan, hosts=[plan.host(name) for name in names]), now=True)
-        if is_new and not any(isinstance(one, HostError) for one in ended.values()):
+        """Stop the hosts that were started, and restore the run directory."""
+        stopped = stop(rundir, msgspec.structs.replace(plan, hosts=[plan.host(name) for name in names]), now=True)
+        if is_new and not any(isinstance(result, HostError) for result in stopped.values()):
             shutil.rmtree(rundir.path)
-        elif before is not None:
-            write_plan(rundir, before)
+        elif previous_plan is not None:
+            write_plan(rundir, previous_plan)
 
     names = [host.name for host in plan.hosts]
     try:
-        told = for_each(names, begin)
+        results = for_each(names, start_one)
     except KeyboardInterrupt:
         undo(names)
         raise
-    failed = {name: error for name, error in told.items() if error is not None}
+    failed = {name: error for name, error in results.items() if error is not None}
     if failed:
         undo([name for name in names if name not in failed])
         name, error = next(iter(failed.items()))
         raise RunError(f"the run did not start on {name}: {error}", hint=f"evener doctor{plan.fleet.flag} looks closer")
     tell(rundir, plan, "launched", hosts=names, world_size=plan.world_size)
-    return hold
+    return attach_lock
 
 
 def start_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attached: bool = False) -> str | None:
-    """Start a host's part of the run; why it does not start, None where it does."""
+    """Start a host's part of the run. Return None, or the reason if it does not start."""
     host = plan.host(name)
     spec = {
         "id": plan.id,
@@ -259,9 +260,9 @@ def start_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attac
         "grace_s": plan.grace_s,
         "attached": str(_hold_path(rundir)) if attached else None,
     }
-    of_ranks = [memory_file(local_rank) for local_rank in range(host.num_ranks)]
-    of_before = (CLUSTER_FILE, KEPT_FILE, NEEDS_FILE, KEPT_OUT_FILE, KILLED_FILE, SAVE_FILE, *of_ranks)
-    files = dict.fromkeys(of_before, None) | files_of_members(plan, host)
+    rank_files = [memory_file(local_rank) for local_rank in range(host.num_ranks)]
+    stale_files = (CLUSTER_FILE, KEPT_FILE, NEEDS_FILE, KEPT_OUT_FILE, KILLED_FILE, SAVE_FILE, *rank_files)
+    files = dict.fromkeys(stale_files, None) | files_of_members(plan, host)
     if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
     supervisor = (REMOTE / "supervisor.py").read_text()
@@ -271,13 +272,13 @@ def start_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attac
     except RemoteError as error:
         return error.message
     except HostError as error:
-        session.close()  # and with it what it may still be doing there
+        session.close()  # and with it the call that may still be running there
         return str(error)
     return None
 
 
 def files_of_members(plan: Plan, host: HostPlan) -> dict[str, str | None]:
-    """What a host's part of the run holds of who takes part, by file; None: no such file."""
+    """Return the membership files of a host's part of the run (path: content); None: the file must not exist."""
     return {
         ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None,
         AGENT_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None,
@@ -285,7 +286,7 @@ def files_of_members(plan: Plan, host: HostPlan) -> dict[str, str | None]:
 
 
 def _hold(rundir: RunDir) -> contextlib.AbstractContextManager[object]:
-    """A lock that this program alone has, and that no way to end it leaves behind."""
+    """Take the lock that ties the run to this program; the kernel releases it however the program ends."""
     path = _hold_path(rundir)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     file = path.open("w")
@@ -298,14 +299,14 @@ def _hold_path(rundir: RunDir) -> Path:
 
 
 def note_findings(rundir: RunDir, plan: Plan, prepared: Prepared) -> None:
-    """The preflight's warnings as events: whoever explains the run later must know that a host was swapping."""
+    """Record the preflight's warnings as events, so that a later report knows that a host was swapping."""
     for finding in prepared.findings:
         facts = {"host": finding.host, "peer": finding.peer, "evidence": finding.evidence, "fix": finding.fix}
         tell(rundir, plan, finding.check, **facts)
 
 
 def conclude(rundir: RunDir, plan: Plan, ended: Mapping[str, State]) -> Failure | None:
-    """Record how a run ended of which these are the hosts' last states; its first failure."""
+    """Record how the run ended, from the hosts' last states, and return its first failure."""
     failure = first_failure(rundir, plan, ended)
     if failure is None:
         close_manifest(rundir, "stopped")
@@ -315,14 +316,14 @@ def conclude(rundir: RunDir, plan: Plan, ended: Mapping[str, State]) -> Failure 
 
 
 def close_manifest(rundir: RunDir, verdict: str) -> None:
-    """How the run ended, of whose end rank 0 could not tell any more."""
+    """Write the verdict into the manifest if rank 0 could no longer do so."""
     if rundir.is_run() and rundir.manifest().verdict == "running":
         ended = msgspec.structs.replace(rundir.manifest(), verdict=verdict, ended=time.time())
         RunWriter(rundir.path).write_manifest(ended)
 
 
 def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, State | HostError]:
-    """End the run on every host; returns when no process of it is left on those that can be reached."""
+    """Stop the run on every host; return when no process of it is left on the reachable ones."""
 
     def end(session: Session, host: HostPlan) -> State:
         state: State = {}
@@ -334,40 +335,41 @@ def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, State | 
 
 
 def save(rundir: RunDir, plan: Plan) -> None:
-    """Ask the ranks for a checkpoint after their next steps, on the first host that takes part and can be reached; the
-    error of the last where none can.
+    """Request a checkpoint after the next steps, through the first reachable host that takes part.
+
+    Raises the last host's error if none can be reached.
     """
-    train = set(rundir.manifest().roster.hosts)
-    for host in [host for host in plan.hosts if host.name in train] or plan.hosts:
+    training_hosts = set(rundir.manifest().roster.hosts)
+    for host in [host for host in plan.hosts if host.name in training_hosts] or plan.hosts:
         try:
             with contextlib.closing(open_session(host.name, host.host)) as session:
                 session.call("runs", "put", run=host.folder(rundir), files={SAVE_FILE: ""})
             return
         except RemoteError as error:
-            failed = host_failed(error, plan.fleet)
+            last_error = host_failed(error, plan.fleet)
         except HostError as error:
-            failed = error
-    raise failed
+            last_error = error
+    raise last_error
 
 
 def states(rundir: RunDir, plan: Plan) -> dict[str, State | HostError]:
-    """How the run is doing on every host."""
+    """Query every host for the state of the run."""
     return _ask(plan, lambda session, host: state_of(session.call("runs", "status", run=host.folder(rundir)) or GONE))
 
 
 def known_states(rundir: RunDir, plan: Plan) -> dict[str, State]:
-    """The last state of every host that came home; nobody is asked."""
-    known = {}
+    """Return the last mirrored state of every host, without a query."""
+    cached = {}
     for host in plan.hosts:
         try:
-            known[host.name] = state_of(from_json(read_file(host.state_path(rundir)), dict[str, Any]))
-        except (OSError, msgspec.MsgspecError):  # none, or damaged: its host is asked again
-            known[host.name] = {}
-    return known
+            cached[host.name] = state_of(from_json(read_file(host.state_path(rundir)), dict[str, Any]))
+        except (OSError, msgspec.MsgspecError):  # missing or damaged: its host is queried again
+            cached[host.name] = {}
+    return cached
 
 
 def catch_up(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
-    """Bring home once what the hosts have; the hosts that could not be reached."""
+    """Mirror all hosts once; return the errors of those that could not be reached."""
 
     def copy(name: str) -> HostError | None:
         try:
@@ -397,7 +399,7 @@ def _ask(plan: Plan, question: Callable[[Session, HostPlan], State]) -> dict[str
 
 
 def _record_failure(rundir: RunDir, plan: Plan, failure: Failure) -> None:
-    """In the events, once for each start; and in the manifest, if rank 0 could not do it any more."""
+    """Record the failure in the events, once for each start, and in the manifest if rank 0 could no longer do so."""
     since_start: list[str] = []
     for event in rundir.events():
         since_start = [] if event["event"] in ("launched", "world") else [*since_start, event["event"]]

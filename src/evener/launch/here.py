@@ -1,14 +1,14 @@
-"""How does a run on this machine alone go? As on a fleet of one host, with the same supervisor, logs and sentences.
+"""Run on this machine alone: as on a fleet of one host, with the same supervisor, logs and messages.
 
-    with this_machine_connected() as sessions:
-        prepared = prepare_here(sessions, rundir, ranks=2)
-        plan, _ = plan_training(prepared, resolved, prepared.roster(resolved), resume=False)
-        stay_with(rundir, plan, sessions, observe)
+    with open_local_session() as sessions:
+        prepared = prepare_local(sessions, rundir, ranks=2)
+        plan, _ = plan_training(prepared, resolved, prepared.initial_roster(resolved), resume=False)
+        run_attached(rundir, plan, sessions, observe)
 
-What differs is the reach: no ssh, no look at the network, nothing to send or to copy, for the run's folder is the run
-directory. And as people expect of a local program the run ends with the one that started it: Ctrl-C and SIGTERM let
-the ranks finish their step and save, a second one ends them at once, and when this program is killed, or its terminal
-closed, the supervisor sees its lock go and does as after one Ctrl-C. With --detach the run is left alone.
+Differences: no ssh, no network checks, and nothing to send or copy, since the run's folder is the run directory. As
+users expect of a local program, the run ends with the program that started it: Ctrl-C and SIGTERM let the ranks finish
+their step and save, and a second one kills them. When this program is killed or its terminal closed, the supervisor
+detects that its lock is released and acts as after one Ctrl-C. With --detach the run continues.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOOPBACK = "127.0.0.1"
 
 @contextlib.contextmanager
 def this_machine_connected() -> Iterator[Sessions]:
-    """A session with this machine, under the name that runs call it by."""
+    """Open a session with this machine, under its name in runs."""
     with connect(Fleet(hosts={this_machine().host: Host(address="local")})) as (sessions, errors):
         for error in errors.values():
             raise error
@@ -55,9 +55,9 @@ def this_machine_connected() -> Iterator[Sessions]:
 
 def prepare_here(sessions: Sessions, rundir: RunDir, *, ranks: int | None, threads: int | None = None,
                  run_id: str | None = None, cwd: Path | None = None) -> Prepared:  # fmt: skip
-    """This machine as the only host of a run, its programs to be started in `cwd` [the current folder].
+    """Prepare this machine as the only host of a run, with programs started in `cwd` [the current folder].
 
-    Of several `ranks` each has a GPU of its own, or all are on the processor; None: one a GPU, else one.
+    Each of several `ranks` has its own GPU, or all are on the CPU; None: one rank a GPU, or one on the CPU.
     """
     name = this_machine().host
     devices = from_tree(sessions[name].call("facts", "devices"), Devices)
@@ -83,13 +83,13 @@ def prepare_here(sessions: Sessions, rundir: RunDir, *, ranks: int | None, threa
 
 def stay_with(rundir: RunDir, plan: Plan, sessions: Sessions, observe: Observer,
               on_change: Callable[[Mirror], None] = lambda mirror: None) -> dict[str, State]:  # fmt: skip
-    """Start a run that ends with this program, and follow it to its end: its last states, by host.
+    """Start a run that ends with this program, and follow it to its end; return its last states, by host.
 
-    A training that never began, because of what was asked for or because it was stopped, leaves no directory.
+    A training that never began, because the request was wrong or it was stopped, leaves no directory.
     """
     is_new = not rundir.path.exists()
 
-    def forget() -> None:
+    def remove_empty_run() -> None:
         if is_new and plan.kind == "train" and not rundir.is_run():
             shutil.rmtree(rundir.path, ignore_errors=True)
 
@@ -98,27 +98,27 @@ def stay_with(rundir: RunDir, plan: Plan, sessions: Sessions, observe: Observer,
             ended = follow(rundir, plan, observe, lambda host: None, on_change)
         except EvenerError as error:
             if error.exit_status == UsageError.exit_status:
-                forget()
+                remove_empty_run()
             raise
     if any(state.get("stopped") for state in ended.values()):
-        forget()
+        remove_empty_run()
     return ended
 
 
 @contextlib.contextmanager
 def _ending_it_on_signals(rundir: RunDir, plan: Plan) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the ranks to save and leave; a second one ends them at once."""
-    asked = 0
+    """Stop the run on Ctrl-C and SIGTERM: the first lets the ranks save, the second kills them."""
+    num_signals = 0
 
-    def ask(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1 and plan.grace_s:
-            print("stopping: the step is finished and saved first; once more ends it at once", file=sys.stderr)
-        now = asked > 1
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1 and plan.grace_s:
+            print("stopping after this step and a checkpoint; a second Ctrl-C stops at once", file=sys.stderr)
+        now = num_signals > 1
         threading.Thread(target=stop, args=(rundir, plan), kwargs={"now": now}, daemon=True).start()
 
-    previous: dict[int, Any] = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[int, Any] = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -127,19 +127,19 @@ def _ending_it_on_signals(rundir: RunDir, plan: Plan) -> Iterator[None]:
 
 
 def _visible(gpus: list[str]) -> list[str]:
-    """Those that CUDA shows to programs started from here.   [CUDA_VISIBLE_DEVICES]"""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is None:
+    """Return the GPUs that CUDA shows to programs started by this one.   [CUDA_VISIBLE_DEVICES]"""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return gpus
-    return gpus[: len([word for word in told.split(",") if word.strip() and not word.strip().startswith("-")])]
+    return gpus[: len([entry for entry in visible.split(",") if entry.strip() and not entry.strip().startswith("-")])]
 
 
 def _torch_has_cuda() -> bool:
-    """Was the torch that is installed here built for CUDA? Nothing of it is imported."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    """Return whether the torch installed here was built for CUDA, without importing it."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
         return False
     with contextlib.suppress(OSError):
-        text = Path(found.origin).with_name("version.py").read_text()
+        text = Path(spec.origin).with_name("version.py").read_text()
         return re.search(r"^cuda\b.*=\s*'", text, re.MULTILINE) is not None
     return False

@@ -1,9 +1,9 @@
-"""What does a program of ours say that needs torch: on this machine, or on every host of a fleet?
+"""Run one of evener's own torch programs on this machine or on every host of a fleet, and yield its output lines.
 
-    for rank, line in lines_here(2, "evener.worker.collectives", "{…}"): …
-    for rank, line in lines_of_fleet(prepared, sessions, "evener.worker.collectives", "{…}"): …
+    for line in local_program_lines(2, "evener.worker.collectives", "{…}"): …
+    for host, line in fleet_program_lines(prepared, sessions, "evener.worker.collectives", {"a": "{…}"}): …
 
-It prints lines of JSON; whatever else its ranks say is shown when it fails.
+The program prints lines of JSON; the other output of its ranks is shown only when it fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 
 def lines_here(num_ranks: int, module: str, arg: str, *, threads: int | None = None) -> Generator[str]:
-    """Lines of JSON that `num_ranks` processes of a module print on this machine, as they come."""
+    """Yield the JSON lines that `num_ranks` processes of a module print on this machine, as they are printed."""
     with this_machine_connected() as sessions, _folder() as folder:
         prepared = prepare_here(sessions, RunDir(folder), ranks=num_ranks, threads=threads)
         args = {place.name: arg for place in prepared.places}
@@ -44,7 +44,7 @@ def lines_here(num_ranks: int, module: str, arg: str, *, threads: int | None = N
 
 
 def told(line: str) -> Iterator[str]:
-    """The line, if it is one of the program's own; the EvenerError that it tells is raised."""
+    """Yield the line if it is JSON of the program; raise the EvenerError that it reports."""
     if line.startswith(ERROR):
         error = from_json(line, dict[str, str])
         kind = getattr(errors, error["kind"])
@@ -57,10 +57,10 @@ def told(line: str) -> Iterator[str]:
 def lines_of_fleet(
     prepared: Prepared, sessions: Sessions, module: str, args: Mapping[str, str], *, num_ranks: int | None = None
 ) -> Generator[tuple[str, str]]:
-    """(host, line) of the lines of JSON that a module prints on every host, as they come home; `args` is each host's.
+    """Yield (host, line) for the JSON lines that a module prints on every host, as they arrive; `args` is by host.
 
-    `num_ranks` processes on every host, or as many as its table in the fleet says. When it is left, nothing of the
-    program runs any more, and its folders are gone.
+    Runs `num_ranks` processes on every host, or as many as its table in the fleet file says. When the generator is
+    closed, the program has been stopped and its folders removed.
     """
     if num_ranks is not None:
         places = [
@@ -74,7 +74,7 @@ def lines_of_fleet(
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A place for a run directory that nobody needs afterwards."""
+    """Yield the path of a temporary run directory."""
     with tempfile.TemporaryDirectory(prefix="evener-probe-") as folder:
         yield Path(folder) / "run"
 
@@ -83,7 +83,7 @@ def _lines(
     prepared: Prepared, sessions: Sessions, rundir: RunDir, module: str, args: Mapping[str, str]
 ) -> Generator[tuple[str, str]]:
     plan = _plan(prepared, module, args)
-    hold = fleet.start(rundir, plan, sessions, attached=plan.is_here)
+    attach_lock = fleet.start(rundir, plan, sessions, attached=plan.is_here)
     try:
         logs = {
             (host.name, rank): follow_lines(rundir.log_path(host.name, rank))
@@ -91,20 +91,20 @@ def _lines(
             for rank in range(host.first_rank, host.first_rank + host.num_ranks)
         }
 
-        def news() -> Generator[tuple[str, str]]:
+        def new_lines() -> Generator[tuple[str, str]]:
             for (name, _), follower in logs.items():
-                for line in next(follower):  # TIME o text
+                for line in next(follower):  # TIME STREAM TEXT
                     for text in told(line.decode(errors="replace").partition(" ")[2][2:]):
                         yield name, text
 
-        with hold, Mirror(rundir, plan) as mirror:
+        with attach_lock, Mirror(rundir, plan) as mirror:
             done = False
             while not done:
                 done = mirror.is_done
-                yield from news()
-                lost = [host.error for host in mirror.hosts.values() if host.error is not None]
-                if lost:
-                    raise lost[0]  # what nobody sees need not be measured
+                yield from new_lines()
+                host_errors = [host.error for host in mirror.hosts.values() if host.error is not None]
+                if host_errors:
+                    raise host_errors[0]  # a measurement that cannot be read is useless
                 if not done:
                     mirror.wait(POLL_S)
             states = {name: host.state or {} for name, host in mirror.hosts.items()}
@@ -120,7 +120,7 @@ def _lines(
 
 
 def _plan(prepared: Prepared, module: str, args: Mapping[str, str]) -> Plan:
-    """The launcher's own plan for a program, without a project."""
+    """Plan a program of evener's own, without a project."""
     program = ["-m", module]
     plan = script_plan(prepared.id, prepared.places, prepared.port, program, {}, project=None)
     hosts = []

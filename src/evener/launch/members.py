@@ -1,4 +1,4 @@
-"""How does a host leave a run that goes on, how does it come back, and how is another one added?"""
+"""Remove a host from a running run, let it rejoin, or add a new one."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from evener.launch.mirror import GONE, State, host_failed
 from evener.launch.ship import WORK_S
 from evener.launch.tree import describe_data
 
-LEAVE_S = 660.0  # to finish a step, which may take minutes, and save
+LEAVE_S = 660.0  # for a step, which may take minutes, and a checkpoint
 
 
 def leave(rundir: RunDir, plan: Plan, name: str) -> State:
-    """Take a host out of a run that goes on without it; its last state. HostError where it cannot be reached."""
+    """Remove a host from a run that continues without it; return its last state. HostError if it is unreachable."""
     host, state = plan.host(name), dict[str, Any]()
     try:
         with contextlib.closing(open_session(name, host.host)) as session:
-            why = "somebody asked for it"
-            for item in session.stream("runs", "leave", run=host.folder(rundir), why=why, timeout_s=LEAVE_S):
+            reason = "somebody asked for it"
+            for item in session.stream("runs", "leave", run=host.folder(rundir), why=reason, timeout_s=LEAVE_S):
                 state = item or GONE
     except RemoteError as error:
         raise host_failed(error, plan.fleet) from None
@@ -41,7 +41,7 @@ def leave(rundir: RunDir, plan: Plan, name: str) -> State:
 
 
 def rejoin(rundir: RunDir, plan: Plan, name: str) -> None:
-    """Let a host take part again that left the run, or went down; RunError where it does take part."""
+    """Let a host that left the run or went down take part again. RunError if it already does."""
     host = plan.host(name)
     try:
         with contextlib.closing(open_session(name, host.host)) as session:
@@ -51,89 +51,90 @@ def rejoin(rundir: RunDir, plan: Plan, name: str) -> None:
 
 
 def admit(rundir: RunDir, fleet: Fleet, name: str, say: Progress) -> Plan:
-    """Add a host of `fleet` to a run that goes on, which never had it; the plan from here on. UsageError, RunError or
-    HostError where it can't take part: the run then goes on as it was.
+    """Add a new host of `fleet` to a running run; return the new plan.
 
-    The run's hosts learn of it before it begins. Those that are out of reach hear of it from the others, before they
-    could be in a world with it.
+    UsageError, RunError or HostError if it cannot take part; the run is then unchanged. The run's hosts receive the new
+    membership before the new host starts. Unreachable ones receive it from the others before any epoch that includes
+    the new host.
     """
     with _alone(rundir):
         plan = read_plan(rundir)
         spec, hosts = plan.spec, {host.name: host.host for host in plan.hosts} | {name: fleet.hosts[name]}
-        whole = msgspec.structs.replace(fleet, hosts=hosts)
+        all_hosts = msgspec.structs.replace(fleet, hosts=hosts)
         if spec is None or name in {host.name for host in plan.hosts}:
             raise UsageError(f"{rundir} has a host {name} already", hint=f"evener runs; evener logs -f {rundir}")
-        with connect(whole) as (sessions, errors):
-            if name in errors or len(sessions) < 2:  # it, or all others
+        with connect(all_hosts) as (sessions, errors):
+            if name in errors or len(sessions) < 2:  # the new host, or all others
                 raise errors.get(name) or next(iter(errors.values()))
-            for away in errors:
-                say(f"{away} is out of reach: it hears of {name} from the others")
-            place = _looked_at(rundir, plan, whole, sessions, name)
+            for unreachable in errors:
+                say(f"{unreachable} is unreachable: it will learn of {name} from the others")
+            newcomer = _looked_at(rundir, plan, all_hosts, sessions, name)
             _check_corpus(rundir, spec.data.data)
             tree = describe_data(spec.data.data)
-            joined = joined_plan(plan, place, f"{place.workdir}/trees/{tree.digest}", _edition())
-            part = msgspec.structs.replace(joined, hosts=[joined.host(name)])
-            launcher.deliver([tree], part, {name: sessions[name]}, say)
+            joined = joined_plan(plan, newcomer, f"{newcomer.workdir}/trees/{tree.digest}", _edition())
+            newcomer_plan = msgspec.structs.replace(joined, hosts=[joined.host(name)])
+            launcher.deliver([tree], newcomer_plan, {name: sessions[name]}, say)
             try:
                 _tell(rundir, joined, sessions, name)
                 write_plan(rundir, joined)
-                if (why := launcher.start_host(rundir, joined, name, sessions[name])) is not None:
-                    raise RunError(f"{name} did not start: {why}", hint=f"evener doctor{fleet.flag} looks closer")
+                if (reason := launcher.start_host(rundir, joined, name, sessions[name])) is not None:
+                    raise RunError(f"{name} did not start: {reason}", hint=f"evener doctor{fleet.flag} looks closer")
             except BaseException:
-                ended = launcher.stop(rundir, part, now=True)[name]  # it may have begun, and the word of it been lost
-                if not isinstance(ended, HostError):
-                    without = _without(joined, plan)
-                    write_plan(rundir, without)
+                # It may have started although the reply was lost.
+                stopped = launcher.stop(rundir, newcomer_plan, now=True)[name]
+                if not isinstance(stopped, HostError):
+                    reverted = _without(joined, plan)
+                    write_plan(rundir, reverted)
                     with contextlib.suppress(HostError):
-                        _tell(rundir, without, sessions, name)
+                        _tell(rundir, reverted, sessions, name)
                 raise
     return joined
 
 
 @contextlib.contextmanager
 def _alone(rundir: RunDir) -> Iterator[None]:
-    """Nobody else adds a host to it meanwhile; RunError where somebody does."""
-    with contextlib.ExitStack() as held:
+    """Lock the run against other additions of a host. RunError if another terminal is adding one."""
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(alone(rundir, None, "add.lock"))
+            stack.enter_context(alone(rundir, None, "add.lock"))
         except BlockingIOError:
-            hint = "when that is done, again"
+            hint = "try again when that is done"
             raise RunError(f"{rundir}: another terminal is adding a host to it", hint=hint) from None
         yield
 
 
 def _looked_at(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sessions, name: str) -> Place:
-    """The newcomer, where it and the others reach each other as the run needs it."""
+    """Run the preflight for the new host and the reachable ones; return the new host. RunError if it does not pass."""
     assert plan.spec is not None
-    there = [host for host in plan.hosts if host.name in sessions]
+    present = [host for host in plan.hosts if host.name in sessions]
     reached = msgspec.structs.replace(whole, hosts={name: whole.hosts[name] for name in sessions})
-    # The run's own port is taken on the others: what is looked at is the way to another one.
-    another = _free_port(sessions[there[0].name], there[0].address, plan.port + 1)
+    # The run's port is in use on the others: check the connection on another one.
+    probe_port = _free_port(sessions[present[0].name], present[0].address, plan.port + 1)
     machine = plan.spec.machine
-    prepared = launcher.prepare(reached, sessions, {}, rundir.path.name, plan.id, port=another, machine=machine)
+    prepared = launcher.prepare(reached, sessions, {}, rundir.path.name, plan.id, port=probe_port, machine=machine)
     places = {place.name: place for place in prepared.places}
-    for host in there:
-        found = places[host.name].address
-        if found != host.address:
+    for host in present:
+        address = places[host.name].address
+        if address != host.address:
             hint = f'interface = "{host.interface}" under [hosts.{host.name}], if {name} is in that network too'
-            raise RunError(f"{name} reaches {host.name} at {found}, and the run is at {host.address}", hint=hint)
+            raise RunError(f"{name} reaches {host.name} at {address}, and the run is at {host.address}", hint=hint)
     if _free_port(sessions[name], places[name].address, plan.port) != plan.port:
-        raise RunError(f"{name}: port {plan.port}, on which the run's agents hear each other, is taken",
+        raise RunError(f"{name}: port {plan.port} is taken, which the run's agents use",
                        hint=f"evener doctor{whole.flag} names who holds it")  # fmt: skip
     return places[name]
 
 
 def _check_corpus(rundir: RunDir, folder: str) -> None:
-    """UsageError where the folder holds another text than that on which the run trains."""
+    """Raise UsageError if the folder does not hold the corpus that the run trains on."""
     trained = rundir.manifest().corpus if rundir.is_run() else None
     if trained is not None and load_corpus(Path(folder)).content_hash != trained.content_hash:
         raise UsageError(
-            f"{folder}: not the corpus on which {rundir} trains", hint="from the folder where it was begun"
+            f"{folder}: not the corpus on which {rundir} trains", hint="run it where the training was started"
         )
 
 
 def _tell(rundir: RunDir, plan: Plan, sessions: Sessions, newcomer: str) -> None:
-    """The run's hosts that can be reached hear who may take part."""
+    """Send the membership files to the run's reachable hosts."""
     for host in plan.hosts:
         if host.name != newcomer and host.name in sessions:
             files = launcher.files_of_members(plan, host)
@@ -144,14 +145,14 @@ def _tell(rundir: RunDir, plan: Plan, sessions: Sessions, newcomer: str) -> None
 
 
 def _without(joined: Plan, plan: Plan) -> Plan:
-    """The plan as it was before a host joined, for agents that may have heard of it."""
+    """Return the plan without the new host, in a version newer than the one that agents may have received."""
     agents = [host.agent for host in plan.hosts if host.agent is not None]
-    known = msgspec.structs.replace(plan, hosts=joined.hosts[: len(plan.hosts)])
-    return msgspec.structs.replace(told_anew(known, agents[0].hosts, _edition()), roster=plan.roster)
+    known_plan = msgspec.structs.replace(plan, hosts=joined.hosts[: len(plan.hosts)])
+    return msgspec.structs.replace(told_anew(known_plan, agents[0].hosts, _edition()), roster=plan.roster)
 
 
 def _edition() -> int:
-    """Higher than any before, also one of which nothing was written down here."""
+    """Return a version higher than any earlier one, including one that was not recorded here."""
     return time.time_ns() // 1_000_000
 
 

@@ -1,15 +1,16 @@
-"""How do a run's records and logs come home? Every host's files are read as they grow, and after a lost connection from
-where the copy ends: no gap, no line twice.
+"""Mirror a run's records and logs to the run directory here: read every host's files as they grow.
 
-    host's RUN/steps, spans, vitals, logs, manifest.json   → the same place here: names tell ranks and hosts apart
+After a lost connection a copy resumes at the byte where it ends, so that no line is missing or duplicated.
+
+    host's RUN/steps, spans, vitals, logs, manifest.json   → the same place here: names identify rank and host
     … and the tokenizer's file
     host's RUN/events.jsonl, RUN/host/state.json    → RUN/hosts/NAME/…; RUN/events.jsonl is all of them by time
 
-Of a run on this machine alone, whose folder is the run directory, there is nothing to copy: only its state is told.
+A run on this machine alone needs no copies, since its folder is the run directory: only its state is streamed.
 
-What is not the mirror's own it never touches. Whose files these are plan.json says: when the run was started again
-elsewhere, its earlier hosts have nothing more to tell here. And mirror.json says of every copy which file on the host
-it is of and which file here it is: one that somebody has replaced meanwhile is not appended to.
+The mirror writes only files that belong to its host. plan.json decides which these are: after the run was restarted on
+other hosts, its earlier hosts write nothing here. mirror.json records for every copy the identity of the file on the
+host and of the file here, so that a file that was replaced meanwhile is not appended to.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from evener.core.watch import Look
 from evener.hosts.session import RemoteError, Session, open_session
 
 RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-POLL_S, UNHEARD_S = 0.1, 60.0  # for what other hosts say
-MAX_BACK = 20  # times that a host that went down is started again
-SILENCE_S = 12.0  # a host that follows tells several times a second
+POLL_S, UNHEARD_S = 0.1, 60.0  # to wait for the states of other hosts
+MAX_BACK = 20  # restarts of a host that went down
+SILENCE_S = 12.0  # a following host streams several items a second
 
 OF_RANK_0 = ("manifest.json", *TOKENIZER_FILES)
-WHOLE = (*OF_RANK_0, "host/state.json")  # replaced on the host, not appended to: they come in one piece
+WHOLE = (*OF_RANK_0, "host/state.json")  # replaced on the host, not appended to: copied whole
 
 State = dict[str, Any]
-GONE: State = {"state": "ended", "status": None, "failures": [], "stopped": False, "lost": "its folder there is gone"}
+GONE: State = {"state": "ended", "status": None, "failures": [], "stopped": False, "lost": "its run folder is gone"}
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """How a rank failed."""
+    """The exit of a failed rank."""
 
     rank: int
     exitcode: int | None
@@ -58,7 +59,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct, frozen=True):
-    """What is read of a host's state.json."""
+    """The fields that are validated in a host's state.json."""
 
     state: str
     status: int | None = None
@@ -72,46 +73,46 @@ class _State(msgspec.Struct, frozen=True):
 
 
 def state_of(told: Any) -> State:
-    """What a host tells of a run, or its file here; of one that is damaged, that it is lost."""
+    """Return the supervisor state received from a host or read from its file here; a lost state if it is malformed."""
     try:
         from_tree(told, _State)
     except msgspec.ValidationError:
-        return GONE | {"lost": "what it says of the run is damaged"}
+        return GONE | {"lost": "its state of the run is damaged"}
     return dict(told)
 
 
 class BehindError(Exception):
-    """Another program copies the same run, and the file changed under us: ask again from where it is now."""
+    """Another program copies the same run and changed the file: request it again from its new end."""
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Which file a copy is of, and which it is."""
+    """The identities of a file on the host and of its copy here."""
 
-    there: str  # the identity that the host told
-    here: int  # inode
+    there: str  # identity of the file on the host
+    here: int  # inode of the copy
 
 
 class HostMirror:
-    """The copy of one host's part of a run."""
+    """Copies one host's part of a run."""
 
     def __init__(self, rundir: RunDir, plan: Plan, name: str,
                  is_wanted_back: Callable[[], bool | None] = lambda: False) -> None:  # fmt: skip
-        """`is_wanted_back`: should a host that went down begin again, now that it is there? None: nobody knows yet."""
+        """`is_wanted_back`: should a host that went down restart now that it is back? None: not known yet."""
         self.name, self._fleet = name, plan.fleet
         self._rundir, self.plan = rundir, plan.host(name)
         self._folder, self._is_wanted_back = self.plan.state_path(rundir).parent, is_wanted_back
-        self.state: State | None = None  # as the host told it last
-        # New ones: the host's time, what its processes did, and which machines do not answer it.
+        self.state: State | None = None  # the last one received
+        # Not consumed yet: the host's time, a sample of its processes, and the addresses that do not answer it.
         self.seen: list[tuple[float, dict[int | None, Look], list[str]]] = []
         self.error: HostError | None = None  # while the host cannot be reached
         self.lost_since: float | None = None  # time.monotonic() of the first of these errors
-        self.broken: Exception | None = None  # what keeps this machine from copying at all
+        self.broken: Exception | None = None  # why this machine cannot write the copies
         self.is_done = False
         self._times_back = 0
         self._stop = threading.Event()
 
     def follow(self, on_change: Callable[[], None]) -> None:
-        """Copy until the run on this host has ended and everything is here; reconnect as often as it takes."""
+        """Copy until the run on this host has ended and everything is copied; reconnect as often as necessary."""
         failures = 0
         while not self._stop.is_set():
             try:
@@ -130,7 +131,7 @@ class HostMirror:
                 self._stop.wait(RETRY_S[min(failures, len(RETRY_S) - 1)])
             except BehindError:
                 continue
-            except Exception as error:  # a full disk here, for one; whoever follows is told
+            except Exception as error:  # such as a full disk here; the follower reports it
                 self.broken, self.is_done = error, True
             if self.is_done:
                 on_change()
@@ -138,20 +139,20 @@ class HostMirror:
 
     @property
     def _went_down(self) -> bool:
-        """Did the run end here because its host did, or was killed?"""
+        """Return whether the run ended on this host because the host went down or the supervisor was killed."""
         state = self.state or {}
         return "lost" in state and "supervisor" in state and not state["stopped"]
 
     def _shall_begin_again(self) -> bool:
-        """Once that is known, if it is in time."""
-        until = time.monotonic() + UNHEARD_S
-        while (is_wanted := self._is_wanted_back()) is None and time.monotonic() < until:
+        """Return whether to restart the host; wait up to `FIRST_STATE_TIMEOUT_S` for the states that decide it."""
+        deadline = time.monotonic() + UNHEARD_S
+        while (is_wanted := self._is_wanted_back()) is None and time.monotonic() < deadline:
             if self._stop.wait(POLL_S):
                 break
         return bool(is_wanted)
 
     def catch_up(self) -> None:
-        """Copy once what the host has and is not here; HostError where it cannot be reached."""
+        """Copy once what is new on the host. HostError if it cannot be reached."""
         for attempt in range(3):
             try:
                 with contextlib.closing(open_session(self.name, self.plan.host)) as session:
@@ -159,20 +160,20 @@ class HostMirror:
                 return
             except BehindError:
                 if attempt == 2:
-                    return  # somebody else is copying, and quicker
+                    return  # another program copies it faster
             except RemoteError as error:
                 raise host_failed(error, self._fleet) from None
 
     def stop(self) -> None:
-        """Follow no more."""
+        """Stop following."""
         self._stop.set()
 
     def _copy(self, session: Session, *, until_end: bool, on_change: Callable[[], None]) -> None:
         pending: dict[str, Any] | None = None
         dirty = False
-        have = None if self.plan.is_here else self._have()
+        offsets = None if self.plan.is_here else self._have()
         run = self.plan.folder(self._rundir)
-        for item in session.stream("runs", "follow", run=run, have=have, until_end=until_end, timeout_s=SILENCE_S):
+        for item in session.stream("runs", "follow", run=run, have=offsets, until_end=until_end, timeout_s=SILENCE_S):
             if isinstance(item, bytes):
                 assert pending is not None
                 self._add(pending, item)
@@ -182,49 +183,49 @@ class HostMirror:
                 if item["size"] == 0:
                     self._add(item, b"")
             elif "looks" in item:
-                looks = {rank: from_tree(look, Look) for rank, look in item["looks"]}
+                looks = {rank: from_tree(sample, Look) for rank, sample in item["looks"]}
                 self.seen.append((item["at"], looks, item["stuck"]))
             else:
-                was, self.state = self.state, state_of(item["caught_up"] or GONE)
-                if self.error is not None or was != self.state or dirty:
+                previous, self.state = self.state, state_of(item["caught_up"] or GONE)
+                if self.error is not None or previous != self.state or dirty:
                     self.error, self.lost_since, dirty = None, None, False
                     on_change()
             if self._stop.is_set():
                 return
 
     def _have(self) -> dict[str, list[Any]]:
-        """What is here: a file counts with the bytes that it really has."""
+        """Return [identity, size in bytes] of every copy, by path; the size is that of the file on disk."""
         with self._locked():
             return {
-                path: [copy.there, local.stat().st_size]
+                path: [copy.there, local_path.stat().st_size]
                 for path, copy in self._known().items()
-                if (local := self._local(path)) is not None and self._is_ours(path, local, copy)
+                if (local_path := self._local(path)) is not None and self._is_ours(path, local_path, copy)
             }
 
     def _add(self, header: dict[str, Any], content: bytes) -> None:
-        """Write what lies beyond the end of the copy; a file that is another one now takes the copy's place."""
+        """Append what lies beyond the end of the copy; replace the copy if the host's file is a different one now."""
         name, offset = header["path"], header["offset"]
         path = self._local(name)
         if path is None:
             return
         with self._locked():
-            known = self._known()
-            copy = known.get(name)
+            copies = self._known()
+            copy = copies.get(name)
             is_same = copy is not None and copy.there == header["identity"] and self._is_ours(name, path, copy)
-            here = path.stat().st_size if is_same else 0
-            if offset > here:
+            copied_bytes = path.stat().st_size if is_same else 0
+            if offset > copied_bytes:
                 raise BehindError
             if not is_same:
-                write_atomic(path, content, mode=0o600)  # under a new inode: who follows the old one sees that
-                known[name] = Copy(header["identity"], path.stat().st_ino)
-                write_atomic(self._known_path, msgspec.json.encode(known))
-            elif name not in WHOLE and len(content) > here - offset:
+                write_atomic(path, content, mode=0o600)  # under a new inode, which followers of the old one detect
+                copies[name] = Copy(header["identity"], path.stat().st_ino)
+                write_atomic(self._known_path, msgspec.json.encode(copies))
+            elif name not in WHOLE and len(content) > copied_bytes - offset:
                 with path.open("ab") as file:
-                    file.write(content[here - offset :])
+                    file.write(content[copied_bytes - offset :])
 
     @staticmethod
     def _is_ours(name: str, path: Path, copy: Copy) -> bool:
-        """Is this still the file that was copied here? The controller itself may write its verdict into a manifest."""
+        """Return whether this is still the copied file. (The controller may write a verdict into a manifest.)"""
         return path.exists() and (name in WHOLE or path.stat().st_ino == copy.here)
 
     @property
@@ -232,7 +233,7 @@ class HostMirror:
         return self._folder / "mirror.json"
 
     def _known(self) -> dict[str, Copy]:
-        """The copies that are here."""
+        """Read mirror.json; empty if it is missing or damaged."""
         try:
             return from_json(read_file(self._known_path), dict[str, Copy])
         except (OSError, msgspec.MsgspecError):
@@ -240,32 +241,32 @@ class HostMirror:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Two terminals may look at one run. RunError where the run has left this host, or this folder of it."""
+        """Lock the copies, as two terminals may follow one run. RunError if this host has left the run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "mirror.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (now := _part(self._rundir, self.name)) is None or now.run != self.plan.run:
+            if (host_plan := _part(self._rundir, self.name)) is None or host_plan.run != self.plan.run:
                 raise RunError(
-                    f"{self._rundir}: it was started again elsewhere; {self.name} has nothing more to tell of it",
+                    f"{self._rundir}: the run was restarted; its earlier part on {self.name} is no longer copied",
                     hint=f"evener logs -f {self._rundir}",
                 )
             yield
 
     def _local(self, path: str) -> Path | None:
-        """Where a file of the host has its copy; None of what is not this host's to write."""
+        """Return where a file of the host is copied to; None for a file that this host may not write."""
         if path == "events.jsonl":
             return self.plan.events_path(self._rundir)
         if path == "host/state.json":
             return self.plan.state_path(self._rundir)
         host, first = re.escape(self.name), self.plan.first_rank
-        if path in OF_RANK_0 and self.plan.agent is not None:  # whoever comes first may be another tomorrow
+        if path in OF_RANK_0 and self.plan.agent is not None:  # the first host may change
             return self._folder / path
-        ranked = re.fullmatch(
+        rank_match = re.fullmatch(
             rf"(?:(?:steps|spans|profile|replicas)/rank-|logs/{host}\.)(\d+)\.(?:jsonl?|log|safetensors)", path
         )
         is_ours = (
-            first <= int(ranked[1]) < first + self.plan.num_ranks  # else of an earlier start, when that rank was here
-            if ranked
+            first <= int(rank_match[1]) < first + self.plan.num_ranks  # else of an earlier start, with it here
+            if rank_match
             else path in (f"logs/{self.name}.log", f"vitals/{self.name}.jsonl")
             or (path in OF_RANK_0 and self.plan.node_rank == 0)
         )
@@ -273,7 +274,7 @@ class HostMirror:
 
 
 class Mirror:
-    """The copies of all hosts, each followed by a thread of its own."""
+    """Copies the parts of all hosts, each in its own thread."""
 
     def __init__(self, rundir: RunDir, plan: Plan) -> None:
         self.rundir, self.plan = rundir, plan
@@ -299,11 +300,11 @@ class Mirror:
 
     @property
     def is_done(self) -> bool:
-        """Has the run ended on every host, and is everything here?"""
+        """Return whether the run has ended on every host and everything is copied."""
         return all(host.is_done for host in self.hosts.values())
 
     def _goes_on(self) -> bool | None:
-        """Is it running on any host, so that who comes back takes part again? None: some have not been heard yet."""
+        """Return whether the run is alive on any host, so that a host that is back rejoins; None: not known yet."""
         if not self.plan.outlives_hosts:
             return False
         states = [host.state for host in self.hosts.values() if host.error is None]
@@ -312,7 +313,7 @@ class Mirror:
         return None if None in states else False
 
     def wait(self, timeout_s: float) -> None:
-        """Return when there is news, or after a while."""
+        """Return when a host's state or files changed, or after `timeout_s`."""
         self._changed.wait(timeout_s)
         self._changed.clear()
         choose_manifest(self.rundir, self.plan)
@@ -322,12 +323,12 @@ class Mirror:
 
 
 def _part(rundir: RunDir, host: str) -> HostPlan | None:
-    """The part that a host has in the run now."""
-    return next((one for one in read_plan(rundir).hosts if one.name == host), None)
+    """Return the host's part in the current plan; None if it has none."""
+    return next((host_plan for host_plan in read_plan(rundir).hosts if host_plan.name == host), None)
 
 
 def host_failed(error: RemoteError, fleet: Fleet) -> HostError:
-    """A function on a host raised: its disk is full, a file there is damaged."""
+    """Convert an exception raised on a host (a full disk, a damaged file) to a HostError."""
     return HostError(
         f"{error.host}: {error.message}", check="host.failed", host=error.host,
         hint=f"evener doctor{fleet.flag} looks closer", output=error.traceback,
@@ -335,26 +336,26 @@ def host_failed(error: RemoteError, fleet: Fleet) -> HostError:
 
 
 def choose_manifest(rundir: RunDir, plan: Plan) -> None:
-    """Of a run that outlives its hosts each keeps the manifest: that of the newest world is the run's."""
+    """Install the manifest of the newest epoch as the run's: in a run that outlives its hosts each host writes one."""
     if not plan.outlives_hosts:
         return
-    found: list[tuple[tuple[int, bool], Path]] = []
+    candidates: list[tuple[tuple[int, bool], Path]] = []
     for folder in (*(host.state_path(rundir).parent for host in plan.hosts), rundir.path):  # the launcher writes there
         with contextlib.suppress(EvenerError):  # none yet, or a damaged one
             manifest = RunDir(folder).manifest()
-            found.append(((manifest.roster.epoch, manifest.verdict != "running"), folder))
-    if not found:
+            candidates.append(((manifest.roster.epoch, manifest.verdict != "running"), folder))
+    if not candidates:
         return
-    newest = max(order for order, _ in found)
-    folder = next(folder for order, folder in found if order == newest)
+    newest = max(order for order, _ in candidates)
+    folder = next(folder for order, folder in candidates if order == newest)
     for name in OF_RANK_0:
-        path, here = folder / name, rundir.path / name
-        if path.exists() and not (here.exists() and here.read_bytes() == path.read_bytes()):
-            write_atomic(here, path.read_bytes(), mode=0o600)
+        path, target = folder / name, rundir.path / name
+        if path.exists() and not (target.exists() and target.read_bytes() == path.read_bytes()):
+            write_atomic(target, path.read_bytes(), mode=0o600)
 
 
 def merge_events(rundir: RunDir, plan: Plan) -> None:
-    """RUN/events.jsonl: what it holds already and what the hosts and the controller told, by time."""
+    """Merge the events of all hosts and of the controller into RUN/events.jsonl, by time."""
     if plan.is_here:
         return
     lines: dict[bytes, float] = {}
@@ -366,13 +367,13 @@ def merge_events(rundir: RunDir, plan: Plan) -> None:
         at = 0.0
         for line in complete:
             event = event_of(line)
-            at = lines[line] = event["time"] if event is not None else at  # what is damaged stays where it is
+            at = lines[line] = event["time"] if event is not None else at  # a damaged line keeps its place
     if lines:
         write_atomic(rundir.events_path, b"".join(line + b"\n" for line in sorted(lines, key=lines.__getitem__)))
 
 
 def tell(rundir: RunDir, plan: Plan, event: str, **facts: Any) -> None:
-    """An event that the controller itself saw."""
+    """Record an event that the controller itself detected."""
     if plan.is_here:
         RunWriter(rundir.path).add_event(event, **facts)
         return

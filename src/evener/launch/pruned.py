@@ -1,4 +1,4 @@
-"""How does a run leave the disk, so that none is taken away under somebody who is at it, and none is left half?"""
+"""Delete runs from the disk, but none that is in use, and none only in part."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from evener.core.errors import UsageError
 from evener.core.rundir import RunDir
 
 LOCKS = ("host/attached", "hosts/carry.lock", "hosts/add.lock")  # of the programs that start, fetch or change a run
-BENCHES = ("bench.json", "compare.json")  # whose pages need the runs that they name
-FIRST = ("plan.json", "manifest.json")  # by which a folder is a run
+BENCHES = ("bench.json", "compare.json")  # their pages need the runs that they name
+FIRST = ("plan.json", "manifest.json")  # without them a folder is not a run
 
 
 def is_kept(rundir: RunDir) -> bool:
-    """Is somebody at it, is it part of a bench, or is it a link to another place?"""
+    """Return whether the run is in use, part of a bench, or a symbolic link."""
     try:
         with _locked(rundir):
             return rundir.path.is_symlink() or any((rundir.path.parent / name).exists() for name in BENCHES)
@@ -25,7 +25,7 @@ def is_kept(rundir: RunDir) -> bool:
 
 
 def remove(rundir: RunDir) -> None:
-    """Take a run away. What a crash leaves of it is no run any more."""
+    """Delete a run. After a crash, what is left no longer counts as a run. UsageError if it cannot be removed."""
     try:
         with _locked(rundir):
             for name in FIRST:
@@ -37,10 +37,10 @@ def remove(rundir: RunDir) -> None:
 
 @contextlib.contextmanager
 def _locked(rundir: RunDir) -> Iterator[None]:
-    """As long as this lasts, nobody starts, fetches or changes it from here; BlockingIOError where somebody does."""
-    with contextlib.ExitStack() as held:
+    """Lock the run against being started, fetched or changed from here; BlockingIOError if it already is."""
+    with contextlib.ExitStack() as stack:
         paths = [rundir.path / name for name in LOCKS]
-        for path in [*paths, *(rundir.path / "loggers").glob("*.lock")]:  # and of those that tell a logger of it
+        for path in [*paths, *(rundir.path / "loggers").glob("*.lock")]:  # and of those that report it to a logger
             if path.exists():
-                fcntl.flock(held.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

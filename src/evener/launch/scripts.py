@@ -1,7 +1,7 @@
-"""What can be said of a script that did not do what its user wanted, from its own last words?
+"""Derive a hint from the last output lines of a user's script that failed.
 
-A script of somebody else's knows nothing of hosts: a file that did not travel, a package that is not installed there, a
-GPU that is not there. Each has words of Python's or PyTorch's own, and each has a remedy.
+A script knows nothing of hosts: a file that was not sent, a package that is not installed there, a missing GPU. Python
+and PyTorch report each by a known message, and each has a remedy.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ WANTS_GPU = re.compile(
 
 
 def hint_of(lines: Sequence[str], host: str, project: str | None, fleet: bool) -> str | None:
-    """What to do about a script that failed on a host with these last lines; None where nobody knows.
+    """Return a hint for a script that failed on a host with these last lines; None if the cause is unknown.
 
-    `project` is the folder here that it came from. Of a script on this machine alone (no `fleet`) every file is here.
+    `project` is its folder on this machine. For a script on this machine alone `fleet` is False: no file is missing.
     """
     text = "\n".join(lines)
-    text = text[max(0, text.rfind("Traceback (most recent call last)")) :]  # what was said before is no failure
+    text = text[max(0, text.rfind("Traceback (most recent call last)")) :]  # earlier output is not the failure
     if NO_GPU.search(text):
-        return f"the script asks for a GPU, and {host} has none that its torch can use; has it an option without?"
+        return f"the script asks for a GPU, and {host} has none that its torch can use; has it an option without one?"
     if fleet and project is not None:
-        if (found := NO_MODULE.findall(text)) and (hint := _of_module(found[-1], host, Path(project))):
+        if (matches := NO_MODULE.findall(text)) and (hint := _of_module(matches[-1], host, Path(project))):
             return hint
-        if (found := NO_FILE.findall(text)) and (hint := _of_file(found[-1], host, Path(project))):
+        if (matches := NO_FILE.findall(text)) and (hint := _of_file(matches[-1], host, Path(project))):
             return hint
-    if found := NO_MODULE.findall(text):
-        module = found[-1].partition(".")[0]
-        here = packages_distributions().get(module)  # cv2 is opencv-python's
-        if here is None:
+    if matches := NO_MODULE.findall(text):
+        module = matches[-1].partition(".")[0]
+        packages = packages_distributions().get(module)  # cv2 belongs to opencv-python
+        if packages is None:
             what = f"the package that has {module}"
             return f"evener setup --with installs {what} on the hosts" if fleet else f"pip install {what}"
-        return f"evener setup --with {here[0]} installs it on the hosts" if fleet else f"pip install {here[0]}"
+        return f"evener setup --with {packages[0]} installs it on the hosts" if fleet else f"pip install {packages[0]}"
     return None
 
 
 def wants_gpu(lines: Sequence[str]) -> str | None:
-    """The line in which a script that ended well says that it did nothing for want of GPUs."""
+    """Return the line in which a successful script reports that it did nothing for lack of GPUs."""
     return next((line.strip() for line in reversed(lines) if WANTS_GPU.search(line)), None)
 
 
 def _of_module(name: str, host: str, project: Path) -> str | None:
-    """A module of the project's own that did not travel."""
+    """Return a hint for a module of the project that was not sent; None if the project has no such module."""
     for path in (name.replace(".", "/"), name.partition(".")[0]):
-        for place in (f"{path}.py", path):
-            if (project / place).is_file() or any((project / place).glob("*.py")):
-                return f"{place} is here, and did not travel to {host}: evener launch --include {place} -- …"
+        for candidate in (f"{path}.py", path):
+            if (project / candidate).is_file() or any((project / candidate).glob("*.py")):
+                return f"{candidate} is here, and was not sent to {host}: evener launch --include {candidate} -- …"
     return None
 
 
 def _of_file(path: str, host: str, project: Path) -> str | None:
-    """A file that is here and did not travel, for git ignores it or it is elsewhere."""
+    """Return a hint for a missing file: git ignores it, it is outside the project, or it is on another host."""
     if not Path(path).is_absolute() and (project / path).exists():
-        folder = Path(path).parent  # what lies beside it is needed next
+        folder = Path(path).parent  # the files beside it will be needed next
         include = path if folder == Path() else folder
-        return f"{path} is here, and did not travel to {host}: evener launch --include {include} -- …"
+        return f"{path} is here, and was not sent to {host}: evener launch --include {include} -- …"
     if Path(path).is_absolute() and Path(path).exists():
-        return f"{path} is on this machine, and not on {host}: what is in the project's folder travels"
+        return f"{path} is on this machine, and not on {host}: only files in the project's folder are sent"
     if not Path(path).is_absolute():
         return (
-            f"{path} is not on {host}: what a script writes stays on the host where it ran; evener fetch RUN brings it "
-            "here, and from the project's folder --include sends it to all"
+            f"{path} is not on {host}: what a script writes stays on the host where it ran; evener fetch RUN copies "
+            "it here, and from the project's folder --include sends it to all"
         )
     return None

@@ -1,14 +1,14 @@
-"""How do code and data travel? By the hash of their content: what a host has already is not sent to it again.
+"""Transfer code and data by the hash of their content: a host receives only the blobs that it lacks.
 
-    tree = describe("project")                        # or describe_data("data/verbs"), or pack({"a.whl": path})
-    arrived = send(sessions, fleet, tree)             # to all hosts at once
-    arrived["attic"].path                             # /home/me/.evener/trees/3f…: complete, verified, read-only
+    tree = describe_project("project")                # or describe_data("data/verbs"), describe_files({"a.whl": path})
+    results = send_to_hosts(sessions, fleet, tree)    # to all hosts concurrently
+    results["attic"].path                             # /home/me/.evener/trees/3f…: complete, verified, read-only
     fetch(sessions["attic"], "~/.evener/runs/x/checkpoints/step-000100", "step-000100")
 
-`hosts/remote/files.py` is the other half. A copy that was interrupted goes on at the byte where it stopped; a file has
-its name only after its hash was found right. Files of a tree are read-only, and one that a program changed all the same
-(root may) is found by its time, so the next `send` makes the tree anew. Its folders can be written to: Python puts its
-`__pycache__` there. Code is copied into its tree; data and wheels are hard links to what was sent, and lie there once.
+`hosts/remote/files.py` is the host's side. An interrupted copy resumes at the byte where it stopped; a file gets its
+name only after its hash is verified. Files of a tree are read-only; one that a program changed all the same (root may)
+is detected by its time, so the next `send_to_hosts` builds the tree again. Its folders are writable: Python writes its
+`__pycache__` there. Code is copied into its tree; data and wheels are hard links to the blobs, stored once.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from evener.hosts.session import RemoteError, Session, Sessions, for_each
 from evener.launch.tree import DigestCache, File, Tree
 
 CHUNK_BYTES = 1 << 20
-WINDOW = 4  # requests on their way at once: a link with a long round trip is kept full
-SPARE_BYTES = 100_000_000  # left free on a host's disk
-WORK_S = 600.0  # the longest that a host may hash or copy without a word
+WINDOW = 4  # requests in flight, to keep a link with a long round trip full
+SPARE_BYTES = 100_000_000  # kept free on a host's disk
+WORK_S = 600.0  # a host may hash or copy this long without output
 
-Progress = Callable[[str, int, int], None]  # host, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # host, bytes done, bytes in total
 
 _files: Any = importlib.import_module("evener.hosts.remote.files")  # untyped: it runs on python 3.8 too
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of sending a tree to one host."""
+    """The result of sending a tree to a host, or of fetching from it."""
 
-    path: str  # absolute, on that host
+    path: str  # absolute, on the receiving machine
     sent_bytes: int  # 0: it had everything
-    resumed_bytes: int = 0  # that an interrupted copy had left there
+    resumed_bytes: int = 0  # kept from an interrupted copy
 
 
 def send(sessions: Sessions, fleet: Fleet, tree: Tree, progress: Progress | None = None) -> dict[str, Arrived]:
-    """The tree on every host of `sessions`, all at once; the first HostError is raised after all have ended."""
+    """Send the tree to all hosts of `sessions` concurrently; raise the first HostError after all have ended."""
     return for_each(sessions, lambda name: send_to(sessions[name], fleet.hosts[name].workdir, tree, progress))
 
 
 def send_to(session: Session, workdir: str, tree: Tree, progress: Progress | None = None) -> Arrived:
-    """The tree on one host.
+    """Send the tree to one host.
 
     Raises:
-        HostError: disk.full; files.changed when a file here changed meanwhile; files.send; or the connection was lost.
+        HostError: disk.full; files.changed if a file here changed meanwhile; files.send; or the connection was lost.
     """
     sender = _Sender(session, workdir, tree, progress)
     for attempt in (1, 2):
@@ -69,7 +69,7 @@ def send_to(session: Session, workdir: str, tree: Tree, progress: Progress | Non
             return sender.send()
         except RemoteError as error:
             if error.kind in ("FileNotFoundError", "ContentError") and attempt == 1:
-                continue  # a blob was found to be damaged only when the tree was made of it
+                continue  # a damaged blob was detected only when the tree was built
             raise _host_error(session, workdir, error) from error
         except OSError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from error
@@ -85,15 +85,15 @@ def fetch(
     surveyed: list[dict[str, Any]] | None = None,
     pause: Callable[[float], None] | None = None,
 ) -> Arrived:
-    """A file or a folder of a host at `destination`, which must not be there yet.
+    """Fetch a file or a folder of a host to `destination`, which must not exist.
 
-    It appears whole or not at all. What an interrupted call had fetched lies in `.NAME.arriving`, and is not fetched
-    again. `surveyed` is what the folder is known to hold. With `pause` the link is left to others: one small piece
-    comes after the other, and it is called with the seconds that each took.
+    It appears completely or not at all. An interrupted call leaves its blobs in `.NAME.arriving`, and the next one
+    resumes. `listing` holds the folder's entries, if known. With `throttle`, which is called with the seconds that
+    each chunk took, small chunks are fetched one at a time, so that other traffic goes first.
     """
     target = Path(destination)
     if target.exists() or target.is_symlink():
-        raise UsageError(f"{target}: is there already", hint="name another place, or remove it")
+        raise UsageError(f"{target}: is there already", hint="choose another place, or remove it")
     store = target.parent / f".{target.name}.arriving"
     try:
         if surveyed is None:
@@ -108,7 +108,7 @@ def fetch(
         if error.kind == "FileNotFoundError":
             raise HostError(
                 f"{session.name}: {path}: no such file or folder there", check="files.gone", host=session.name,
-                hint="look there: it was removed, or never written",
+                hint="it was removed, or never written",
             ) from error  # fmt: skip
         raise _host_error(session, path, error) from error
     except OSError as error:
@@ -117,7 +117,7 @@ def fetch(
 
 
 class _Sender:
-    """One tree on its way to one host."""
+    """The transfer of one tree to one host."""
 
     def __init__(self, session: Session, workdir: str, tree: Tree, progress: Progress | None) -> None:
         self._session, self._workdir, self._tree = session, workdir, tree
@@ -155,39 +155,39 @@ class _Sender:
             )
 
     def _send_small(self, files: list[File]) -> None:
-        def put(pack: list[tuple[File, bytes]]) -> None:
-            blobs = [(file.digest, len(content)) for file, content in pack]
+        def put(batch: list[tuple[File, bytes]]) -> None:
+            blobs = [(file.digest, len(content)) for file, content in batch]
             try:
-                self._call("put_small", blobs=blobs, body=b"".join(content for _, content in pack))
+                self._call("put_small", blobs=blobs, body=b"".join(content for _, content in batch))
             except RemoteError as error:
                 if error.kind != "ContentError":
                     raise
-                changed = next((file for file, _ in pack if file.digest == error.message), pack[0][0])
+                changed = next((file for file, _ in batch if file.digest == error.message), batch[0][0])
                 raise self._changed(changed) from error
-            self._meter.add(sum(len(content) for _, content in pack))
+            self._meter.add(sum(len(content) for _, content in batch))
 
         _pipelined(_packs(files), put)
 
     def _send_large(self, file: File) -> None:
-        """In chunks, from where an earlier copy stopped; once more from the start if what it left was bad."""
+        """Send a file in chunks from where an earlier copy stopped; start over if the earlier part was damaged."""
         resumed = True
         while resumed:
-            begun = self._call("open_part", digest=file.digest, size=file.size)
-            part, offset = begun["part"], begun["offset"]
+            opened = self._call("open_part", digest=file.digest, size=file.size)
+            part, offset = opened["part"], opened["offset"]
             resumed = offset > 0
             self._resumed += offset
             self._meter.add(offset)
-            there = threading.Event()
+            is_stored = threading.Event()
 
-            def write(chunk: tuple[int, bytes], part: str = part, there: threading.Event = there) -> None:
+            def write(chunk: tuple[int, bytes], part: str = part, is_stored: threading.Event = is_stored) -> None:
                 at, content = chunk
                 if self._session.call("files", "write_part", part=part, offset=at, body=content, timeout_s=WORK_S):
                     self._meter.add(len(content))
                 else:
-                    there.set()
+                    is_stored.set()
 
             try:
-                _pipelined(_chunks(file, offset, there), write)
+                _pipelined(_chunks(file, offset, is_stored), write)
             except RemoteError:
                 self._session.call("files", "drop_part", part=part)
                 raise
@@ -203,12 +203,12 @@ class _Sender:
             f"{file.source} changed while it was sent to {self._session.name}",
             check="files.changed",
             host=self._session.name,
-            hint="run it again when nobody writes to the file",
+            hint="run it again when no program writes to the file",
         )
 
 
 class _Fetcher:
-    """Files of a host on their way here, into a store as the hosts have it."""
+    """The transfer of a host's files to a blob store here."""
 
     def __init__(self, session: Session, path: str, store: Path, progress: Progress | None,
                  pause: Callable[[float], None] | None) -> None:  # fmt: skip
@@ -217,27 +217,27 @@ class _Fetcher:
         self._meter = _Meter(session.name, progress)
 
     def fetch(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
-        """Bytes that crossed the link, and that were here of interrupted copies."""
+        """Fetch the files; return (bytes received, bytes kept from interrupted copies)."""
         wanted = {entry["digest"]: entry for entry in entries}
         sizes = {digest: entry["size"] for digest, entry in wanted.items()}
-        there = _files.missing(str(self._store), sizes, "none")
-        self._meter.expect(sum(wanted[digest]["size"] for digest in there["missing"]))
-        resumed = sum(self._fetch_one(wanted[digest]) for digest in there["missing"])
+        stored = _files.missing(str(self._store), sizes, "none")
+        self._meter.expect(sum(wanted[digest]["size"] for digest in stored["missing"]))
+        resumed = sum(self._fetch_one(wanted[digest]) for digest in stored["missing"])
         return self._meter.done - resumed, resumed
 
     def _fetch_one(self, entry: dict[str, Any]) -> int:
-        """Bytes that were here already."""
+        """Fetch one file; return the bytes kept from an interrupted copy."""
         resumed = True
         while resumed:
-            begun = _files.open_part(str(self._store), entry["digest"], entry["size"])
-            part, offset = begun["part"], begun["offset"]
+            opened = _files.open_part(str(self._store), entry["digest"], entry["size"])
+            part, offset = opened["part"], opened["offset"]
             resumed = offset > 0
             self._meter.add(offset)
 
             failed: list[BaseException] = []
 
             def read(start: int, part: str = part, failed: list[BaseException] = failed) -> None:
-                length, began = min(self._piece, entry["size"] - start), time.monotonic()
+                length, started = min(self._piece, entry["size"] - start), time.monotonic()
                 try:
                     content = self._session.call(
                         "files", "read", path=self._path, name=entry["path"], offset=start, length=length,
@@ -245,11 +245,11 @@ class _Fetcher:
                     )  # fmt: skip
                     _files.write_part(part, start, content or b"")
                     if self._pause is not None:
-                        self._pause(time.monotonic() - began)
+                        self._pause(time.monotonic() - started)
                 except BaseException as error:
                     failed.append(error)
-                    _files.drop_part(part, error)  # so that no later chunk waits for this one
-                    raise failed[0] from None  # the first: others only found the part gone
+                    _files.drop_part(part, error)  # so that later chunks do not wait for this one
+                    raise failed[0] from None  # the first error: later ones only report the part missing
                 self._meter.add(len(content or b""))
 
             _pipelined(range(offset, entry["size"], self._piece), read, WINDOW if self._pause is None else 1)
@@ -260,12 +260,12 @@ class _Fetcher:
             f"{self._session.name}: {self._path}/{entry['path']} changed while it was fetched",
             check="files.changed",
             host=self._session.name,
-            hint="fetch it again when nobody writes to it",
+            hint="fetch it again when no program writes to it",
         )
 
 
 class _Meter:
-    """Bytes done of bytes expected; safe from several threads."""
+    """Counts bytes done of bytes expected; thread-safe."""
 
     def __init__(self, host: str, progress: Progress | None) -> None:
         self._host, self._progress, self._lock = host, progress, threading.Lock()
@@ -282,7 +282,7 @@ class _Meter:
 
 
 def _check_entry(session: Session, path: str, entry: dict[str, Any]) -> None:
-    """What a host tells of a file becomes names here: HostError where it would lead elsewhere."""
+    """Validate an entry received from a host, as it determines names here. HostError if its path leads elsewhere."""
     try:
         if entry["path"]:
             _files.inside(entry["path"])
@@ -291,73 +291,73 @@ def _check_entry(session: Session, path: str, entry: dict[str, Any]) -> None:
         is_good = False
     if not is_good:
         raise HostError(
-            f"{session.name}: {path}: what it tells of its files cannot be: {str(entry)[:200]}", check="files.odd",
-            host=session.name, hint="is that host what it seems to be?",
+            f"{session.name}: {path}: it sent an invalid file entry: {str(entry)[:200]}", check="files.odd",
+            host=session.name, hint="check that it is the host you expect",
         )  # fmt: skip
 
 
-def _assemble(surveyed: list[dict[str, Any]], store: Path, target: Path) -> None:
-    """Make `target` of the store's blobs in one step, and remove the store."""
+def _assemble(listing: list[dict[str, Any]], store: Path, target: Path) -> None:
+    """Build `target` from the store's blobs, rename it into place, and remove the store."""
     making = store / "making"
     _files.remove(making)
-    if not surveyed or surveyed[0]["path"]:  # a folder
+    if not listing or listing[0]["path"]:  # a folder
         making.mkdir()
-    links = [entry for entry in surveyed if "to" in entry]
-    for entry in surveyed:
+    links = [entry for entry in listing if "to" in entry]
+    for entry in listing:
         if entry not in links:
-            place = _place(making, entry["path"])
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(store / "blobs" / entry["digest"], place)
-            place.chmod(0o755 if entry["executable"] else 0o644)
-            sync(place)
-    for entry in links:  # last: nothing is ever written through one
-        place = _place(making, entry["path"])
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(entry["to"])
+            path = _place(making, entry["path"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(store / "blobs" / entry["digest"], path)
+            path.chmod(0o755 if entry["executable"] else 0o644)
+            sync(path)
+    for entry in links:  # last, so that nothing is written through a link
+        path = _place(making, entry["path"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(entry["to"])
     making.rename(target)
     sync(target.parent)
     shutil.rmtree(store)
 
 
 def _place(folder: Path, name: str) -> Path:
-    """A path of the host's, inside `folder` or refused."""
+    """Return a host's path below `folder`. ValueError if it leads out."""
     return Path(os.fsdecode(os.path.join(os.fsencode(folder), _files.inside(name)))) if name else folder
 
 
 def _pipelined(items: Iterable[Any], work: Callable[[Any], None], window: int = WINDOW) -> None:
-    """Call work(item) for each, `window` at a time; items are made when they are needed."""
+    """Call work(item) for each item, `window` at a time; items are consumed lazily."""
     with ThreadPoolExecutor(max_workers=window) as pool:
-        going: deque[Future[None]] = deque()
+        running: deque[Future[None]] = deque()
         for item in items:
-            if len(going) == window:
-                going.popleft().result()
-            going.append(pool.submit(work, item))
-        while going:
-            going.popleft().result()
+            if len(running) == window:
+                running.popleft().result()
+            running.append(pool.submit(work, item))
+        while running:
+            running.popleft().result()
 
 
 def _packs(files: list[File]) -> Iterator[list[tuple[File, bytes]]]:
-    """Small files together, up to one chunk."""
-    packed: list[tuple[File, bytes]] = []
-    filled = 0
+    """Yield batches of small files of up to one chunk."""
+    batch: list[tuple[File, bytes]] = []
+    batch_bytes = 0
     for file in files:
         content = file.source.read_bytes()
-        if packed and filled + len(content) > CHUNK_BYTES:
-            yield packed
-            packed, filled = [], 0
-        packed.append((file, content))
-        filled += len(content)
-    if packed:
-        yield packed
+        if batch and batch_bytes + len(content) > CHUNK_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append((file, content))
+        batch_bytes += len(content)
+    if batch:
+        yield batch
 
 
-def _chunks(file: File, offset: int, there: threading.Event) -> Iterator[tuple[int, bytes]]:
+def _chunks(file: File, offset: int, is_stored: threading.Event) -> Iterator[tuple[int, bytes]]:
     with file.source.open("rb") as source:
         source.seek(offset)
-        while offset < file.size and not there.is_set():
+        while offset < file.size and not is_stored.is_set():
             content = source.read(min(CHUNK_BYTES, file.size - offset))
             if not content:
-                return  # it became shorter: the hash will tell
+                return  # it became shorter: the hash check detects it
             yield offset, content
             offset += len(content)
 
@@ -368,12 +368,12 @@ def _host_error(session: Session, where: str, error: RemoteError) -> HostError:
             f"{session.name}: its disk is full: {where}",
             check="disk.full",
             host=session.name,
-            hint="make room there and run it again: what has arrived is kept",
+            hint="make room there and run it again: the transferred part is kept",
         )
     return HostError(
         f"{session.name}: {where}: {error.message}",
         check="files.send",
         host=session.name,
-        hint=f'can {session.name}\'s user write there? [hosts.{session.name}] workdir = "…" names another place',
+        hint=f'can {session.name}\'s user write there? [hosts.{session.name}] workdir = "…" sets another place',
         output=error.traceback,
     )

@@ -1,4 +1,4 @@
-"""How does a verb have something done that needs torch? By a worker program that prints a line for each piece of it."""
+"""Run a worker program that needs torch in a subprocess, and yield the lines that it prints."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from evener.core import errors
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError, RunError
 
-ERROR = '{"error"'  # how a worker's own EvenerError begins
+ERROR = '{"error"'  # start of the line by which a worker reports an EvenerError
 
 
 def lines_of(module: str, *args: str) -> Iterator[str]:
-    """Lines that `python -m module args` prints, as they come.
+    """Yield the lines that `python -m module args` prints, as they are printed.
 
-    Raises the EvenerError that the program reports, RunError if it failed otherwise.
+    Raises the EvenerError that the program reports, or RunError if it fails otherwise.
     """
     argv = [sys.executable, "-m", module, *args]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        told = ""
+        error_line = ""
         try:
             for line in process.stdout:
                 if line.startswith(ERROR):
-                    told = line
+                    error_line = line
                 else:
                     yield line.rstrip("\n")
         except BaseException:
-            process.terminate()  # the reader wants no more
+            process.terminate()  # the consumer stopped early
             raise
-    if told:
-        error = from_json(told, dict[str, str])
+    if error_line:
+        error = from_json(error_line, dict[str, str])
         kind = getattr(errors, error["kind"])
         assert issubclass(kind, EvenerError)
         raise kind(error["error"], hint=error["hint"])
     if process.returncode != 0:
-        raise RunError(f"{module} exited with status {process.returncode}", hint="its output stands above")
+        raise RunError(f"{module} exited with status {process.returncode}", hint="its output is above")

@@ -1,7 +1,7 @@
-"""What is in a project or in a folder of data, by path and content? What `launch/ship.py` sends.
+"""Describe a project or a data folder by path and content hash, for `launch/file_transfer.py` to send.
 
-In a git repository the project's code is what git tracks, and what is new and not ignored; else every file. In both
-cases without hidden files that git does not track, virtual environments, `__pycache__` and a `runs/` at the top.
+In a git repository the project's code is what git tracks, and new files that are not ignored; otherwise every file.
+Untracked hidden files, virtual environments, `__pycache__` and a top-level `runs/` are excluded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from evener.core.units import size
 
 MAX_CODE_BYTES = 512_000_000
 CACHED_FROM_BYTES = 1 << 20
-SETTLED_S = 2.0  # a file that changed later than this before it was hashed may change again within a tick of its clock
+SETTLED_S = 2.0  # a file hashed sooner after a change may change again with the same time stamp
 
 
 class File(msgspec.Struct, frozen=True):
@@ -43,39 +43,39 @@ class Tree(msgspec.Struct, frozen=True):
 
     files: dict[str, File]
     links: dict[str, str] = {}
-    linked: bool = False  # made of hard links: data, which is only read
+    linked: bool = False  # hard links to the blobs: data, which is only read
 
     @property
     def digest(self) -> str:
-        """Its name on every host."""
+        """Return the hash that names the tree on every host."""
         return hashlib.blake2b(self.body, digest_size=16).hexdigest()
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.size for file in self.files.values())
 
     @property
     def body(self) -> bytes:
-        """What a host is told about it; canonical, for the digest is made of it."""
+        """Return the canonical JSON that hosts receive and the digest is computed from."""
         files = [[path, file.digest, file.size, file.executable] for path, file in sorted(self.files.items())]
         return json.dumps({"files": files, "links": sorted(self.links.items())}).encode()
 
 
 def describe(folder: str | os.PathLike[str], include: Sequence[str] = (), *, max_bytes: int = MAX_CODE_BYTES) -> Tree:
-    """A project's code, and of the folder what `include` names besides, files and folders.
+    """Return the tree of a project's code and of the further files and folders that `include` names.
 
-    A link that stays inside is kept; one that leads out is a UsageError, as are > `max_bytes` that nobody named.
+    A link inside the project is kept. UsageError for a link that leads out, or more than `max_bytes` of code.
     """
     root = _folder(folder)
-    listed = _git_files(root)
+    git_files = _git_files(root)
     named = {name for path in include for name in _below(root, path)}
-    names = sorted({*(listed if listed else _walk(root)), *named})
+    names = sorted({*(git_files if git_files else _walk(root)), *named})
     sizes: dict[str, int] = {}
     links: dict[str, str] = {}
     for name in names:
         path = root / name
-        with contextlib.suppress(FileNotFoundError):  # tracked, and removed
+        with contextlib.suppress(FileNotFoundError):  # tracked but removed
             state = path.lstat()
             if stat.S_ISLNK(state.st_mode):
                 links[name] = _target(root, name)
@@ -85,13 +85,13 @@ def describe(folder: str | os.PathLike[str], include: Sequence[str] = (), *, max
     if sum(code.values()) > max_bytes:
         raise UsageError(
             f"{root} holds {size(sum(code.values()))} of code, more than {size(max_bytes)}: {in_short(code)}",
-            hint="name in .gitignore what the program does not need; a corpus travels by itself, with --data",
+            hint="list in .gitignore what the program does not need; --data sends a corpus",
         )
     return Tree(_hashed(root, sizes), links)
 
 
 def ignored(folder: str | os.PathLike[str], tree: Tree) -> dict[str, int]:
-    """Bytes of the files that git ignores, and that are therefore not in a project's tree."""
+    """Return the sizes, in bytes, of the files that are not in a project's tree because git ignores them."""
     root = _folder(folder)
     if not _git_files(root):
         return {}
@@ -101,16 +101,16 @@ def ignored(folder: str | os.PathLike[str], tree: Tree) -> dict[str, int]:
 
 
 def describe_data(folder: str | os.PathLike[str]) -> Tree:
-    """A folder of data, of any size: every file that is not hidden. Of a link to a file its content travels."""
+    """Return the tree of a data folder of any size: every file that is not hidden; a link's content is sent."""
     root = _folder(folder)
     names = sorted(_walk(root))
-    if left := [name for name in names if not (root / name).is_file()]:
-        raise UsageError(f"{root / left[0]} is a link to what is not a file", hint="put its content in its place")
+    if not_files := [name for name in names if not (root / name).is_file()]:
+        raise UsageError(f"{root / not_files[0]} is a link to what is not a file", hint="replace it by its content")
     return Tree(_hashed(root, {name: (root / name).stat().st_size for name in names}, executable=False), linked=True)
 
 
 def pack(files: dict[str, Path]) -> Tree:
-    """Files from anywhere under names of their own: wheels."""
+    """Return a tree of files from anywhere, by their name in the tree, such as wheels."""
     with DigestCache() as digests:
         return Tree({name: File(path, digests.of(path), path.stat().st_size) for name, path in files.items()}, {}, True)
 
@@ -123,7 +123,7 @@ def _folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def _below(root: Path, path: str) -> list[str]:
-    """A file of the project, or the files of a folder of it, as they are written in the tree."""
+    """Return the paths in the tree of a file of the project, or of the files in a folder of it."""
     full = (root / path).resolve()
     if not full.exists() or not full.is_relative_to(root.resolve()):
         raise UsageError(f"--include {path}: {'not in' if full.exists() else 'no such file or folder in'} {root}")
@@ -134,45 +134,45 @@ def _below(root: Path, path: str) -> list[str]:
 
 
 def _git_files(root: Path) -> list[str]:
-    """What git says is the project's; nothing where there is no git, or where git ignores the whole folder."""
+    """Return the project's files according to git; empty without git, or if it ignores the whole folder."""
     if not any((folder / ".git").exists() for folder in (root, *root.parents)) or shutil.which("git") is None:
         return []
     tracked = _git_list(root, "--cached")
     new = [name for name in _git_list(root, "--others", "--exclude-standard") if not _is_left_out(root, name)]
-    found = []
+    files = []
     for name in dict.fromkeys(tracked + new):
-        if (root / name).is_dir() and not (root / name).is_symlink():  # a repository inside: a submodule
+        if (root / name).is_dir() and not (root / name).is_symlink():  # a nested repository: a submodule
             inside = root / name
-            found += [f"{name.rstrip('/')}/{below}" for below in _git_files(inside) or _walk(inside)]
+            files += [f"{name.rstrip('/')}/{below}" for below in _git_files(inside) or _walk(inside)]
         else:
-            found.append(name)
-    return found
+            files.append(name)
+    return files
 
 
 def _git_list(root: Path, *which: str) -> list[str]:
     argv = ["git", "-C", str(root), "ls-files", "-z", *which]
-    done = subprocess.run(argv, capture_output=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        hint = next((line.strip() for line in said if line.strip().startswith("git config")), "git status says more")
-        raise UsageError(f"{root}: git does not list its files: {said[0]}", hint=hint)
-    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    result = subprocess.run(argv, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    if result.returncode:
+        stderr_lines = result.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
+        hint = next((line.strip() for line in stderr_lines if line.strip().startswith("git config")), "run: git status")
+        raise UsageError(f"{root}: git does not list its files: {stderr_lines[0]}", hint=hint)
+    return [os.fsdecode(name) for name in result.stdout.split(b"\0") if name]
 
 
 def _walk(root: Path) -> list[str]:
-    """Every file and link below, but for what is left out; links are not followed."""
-    found = []
+    """Return every file and link below `root` that is not excluded; do not follow links."""
+    visible = []
     for folder, folders, names in os.walk(root):
         inside = os.path.relpath(folder, root)
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         paths = {name: name if inside == "." else f"{inside}/{name}" for name in (*names, *folders)}
-        found += [paths[name] for name in (*names, *links) if not _is_left_out(root, paths[name])]
+        visible += [paths[name] for name in (*names, *links) if not _is_left_out(root, paths[name])]
         folders[:] = [name for name in folders if name not in links and not _is_left_out(root, f"{paths[name]}/")]
-    return [name for name in found if (root / name).is_symlink() or (root / name).is_file()]
+    return [name for name in visible if (root / name).is_symlink() or (root / name).is_file()]
 
 
 def _is_left_out(root: Path, name: str) -> bool:
-    """Hidden, a virtual environment, compiled, or a run."""
+    """Return whether a path is hidden, compiled, in a virtual environment or in `runs/`."""
     folders = name.split("/")[:-1]
     return (
         any(part.startswith(".") for part in name.rstrip("/").split("/"))
@@ -183,30 +183,30 @@ def _is_left_out(root: Path, name: str) -> bool:
 
 
 def _target(root: Path, name: str) -> str:
-    """Where a link inside the tree points, as it is written in the tree."""
+    """Return the target of a link inside the project, as it is stored in the tree."""
     link = root / name
-    written = os.readlink(link)
+    target = os.readlink(link)
     real_root, real = os.path.realpath(root), os.path.realpath(link)
     if real != real_root and not real.startswith(real_root + os.sep):
         raise UsageError(
-            f"{link} is a link that leads out of the project, to {written}",
-            hint="put its content in its place, or name it in .gitignore; a corpus travels by itself, with --data",
+            f"{link} is a link that leads out of the project, to {target}",
+            hint="replace it by its content, or list it in .gitignore; --data sends a corpus",
         )
-    lexical = os.path.normpath(os.path.join(os.path.dirname(name), written))
-    if os.path.isabs(written) or lexical.split("/")[0] == "..":
+    lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
+    if os.path.isabs(target) or lexical.split("/")[0] == "..":
         return os.path.relpath(real, os.path.realpath(link.parent))
-    return written
+    return target
 
 
 def in_short(sizes: Mapping[str, int], num: int = 3) -> str:
-    """The largest of some files, by what is at the top: `checkpoints/ 2.1 GB, model.bin 503.3 MB`."""
+    """Summarize the largest files by top-level entry: `checkpoints/ 2.1 GB, model.bin 503.3 MB`."""
     by_top: dict[str, int] = {}
     for name, num_bytes in sizes.items():
         top, slash, _ = name.partition("/")
         by_top[top + slash] = by_top.get(top + slash, 0) + num_bytes
     largest = sorted(by_top.items(), key=lambda entry: -entry[1])[:num]
-    told = [f"{name} {size(num_bytes)}" for name, num_bytes in largest]
-    return ", ".join(told + ([f"and {len(by_top) - num} more"] if len(by_top) > num else []))
+    entries = [f"{name} {size(num_bytes)}" for name, num_bytes in largest]
+    return ", ".join(entries + ([f"and {len(by_top) - num} more"] if len(by_top) > num else []))
 
 
 def _hashed(root: Path, sizes: dict[str, int], *, executable: bool = True) -> dict[str, File]:
@@ -217,13 +217,13 @@ def _hashed(root: Path, sizes: dict[str, int], *, executable: bool = True) -> di
             try:
                 state, digest = path.stat(), digests.of(path)
             except OSError as error:
-                raise UsageError(f"{path}: {error.strerror}", hint="mend it, or name it in .gitignore") from None
+                raise UsageError(f"{path}: {error.strerror}", hint="fix it, or list it in .gitignore") from None
             files[name] = File(path, digest, state.st_size, executable and bool(state.st_mode & stat.S_IXUSR))
     return files
 
 
 class DigestCache:
-    """The hashes of large files, by path, size, times and inode, so that a corpus is not read at every launch."""
+    """Caches hashes of large files, by path, size, times and inode, so that a launch does not read the whole corpus."""
 
     def __enter__(self) -> DigestCache:
         try:
@@ -239,13 +239,13 @@ class DigestCache:
                 write_atomic(self._path(), json.dumps(self._known).encode())
 
     def of(self, path: Path) -> str:
-        """blake2b of the content, as hex."""
+        """Return the blake2b of the content, as hex."""
         state = path.stat()
         key = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
         name = os.path.realpath(path)
-        known = self._known.get(name)
-        if known is not None and known[:-1] == key:
-            return str(known[-1])
+        cached = self._known.get(name)
+        if cached is not None and cached[:-1] == key:
+            return str(cached[-1])
         now = time.time()
         digest = digest_of(path)
         if state.st_size >= CACHED_FROM_BYTES and now - state.st_ctime > SETTLED_S:
@@ -255,7 +255,7 @@ class DigestCache:
 
     @classmethod
     def forget(cls, path: Path) -> None:
-        """What was known of a file is not true."""
+        """Remove a file's entry, as its content no longer matches."""
         with cls() as cache:
             cache._is_new = cache._known.pop(os.path.realpath(path), None) is not None
 
@@ -265,5 +265,5 @@ class DigestCache:
 
 
 def cache_folder() -> Path:
-    """Where evener keeps on this machine what it can make again."""
+    """Return the folder for files on this machine that can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evener"

@@ -1,8 +1,8 @@
-"""Which packages does a worker need on a host, and from which wheels? evener's own, and those that evener depends on.
+"""Resolve and download the wheels that a host needs: evener's own, and those of its dependencies.
 
-Versions are those of this very environment (in a source checkout the ones of constraints.txt), so that all hosts train
-with the same. What a host needs is worked out for that host: its system, processor and python decide which dependencies
-apply, as in the markers of the packages' own metadata.
+Versions are those of this environment (in a source checkout those of constraints.txt), so that all hosts train with the
+same. Dependencies are resolved for each host: its system, processor and python decide which apply, by the markers in
+the packages' metadata.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ _downloading = threading.Lock()
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides which wheel fits a host."""
+    """The properties of a host that decide which wheels fit it."""
 
-    markers: dict[str, str]  # PEP 508's
+    markers: dict[str, str]  # PEP 508
     libc: tuple[str, str]  # ("glibc", "2.36"); ("", "") on macOS
     mac: str  # "15.1"
     wants_cuda: bool
 
     @classmethod
     def of(cls, installed: Mapping[str, Any], *, wants_cuda: bool) -> Target:
-        """From what `hosts/remote/setup.py` found of an interpreter."""
+        """Build a target from the description of an interpreter by `hosts/remote/setup.py`."""
         name, version = installed["libc"]
         return cls(markers=installed["markers"], libc=(name, version), mac=installed["mac"], wants_cuda=wants_cuda)
 
     @property
     def is_linux(self) -> bool:
-        """Linux has torch in two builds; elsewhere there is one."""
+        """Return whether it is Linux, where torch has two builds (CPU and CUDA); elsewhere there is one."""
         return self.markers["sys_platform"] == "linux"
 
     @property
     def key(self) -> str:
-        """A folder's name: wheels for one are wheels for all others of this key."""
+        """Return a folder name; targets with one key share their wheels."""
         machine, system = self.markers["platform_machine"], self.markers["sys_platform"]
         level = "".join(self.libc) or self.mac
         return f"py{self.markers['python_version']}-{system}{level}-{machine}-{'cuda' if self.wants_cuda else 'cpu'}"
 
     def pip_flags(self) -> list[str]:
-        """What `pip download` must be told to find wheels for this host rather than for this machine."""
-        here = Target.of(_remote.installed(sys.executable), wants_cuda=self.wants_cuda)
-        if here.key == self.key:
+        """Return the flags that make pip choose wheels for this target rather than for this machine."""
+        local = Target.of(_remote.installed(sys.executable), wants_cuda=self.wants_cuda)
+        if local.key == self.key:
             return ["--only-binary=:all:"]
         version = self.markers["python_version"]
         flags = ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}"]
@@ -74,7 +74,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return flags + [f"--platform={platform}" for platform in self.platforms()]
 
     def platforms(self) -> list[str]:
-        """Platform tags, the best first.   [PEP 600; packaging.tags]
+        """Return the platform tags, best first.   [PEP 600; packaging.tags]
 
         >>> linux = {"sys_platform": "linux", "platform_machine": "x86_64"}
         >>> Target(markers=linux, libc=("glibc", "2.28"), mac="", wants_cuda=False).platforms()[:2]
@@ -92,14 +92,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evener_wheel(folder: Path) -> Path:
-    """A wheel in `folder` of the evener that runs: built from its source tree, or packed from what is installed."""
+    """Write a wheel of the running evener to `folder`: built from its source tree, or repacked if it is installed."""
     source = Path(evener.__file__).parents[2]
     is_source = (source / "pyproject.toml").exists() and (source / "src" / "evener").is_dir()
     return _built(source, folder) if is_source else _repacked(folder)
 
 
 def content_hash(wheel: Path) -> str:
-    """blake2b over the files of the wheel's package, as `hosts/remote/setup.py` takes it of an installed one."""
+    """Return a blake2b over the files of the wheel's package, equal to that of the installed package on a host."""
     import hashlib
 
     digest = hashlib.blake2b(digest_size=16)
@@ -111,29 +111,29 @@ def content_hash(wheel: Path) -> str:
 
 
 def closure(wheel: Path, target: Target) -> dict[str, str]:
-    """What evener needs on a host, by name: the version that is installed here, or "" where it is not needed here."""
-    found: dict[str, str] = {}
+    """Return evener's dependencies on a host, by name: the version installed here, or "" if it is not needed here."""
+    versions: dict[str, str] = {}
     extras: dict[str, set[str]] = {}
-    waiting = _requirements(_metadata(wheel), target)
-    while waiting:
-        requirement = waiting.pop()
+    queue = _requirements(_metadata(wheel), target)
+    while queue:
+        requirement = queue.pop()
         name = _canonical(requirement.name)
-        seen = extras.setdefault(name, set())
-        if name in found and requirement.extras <= seen:
+        seen_extras = extras.setdefault(name, set())
+        if name in versions and requirement.extras <= seen_extras:
             continue
-        seen |= requirement.extras
+        seen_extras |= requirement.extras
         try:
             dist = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
+            versions[name] = ""
             continue
-        found[name] = _public(dist.version)
-        waiting += _requirements(dist.requires or [], target, seen)
-    return dict(sorted(found.items()))
+        versions[name] = _public(dist.version)
+        queue += _requirements(dist.requires or [], target, seen_extras)
+    return dict(sorted(versions.items()))
 
 
 def lacking(wanted: Mapping[str, str], installed: Mapping[str, str]) -> dict[str, str]:
-    """What is not there in the wanted version. Builds of one version are equal: "2.13.0" and "2.13.0+cpu".
+    """Return the wanted packages not installed in their version. "2.13.0" and "2.13.0+cpu" count as the same.
 
     >>> lacking({"torch": "2.13.0", "rich": "15.0.0", "x": ""}, {"torch": "2.13.0+cpu", "rich": "14.0"})
     {'rich': '15.0.0', 'x': ''}
@@ -146,27 +146,27 @@ def lacking(wanted: Mapping[str, str], installed: Mapping[str, str]) -> dict[str
 
 
 def pinned(packages: Mapping[str, str]) -> list[str]:
-    """As pip is told."""
+    """Return the packages as pip specifiers."""
     return [f"{name}=={version}" if version else name for name, version in packages.items()]
 
 
 def fetch_wheels(
     target: Target, packages: Mapping[str, str], known: Mapping[str, str], tell: Callable[[str], None]
 ) -> dict[str, Path]:
-    """Wheels of these packages by file name, and of what they need on that host beside the `known`; kept here.
+    """Download wheels of these packages and of their dependencies that are not `known`; return paths by file name.
 
-    Torch's builds differ in what they need: that is read from the wheel itself.
+    Wheels are cached. Dependencies are read from the wheels themselves, as those of torch's builds differ.
 
     Raises:
-        EvenerError: pip found no wheel, or reaches no registry from here either.
+        EvenerError: pip finds no wheel, or this machine reaches no registry either.
     """
     folder = cache_folder() / "wheels" / target.key
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {name: (version, *pinned({name: version})) for name, version in packages.items()}
     extras: dict[str, set[str]] = {}
-    found: dict[str, Path] = {}
+    wheels: dict[str, Path] = {}
     with _downloading:
-        while missing := [name for name in wanted if name not in found]:
+        while missing := [name for name in wanted if name not in wheels]:
             if absent := [name for name in missing if _cached(folder, name, wanted[name][0]) is None]:
                 tell(f"downloading {len(absent)} wheels ({target.key})")
                 _download(target, [wanted[name][1] for name in absent], folder)
@@ -174,42 +174,42 @@ def fetch_wheels(
                 path = _cached(folder, name, wanted[name][0])
                 if path is None:
                     raise EvenerError(f"pip downloaded no {wanted[name][1]} for {target.key}", hint="pip cache purge")
-                found[name] = path
+                wheels[name] = path
                 for requirement in _requirements(_metadata(path), target, extras.get(name, ())):
                     other = _canonical(requirement.name)
                     extras.setdefault(other, set()).update(requirement.extras)
                     if other not in wanted and other not in known:
-                        pin = [one.version for one in requirement.specifier if one.operator == "=="]
+                        pin = [clause.version for clause in requirement.specifier if clause.operator == "=="]
                         wanted[other] = (pin[0] if pin else "", f"{other}{requirement.specifier}")
-    return {path.name: path for path in found.values()}
+    return {path.name: path for path in wheels.values()}
 
 
 def requirements(words: Iterable[str]) -> list[str]:
-    """What pip is to install: packages as they are given, and those that a requirements file names.
+    """Return the pip requirements of --with: packages, and the content of requirements files.
 
-    UsageError for what is neither.
+    UsageError for anything else.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
-    found: list[str] = []
-    for word in words:
-        is_file = word.endswith(".txt") or Path(word).is_file()
+    specifiers: list[str] = []
+    for argument in words:
+        is_file = argument.endswith(".txt") or Path(argument).is_file()
         try:
-            lines = Path(word).read_text().splitlines() if is_file else [word]
+            lines = Path(argument).read_text().splitlines() if is_file else [argument]
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--with {word}: {getattr(error, 'strerror', None) or 'not text'}") from None
+            raise UsageError(f"--with {argument}: {getattr(error, 'strerror', None) or 'not text'}") from None
         for number, line in enumerate(lines, 1):
             text = re.sub(r"(^|\s)#.*", "", line).strip()
             if text:
                 try:
-                    found.append(str(Requirement(text)))
+                    specifiers.append(str(Requirement(text)))
                 except InvalidRequirement:
-                    where = f"{word}, line {number}" if is_file else word
+                    where = f"{argument}, line {number}" if is_file else argument
                     raise UsageError(
                         f"--with {where}: not a package: {text}",
-                        hint="such as tiktoken or 'datasets>=2.0'; another file has a --with of its own",
+                        hint="such as tiktoken or 'datasets>=2.0'; name each file by its own --with",
                     ) from None
-    return found
+    return specifiers
 
 
 def resolve_wheels(
@@ -220,26 +220,28 @@ def resolve_wheels(
     index: Sequence[str],
     tell: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Wheels by file name of what is wanted on a host, and of all that it needs and that is not `there`, as pip chooses
-    them beside what is pinned. `index` are pip's flags for another registry, where it can be reached.
+    """Return wheels, by file name, of the wanted packages and of their dependencies that are not installed on a host.
+
+    pip chooses the versions, with `pins` as constraints. `index` holds pip's flags for a further registry, used if it
+    can be reached.
     """
-    tell(f"asking what {', '.join(wanted)} need ({target.key})")
+    tell(f"resolving {', '.join(wanted)} ({target.key})")
     with tempfile.TemporaryDirectory() as temporary:
         constraints, report = Path(temporary) / "constraints.txt", Path(temporary) / "report.json"
-        reached = index if index and _remote.opens(f"{CPU_INDEX}/torch/") else []
-        constraints.write_text("\n".join(pins if reached else map(_public, pins)))
+        index_flags = index if index and _remote.opens(f"{CPU_INDEX}/torch/") else []
+        constraints.write_text("\n".join(pins if index_flags else map(_public, pins)))
         cached = cache_folder() / "wheels" / target.key
         _pip_here(["install", "--dry-run", "--ignore-installed", f"--target={temporary}", f"--report={report}",
-                   f"--constraint={constraints}", f"--find-links={cached}", *reached, *wanted], target)  # fmt: skip
-        chosen = {_canonical(one["metadata"]["name"]): one["metadata"]["version"]
-                  for one in json.loads(report.read_bytes())["install"]}  # fmt: skip
-    lacks = lacking(chosen, there)
-    return fetch_wheels(target, lacks, chosen, tell) if lacks else {}
+                   f"--constraint={constraints}", f"--find-links={cached}", *index_flags, *wanted], target)  # fmt: skip
+        chosen = {_canonical(entry["metadata"]["name"]): entry["metadata"]["version"]
+                  for entry in json.loads(report.read_bytes())["install"]}  # fmt: skip
+    missing = lacking(chosen, there)
+    return fetch_wheels(target, missing, chosen, tell) if missing else {}
 
 
 def _download(target: Target, specifiers: list[str], folder: Path) -> None:
     index = []
-    if target.is_linux and not target.wants_cuda and any(one.startswith("torch") for one in specifiers):
+    if target.is_linux and not target.wants_cuda and any(specifier.startswith("torch") for specifier in specifiers):
         index = ["--extra-index-url", CPU_INDEX] if _remote.opens(f"{CPU_INDEX}/torch/") else []
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
         _pip_here(["download", "--no-deps", *index, "--dest", temporary, *specifiers], target)
@@ -248,7 +250,7 @@ def _download(target: Target, specifiers: list[str], folder: Path) -> None:
 
 
 def _pip_here(arguments: list[str], target: Target) -> None:
-    """Run this environment's pip for a host."""
+    """Run this environment's pip with the flags of a target."""
     if importlib.util.find_spec("pip") is None:
         raise EvenerError(
             "this environment has no pip to download wheels with",
@@ -256,39 +258,39 @@ def _pip_here(arguments: list[str], target: Target) -> None:
         )
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
     argv += [arguments[0], *target.pip_flags(), *arguments[1:]]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        is_conflict = any(line.startswith("ResolutionImpossible") for line in said)
+    result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pip_errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR:")]
+        is_conflict = any(line.startswith("ResolutionImpossible") for line in pip_errors)
         raise EvenerError(
-            f"no wheels for {target.key} from here: {said[0 if is_conflict else -1] if said else 'pip failed'}",
-            hint="other versions: what evener itself needs is the same on all hosts"
+            f"no wheels for {target.key}: {pip_errors[0 if is_conflict else -1] if pip_errors else 'pip failed'}",
+            hint="try other versions: those that evener itself needs are fixed"
             if is_conflict
-            else "does this machine reach its registry? `pip download` by hand says more",
-            output="\n".join(done.stderr.splitlines()[-15:]),
+            else "check that this machine reaches its registry, with `pip download`",
+            output="\n".join(result.stderr.splitlines()[-15:]),
         )
 
 
 def _built(source: Path, folder: Path) -> Path:
-    """By the project's own build backend; through pip, which fetches it, where it is not installed."""
+    """Build a wheel with the project's build backend, or with pip, which downloads the backend, if it is missing."""
     if importlib.util.find_spec("hatchling") is not None:
         code = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
         argv = [sys.executable, "-c", code, str(folder)]
     else:
         argv = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)]
-    done = subprocess.run(argv, cwd=source, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    result = subprocess.run(argv, cwd=source, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("evener-*.whl"))
-    if done.returncode or len(wheels) != 1:
+    if result.returncode or len(wheels) != 1:
         raise EvenerError(
-            f"{source}: no wheel could be built of it",
+            f"{source}: building its wheel failed",
             hint=f"{sys.executable} -m pip install hatchling",
-            output="\n".join((done.stdout + done.stderr).splitlines()[-15:]),
+            output="\n".join((result.stdout + result.stderr).splitlines()[-15:]),
         )
     return wheels[0]
 
 
 def _repacked(folder: Path) -> Path:
-    """The installed package as the wheel that it came from: its files, its metadata, without what pip added."""
+    """Repack the installed package as a wheel: its files and metadata, without the files that pip added."""
     dist = importlib.metadata.distribution("evener")
     files = {str(file): Path(str(dist.locate_file(file))) for file in dist.files or []}
     if "evener/__init__.py" not in files:
@@ -326,7 +328,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _metadata(wheel: Path) -> list[str]:
-    """The Requires-Dist of a wheel."""
+    """Return the Requires-Dist entries of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         message = email.message_from_bytes(archive.read(name))
@@ -334,27 +336,27 @@ def _metadata(wheel: Path) -> list[str]:
 
 
 def _requirements(texts: Iterable[str], target: Target, extras: Iterable[str] = ()) -> list[Requirement]:
-    """Those that apply on that host."""
+    """Return the requirements that apply to the target."""
     from packaging.requirements import Requirement
 
-    found = []
+    applicable = []
     for requirement in map(Requirement, texts):
         environments = [target.markers | {"extra": extra} for extra in ("", *extras)]
-        if requirement.marker is None or any(requirement.marker.evaluate(one) for one in environments):
-            found.append(requirement)
-    return found
+        if requirement.marker is None or any(requirement.marker.evaluate(environment) for environment in environments):
+            applicable.append(requirement)
+    return applicable
 
 
 def _cached(folder: Path, name: str, version: str) -> Path | None:
-    """The newest wheel of a package, in any build of this version or, without one, in any version."""
+    """Return the newest cached wheel of a package: any build of `version` or, if that is empty, any version."""
     from packaging.utils import parse_wheel_filename
 
-    found = []
+    matches = []
     for path in folder.glob("*.whl"):
-        of, built, _, _ = parse_wheel_filename(path.name)
-        if of == name and (not version or built.public == _public(version)):
-            found.append((built, path))
-    return max(found)[1] if found else None
+        package, wheel_version, _, _ = parse_wheel_filename(path.name)
+        if package == name and (not version or wheel_version.public == _public(version)):
+            matches.append((wheel_version, path))
+    return max(matches)[1] if matches else None
 
 
 def _public(version: str) -> str:

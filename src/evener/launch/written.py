@@ -1,6 +1,6 @@
-"""What did a script of the user's own write on its hosts, and how does it come home?
+"""Find the files that a user's script wrote on its hosts, and fetch them.
 
-host's project folder, where the script ran   → RUN/files/HOST/…, by the same paths
+host's project folder, where the script ran   → RUN/files/HOST/…, with the same paths
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from evener.launch.carry import alone
 from evener.launch.mirror import State, host_failed
 from evener.launch.ship import WORK_S, fetch
 
-SETTLED_S = 2.0  # after the end a file system may still note times of the run's last writes
+SETTLED_S = 2.0  # a file system may date the last writes this much after the run's end
 
 
 class File(msgspec.Struct, frozen=True):
-    """A file that was written."""
+    """A file that a script wrote."""
 
-    path: str  # in the project
+    path: str  # relative to the project
     size: int
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What a script wrote on one host."""
+    """The files that a script wrote on one host."""
 
-    folder: str  # of the project there
+    folder: str  # of the project on the host
     files: list[File]
 
     def told(self, host: str) -> str:
-        """A line for a person."""
+        """Return a one-line summary for the user."""
         names = [file.path for file in self.files[:3]] + (["…"] if len(self.files) > 3 else [])
         total = size(sum(file.size for file in self.files))
         return f"{host}: {plural(len(self.files), 'file')} written in {self.folder}, {total}: {', '.join(names)}"
 
 
 def written(plan: Plan, states: Mapping[str, State]) -> dict[str, Written]:
-    """By host, of those that can be reached and have some; `states` are their last."""
+    """Return the files written by the script, by host, for reachable hosts that have any; `states` are the last."""
 
     def ask(name: str) -> Written | None:
         with contextlib.suppress(HostError), _asking(plan, name) as session:
@@ -59,13 +59,13 @@ def written(plan: Plan, states: Mapping[str, State]) -> dict[str, Written]:
 
 def bring_written(rundir: RunDir, plan: Plan, states: Mapping[str, State],
                   say: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
-    """Fetch what is not here yet of it: the files here that are new, and what kept others from coming."""
+    """Fetch the files that are not here yet; return the new files here, and the errors of those that failed."""
 
-    def bring(name: str) -> tuple[list[Path], list[EvenerError]]:
+    def fetch_from(name: str) -> tuple[list[Path], list[EvenerError]]:
         try:
             with _asking(plan, name) as session:
-                found = _written(session, plan.host(name), states[name])
-                return _bring(session, rundir.path / "files" / name, found, say) if found.files else ([], [])
+                outputs = _written(session, plan.host(name), states[name])
+                return _bring(session, rundir.path / "files" / name, outputs, say) if outputs.files else ([], [])
         except EvenerError as error:
             return [], [error]
 
@@ -73,12 +73,13 @@ def bring_written(rundir: RunDir, plan: Plan, states: Mapping[str, State],
     if not names:
         return [], []
     with alone(rundir, say):
-        brought = for_each(names, bring)
-    return [path for paths, _ in brought.values() for path in paths], [one for _, of in brought.values() for one in of]
+        results = for_each(names, fetch_from)
+    new = [path for paths, _ in results.values() for path in paths]
+    return new, [error for _, errors in results.values() for error in errors]
 
 
 def _scripts(plan: Plan, states: Mapping[str, State]) -> list[str]:
-    """Hosts where a script was started in a folder that is not here."""
+    """Return the hosts where the script was started in a folder that is not on this machine."""
     return [host.name for host in plan.hosts if host.code is not None and states.get(host.name, {}).get("started")]
 
 
@@ -98,40 +99,40 @@ def _written(session: Session, host: HostPlan, state: State) -> Written:
     return Written(host.cwd, from_tree(files, list[File]))
 
 
-def _bring(session: Session, target: Path, found: Written,
-           say: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
-    """File by file: one that a script is writing, or has removed, keeps no other from coming."""
-    names = [file.path for file in found.files]
-    surveyed = list(session.stream("files", "survey", path=found.folder, names=names, timeout_s=WORK_S))
-    lacking = [entry for entry in surveyed if "digest" in entry and not _is_here(_place(target, entry), entry)]
-    if lacking:
-        told = size(sum(entry["size"] for entry in lacking))
-        say(f"bringing home {plural(len(lacking), 'file')} from {session.name}, {told}")
-    came, failed = list[Path](), list[EvenerError]()
-    for entry in lacking:
-        place = _place(target, entry)
-        new = place.with_name(f".{place.name}.new")
+def _bring(session: Session, target: Path, outputs: Written,
+           notify: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
+    """Fetch file by file, so that one that a script is writing or has removed does not affect the others."""
+    names = [file.path for file in outputs.files]
+    surveyed = list(session.stream("files", "survey", path=outputs.folder, names=names, timeout_s=WORK_S))
+    missing = [entry for entry in surveyed if "digest" in entry and not _is_here(_place(target, entry), entry)]
+    if missing:
+        total = size(sum(entry["size"] for entry in missing))
+        notify(f"fetching {plural(len(missing), 'file')} from {session.name}, {total}")
+    fetched, failed = list[Path](), list[EvenerError]()
+    for entry in missing:
+        path = _place(target, entry)
+        new = path.with_name(f".{path.name}.new")
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             new.unlink(missing_ok=True)
-            fetch(session, f"{found.folder}/{entry['path']}", new, surveyed=[entry | {"path": ""}])
-            new.replace(place)
-            came.append(place)
+            fetch(session, f"{outputs.folder}/{entry['path']}", new, surveyed=[entry | {"path": ""}])
+            new.replace(path)
+            fetched.append(path)
         except HostError as error:
             if error.check not in ("files.changed", "files.gone"):
                 raise
             failed.append(error)
         except OSError as error:
-            raise UsageError(f"{place}: {error.strerror}", hint="make room, or see what is in its way") from None
-    return came, failed
+            raise UsageError(f"{path}: {error.strerror}", hint="make room, or see what is in its place") from None
+    return fetched, failed
 
 
 def _place(target: Path, entry: Mapping[str, Any]) -> Path:
-    """Where a file of a host comes to lie; HostError where that would not be in its folder here."""
-    place: Path = target / entry["path"]
-    if ".." in place.parts or not place.parent.resolve().is_relative_to(target.resolve()):
-        raise HostError(f"{place}: leads out of {target}", check="files.odd", host=target.name, hint="look at it there")
-    return place
+    """Return where a file of a host is written here. HostError if that is outside the host's folder."""
+    path: Path = target / entry["path"]
+    if ".." in path.parts or not path.parent.resolve().is_relative_to(target.resolve()):
+        raise HostError(f"{path}: leads out of {target}", check="files.odd", host=target.name, hint="look at it there")
+    return path
 
 
 def _is_here(path: Path, entry: dict[str, Any]) -> bool:
