@@ -163,7 +163,7 @@ class TestAHost:
         assert a.exec(["sh", "-c", "exit 7"], check=False).returncode == 7
         with pytest.raises(EvenerError, match=r"host a: .*exit status 7"):
             a.exec(["sh", "-c", "exit 7"])
-        with pytest.raises(EvenerError, match="not done after 1 s"):
+        with pytest.raises(EvenerError, match="timed out after 1 s"):
             a.exec(["sleep", "60"], timeout_s=1)
         wait_until(lambda: len(a.pids()) == 2, "sleep is still there")
 
@@ -563,7 +563,7 @@ class TestCgroupV2:
 
     def test_a_machine_that_hands_out_no_cpu_is_told_how(self, tmp_path: Path) -> None:
         (tmp_path / "cgroup.subtree_control").write_text("memory")
-        with pytest.raises(EvenerError, match="host a: the machine's cgroups do not hand out cpu"):
+        with pytest.raises(EvenerError, match="host a: this machine's cgroups do not enable the cpu controller"):
             cgroup.make("lab", "a", 0.5, None, root=tmp_path)
 
 

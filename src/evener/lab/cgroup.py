@@ -1,4 +1,4 @@
-"""How much processor time and memory may a host use? A cgroup of its own under `evener-lab`, of version 1 or 2."""
+"""Limit the CPU time and memory of a host: a cgroup under `evener-lab`, version 1 or 2."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from evener.core.errors import EvenerError
 
 ROOT = Path("/sys/fs/cgroup")
 SUBTREE = "evener-lab"
-PERIOD_US = 20_000  # a quota is used up and given anew this often: short, so that a host is slow rather than jerky
+PERIOD_US = 20_000  # period of the CPU quota: short, so that a host is slow rather than jerky
 _REMOVED_WITHIN_S = 5.0
 
 
 def make(lab: str, host: str, cpus: float | None, memory_bytes: int | None, root: Path = ROOT) -> list[str]:
-    """Make the cgroups of a host. The `cgroup.procs` files that its first process must write itself into."""
-    settings: list[tuple[str, dict[str, str]]] = []  # controller, what to write
+    """Create the cgroups of a host; return the `cgroup.procs` files that its first process must write itself into."""
+    settings: list[tuple[str, dict[str, str]]] = []  # controller, {file: value}
     is_v1 = (root / "cpu" / "cgroup.procs").exists()
     if cpus is not None:
         quota_us = max(1000, round(cpus * PERIOD_US))
@@ -36,14 +36,14 @@ def make(lab: str, host: str, cpus: float | None, memory_bytes: int | None, root
             procs.append(str(group / "cgroup.procs"))
     except OSError as error:
         raise EvenerError(
-            f"host {host}: its cgroup cannot be made: {error.filename}: {error.strerror}",
-            hint="leave out cpus and memory, or let the machine's cgroups hand out cpu and memory",
+            f"host {host}: cannot create its cgroup: {error.filename}: {error.strerror}",
+            hint="leave out cpus and memory, or enable the cpu and memory controllers in this machine's cgroups",
         ) from None
     return list(dict.fromkeys(procs))
 
 
 def remove(lab: str, root: Path = ROOT) -> None:
-    """Remove the cgroups of a lab, and ours when no lab is left."""
+    """Remove the cgroups of a lab, and `evener-lab` itself with the last lab."""
     for subtree in (*root.glob(f"*/{SUBTREE}"), root / SUBTREE):
         if not subtree.is_dir() or subtree.parent.is_symlink():
             continue
@@ -60,7 +60,7 @@ def _group(root: Path, controller: str, lab: str, host: str, is_v1: bool) -> Pat
         return group
     if controller not in (root / "cgroup.subtree_control").read_text().split():
         raise EvenerError(
-            f"host {host}: the machine's cgroups do not hand out {controller}",
+            f"host {host}: this machine's cgroups do not enable the {controller} controller",
             hint=f"as root: echo +{controller} > {root}/cgroup.subtree_control",
         )
     group = root
@@ -73,7 +73,7 @@ def _group(root: Path, controller: str, lab: str, host: str, is_v1: bool) -> Pat
 
 
 def _rmdir(group: Path) -> None:
-    """The kernel lets go of a group a moment after its last process ended."""
+    """Remove a cgroup; retry, since the kernel releases it a moment after its last process has ended."""
     deadline = time.monotonic() + _REMOVED_WITHIN_S
     while group.is_dir():
         try:

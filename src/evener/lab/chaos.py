@@ -1,7 +1,7 @@
-"""What befalls machines at home, done to a lab at moments that a seed chooses, while a run goes on there.
+"""Inject faults into a lab during a run, at moments that a seed chooses (chaos test).
 
-A fault is a row: what happens, for how long, and what a run with `--membership live` is expected to make of it.
-`schedule` is pure: the same seed, the same night.
+A fault is a row: what happens, for how long, and how a run with `--membership live` is expected to react.
+`schedule_faults` is pure: the same seed gives the same schedule.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from evener.lab.host import Host
 from evener.lab.lab import Lab
 
 RANK, AGENT, SUPERVISOR = "evener.worker", "evener.agent", "supervisor.py"
-CALM_S = (20.0, 60.0)  # between the end of one fault and the next: to be whole again
-WORDS = 5  # of a command line, in which a program's name stands
+CALM_S = (20.0, 60.0)  # between the end of one fault and the next, so that the run can recover
+WORDS = 5  # leading words of a command line that may name the program
 CUT = "table inet evener_chaos"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One row."""
+    """One kind of fault: how it begins and ends, and the expected reaction of a run."""
 
     name: str
-    what: str  # happens to {host}
+    what: str  # the fault in words; {host} is filled in
     expects: str
-    pause_s: float  # that the others lose at most
-    lasts_s: tuple[float, ...] = ()  # of which one is chosen; none: it is over at once
-    needs: Literal["rate", "cpus", "disk"] | None = None  # that a host has by itself
+    pause_s: float  # the longest pause of the other hosts
+    lasts_s: tuple[float, ...] = ()  # one is drawn; empty: over at once
+    needs: Literal["rate", "cpus", "disk"] | None = None  # field of HostSpec that every host must have set
     begin: Callable[[Lab, Host], object]
     end: Callable[[Lab, Host], object] = lambda lab, host: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """When a fault befalls a host; `at_s` since the beginning."""
+    """A fault on one host, `at_s` seconds after the start of the schedule."""
 
     at_s: float
     fault: Fault
@@ -56,17 +56,17 @@ class Event:
 
 
 def pids_of(host: Host, program: str) -> list[int]:
-    """Of the processes there that run it, the first one before what came of it."""
-    found = []
+    """Return the pids that run a program on a host, in ascending order: parents before their children."""
+    pids = []
     for pid in sorted(host.pids()):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            found += [pid] * any(program.encode() in word for word in words[:WORDS])
-    return found
+            pids += [pid] * any(program.encode() in word for word in words[:WORDS])
+    return pids
 
 
 def _ranks(host: Host) -> list[int]:
-    """Not torchrun, which is of the same package."""
+    """Return the pids of the ranks, without torchrun, which is in the same package."""
     return [pid for pid in pids_of(host, RANK) if pid not in pids_of(host, f"{RANK}.torchrun")]
 
 
@@ -88,7 +88,7 @@ def _cable(plugged_in: bool) -> Callable[[Lab, Host], None]:
 
 
 def _drops(rule: str) -> Callable[[Lab, Host], None]:
-    """Of what comes in, ssh's as well."""
+    """Return the function that adds an nftables rule for incoming packets, those of ssh included."""
     text = f"{CUT}\ndelete {CUT}\n{CUT} {{\n chain input {{\n  type filter hook input priority -5;\n  {rule}\n }}\n}}\n"
 
     def do(lab: Lab, host: Host) -> None:
@@ -116,66 +116,67 @@ def _cores(part: float) -> Callable[[Lab, Host], None]:
     return do
 
 
-OTHERS_GO_ON = "the others go on without {host}, and let it in again"
+OTHERS_GO_ON = "the others continue without {host}, which rejoins afterwards"
 ROWS = (
     Fault(name="kill-rank", what="a rank of {host} is killed", expects=OTHERS_GO_ON, pause_s=5,
           begin=_signal(lambda host: _ranks(host)[:1], signal.SIGKILL)),
     Fault(name="kill-agent", what="the agent of {host} is killed", expects=OTHERS_GO_ON, pause_s=5, begin=_kill(AGENT)),
     Fault(name="kill-supervisor", what="the supervisor of {host} is killed", pause_s=5, begin=_kill(SUPERVISOR),
-          expects="another one takes its place; at most as if its agent had been killed"),
+          expects="a new one is started; at worst the same as a killed agent"),
     Fault(name="stop-rank", what="the ranks of {host} are stopped", lasts_s=(5, 60), pause_s=25,
-          expects="5 s: all wait; 60 s: it is named within 15 s, and 10 s later the others go on",
+          expects="5 s: all wait; 60 s: the hang is reported within 15 s, and 10 s later the others continue",
           begin=_signal(_ranks, signal.SIGSTOP), end=_signal(_ranks, signal.SIGCONT)),
-    Fault(name="lid", what="the lid of {host} is shut: all of it is stopped", lasts_s=(10, 60), pause_s=6,
+    Fault(name="lid", what="the lid of {host} is closed: all its processes are stopped", lasts_s=(10, 60), pause_s=6,
           expects=OTHERS_GO_ON, begin=_signal(Host.pids, signal.SIGSTOP), end=_signal(Host.pids, signal.SIGCONT)),
     Fault(name="power", what="{host} loses its power", lasts_s=(5, 30), pause_s=6, expects=OTHERS_GO_ON,
           begin=lambda lab, host: host.power_off(), end=lambda lab, host: host.boot()),
     Fault(name="cable", what="the cable of {host} is pulled", lasts_s=(5, 30, 120), pause_s=6, expects=OTHERS_GO_ON,
           begin=_cable(False), end=_cable(True)),
-    Fault(name="one-way", what="{host} hears nobody, and is heard", lasts_s=(5, 30), pause_s=6, expects=OTHERS_GO_ON,
+    Fault(name="one-way", what="{host} can send but not receive", lasts_s=(5, 30), pause_s=6, expects=OTHERS_GO_ON,
           begin=_drops("iifname != lo drop"), end=_let_in),
     Fault(name="packets", what="{host} loses one packet in fifty", lasts_s=(30,), pause_s=30, end=_let_in,
-          expects="steps are slower; at worst as if its cable were pulled",
+          expects="steps are slower; at worst the same as a pulled cable",
           begin=_drops("iifname != lo numgen random mod 50 == 0 drop")),
     Fault(name="rate", what="the link of {host} has a tenth of its rate", lasts_s=(30,), pause_s=0, needs="rate",
           begin=_slow_link, end=_as_it_was, expects="steps are slower, nothing else"),
-    Fault(name="half-speed", what="{host} is half as fast", lasts_s=(60,), pause_s=0, needs="cpus",
+    Fault(name="half-speed", what="{host} runs at half speed", lasts_s=(60,), pause_s=0, needs="cpus",
           begin=_cores(0.5), end=_cores(1),
           expects="its share becomes smaller within 10 steps"),
     Fault(name="disk-full", what="the disk of {host} is full", lasts_s=(30,), pause_s=6, needs="disk",
-          expects="no checkpoint is lost; the others go on, and let it in again when there is room",
+          expects="no checkpoint is lost; the others continue, and it rejoins when there is space",
           begin=lambda lab, host: host.fill_disk(True), end=lambda lab, host: host.fill_disk(False)),
 )  # fmt: skip
 FAULTS: Mapping[str, Fault] = {row.name: row for row in ROWS}
-# What no lab can do to a host by itself, and where it is tried instead.
+# Faults that a lab cannot inject into one host, and why, or where they are tested instead.
 NOT_HERE = {
     "a clock that jumps": "all hosts of a lab have this machine's clock; nothing in a run compares two hosts' clocks",
-    "a disk that can only be read from now on": "the kernel makes none so while a run has files open there; to a run "
-    "it is one that is full",
-    "a bit that flips in a weight, NaN in a gradient": "from outside nobody finds them in memory: tests do it in ranks",
+    "a disk that becomes read-only": "the kernel does not remount it while a run has files open there; to a run "
+    "it is the same as a full disk",
+    "a bit that flips in a weight, NaN in a gradient": "another process cannot find them in memory: unit tests inject "
+    "them in ranks",
 }
 
 
 def schedule(seed: int, minutes: float, hosts: Sequence[str], faults: Sequence[Fault],
              calm_s: tuple[float, float] = CALM_S) -> list[Event]:  # fmt: skip
-    """Faults one after the other, each of a kind and on a host that chance takes; the last is over in time.
+    """Return faults one after the other, with a random kind, host and duration; the last ends within `minutes`.
 
     >>> [str(event) for event in schedule(1, 2, ["a", "b"], [FAULTS["power"]])]
     ['b loses its power, for 5 s']
     """
-    chance, now, found = random.Random(seed), 0.0, list[Event]()
+    rng, now, events = random.Random(seed), 0.0, list[Event]()
     while True:
-        now += chance.uniform(*calm_s)
-        fault = chance.choice(faults)
-        host, lasts_s = chance.choice(hosts), chance.choice(fault.lasts_s or (0.0,))
+        now += rng.uniform(*calm_s)
+        fault = rng.choice(faults)
+        host, lasts_s = rng.choice(hosts), rng.choice(fault.lasts_s or (0.0,))
         if now + lasts_s + calm_s[0] > 60 * minutes:
-            return found
-        found.append(Event(at_s=now, fault=fault, host=host, lasts_s=lasts_s))
+            return events
+        events.append(Event(at_s=now, fault=fault, host=host, lasts_s=lasts_s))
         now += lasts_s
 
 
 def find(names: Sequence[str]) -> list[Fault]:
-    """By their names; UsageError where there is none."""
+    """Return the faults with these names; raise UsageError for an unknown one."""
     for name in names:
         if name not in FAULTS:
             raise UsageError(f"no fault is called {name}: {', '.join(FAULTS)}", hint="evener lab chaos --list")
@@ -183,15 +184,15 @@ def find(names: Sequence[str]) -> list[Fault]:
 
 
 def possible(faults: Sequence[Fault], lab: Lab) -> tuple[list[Fault], list[Fault]]:
-    """(what can befall every host of a lab, what cannot, for there is nothing of its own to break)."""
-    able = [one for one in faults if one.needs is None or all(getattr(host.spec, one.needs) for host in lab.hosts)]
-    return able, [one for one in faults if one not in able]
+    """Return (the faults that every host of the lab supports, the others)."""
+    supported = [row for row in faults if row.needs is None or all(getattr(host.spec, row.needs) for host in lab.hosts)]
+    return supported, [row for row in faults if row not in supported]
 
 
 def perform(lab: Lab, events: Sequence[Event]) -> Iterator[tuple[Event, bool]]:
-    """Do it, each in its time: an event and True when it has begun, and False when it is over.
+    """Inject each fault at its time; yield it with True when it begins and with False when it ends.
 
-    Whatever was broken is mended on the way out.
+    A fault that is active when the generator is closed is ended.
     """
     began = time.monotonic()
     for event in events:

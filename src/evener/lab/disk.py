@@ -1,6 +1,6 @@
-"""What disk does a host of a lab have, where it is not this machine's? A file system in memory, mounted at its home.
+"""Give a host a disk of its own: a tmpfs, mounted at its home.
 
-It is mounted outside of the host's own mounts: it outlives the host's power, as a disk does.
+It is mounted outside of the host's mount namespace, so that it survives a power cut, as a disk does.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from evener.core.errors import EvenerError
 from evener.lab.needs import find_programs
 
 PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes
-TRIES = 20  # somebody may be writing there
+TRIES = 20  # another process may write to it meanwhile
 
 
 def mount(home: Path, size: int) -> None:
-    """Of so many bytes."""
+    """Mount a disk of this many bytes at a host's home."""
     [program] = find_programs("mount")
     subprocess.run([program, "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", home], check=True)
 
 
 def resize(home: Path, size: int | None) -> None:
-    """To so many bytes; None: to those that are taken, so that none is free."""
+    """Change the size of a disk to this many bytes; None: to the used bytes, so that none is free."""
     [program] = find_programs("mount")
     for _ in range(TRIES):
-        found = os.statvfs(home)
-        taken = (found.f_blocks - found.f_bfree) * found.f_frsize
-        options = f"remount,size={max(PAGE, taken) if size is None else size}"
-        done = subprocess.run([program, "-o", options, home], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        stat = os.statvfs(home)
+        used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+        options = f"remount,size={max(PAGE, used) if size is None else size}"
+        result = subprocess.run([program, "-o", options, home], capture_output=True, text=True, check=False)
+        if result.returncode == 0:
             return
-    raise EvenerError(f"the disk at {home} could not be resized", output=done.stderr)
+    raise EvenerError(f"the disk at {home} could not be resized", output=result.stderr)
 
 
 def unmount_all(lab: Path) -> None:
-    """Every disk of a lab's hosts."""
-    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    for place in mounted:
-        if Path(place).is_relative_to(lab):
+    """Unmount the disks of all hosts of a lab."""
+    mount_points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for mount_point in mount_points:
+        if Path(mount_point).is_relative_to(lab):
             [program] = find_programs("umount")
-            subprocess.run([program, "--lazy", place], check=True)
+            subprocess.run([program, "--lazy", mount_point], check=True)

@@ -1,13 +1,14 @@
-"""What happens in a drill? One thing breaks in a fresh lab; it is looked at without evener, then with it, then mended.
+"""Run a fault drill: inject one fault into a fresh lab, reproduce it by hand, diagnose it with evener, fix it.
 
-with Play(drill) as play:
-    play.break_it()
-    play.without()            # torchrun or ssh by hand: what a person would see
-    seen = play.look()        # evener doctor, or a run: what it names
-    assert drill.named_in(seen.findings)
-    play.mend(seen)           # the finding's own fix, as it stands, where a lab can do it
+with DrillRun(drill) as run:
+    run.inject_fault()
+    run.reproduce_manually()    # torchrun or ssh by hand: what a user would see
+    diagnosis = run.diagnose()  # evener doctor, or a run: what it reports
+    assert drill.expected_finding(diagnosis.findings)
+    run.apply_fix(diagnosis)    # the finding's own fix, unchanged, if a lab can apply it
 
-A drill is a row in drills.py. Everything runs as a person would run it: over ssh, and `evener` as a program.
+A drill is a row of a table (see drill_catalog.py). Everything runs as a user would run it: over ssh, and `evener` as
+a program.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from evener.lab.host import Host
 from evener.lab.lab import Lab
 from evener.lab.spec import HostSpec, LabSpec
 
-LOOK_S = 60.0  # a doctor that takes longer has failed
-AFTER_THE_FIRST_S = 1.5  # how long the others may go on when one command has ended with an error
+LOOK_S = 60.0  # timeout of evener doctor
+AFTER_THE_FIRST_S = 1.5  # time left to the other commands after one has failed
 POLL_S = 0.02
 FLEET = "fleet.toml"
 EVENER = [sys.executable, "-c", "import sys; from evener.cli.main import main; sys.argv[0] = 'evener'; main()"]
-HERE = r"(?:evener|chmod) "  # what a fix may tell to type on this machine
+HERE = r"(?:evener|chmod) "  # commands of a fix that run on this machine
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something that is done to the lab, and how a person would say or type it."""
+    """An action on the lab, with the text that a user would type or read for it."""
 
     text: str
     do: Callable[[Stage], None]
@@ -56,100 +57,100 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Raw:
-    """What a person runs by hand, and what it would go on to wait for."""
+    """Commands that reproduce a fault by hand, without evener."""
 
-    commands: Mapping[str, str]  # by host; typed into an ssh session there, all at the same time
-    files: Mapping[str, str] = field(default_factory=dict)  # in the home of every host
-    typed: str = "{host}$ {command}"  # where and how, for the screen
-    quiet_s: float = 6.0  # we look away when nobody has said anything for so long
+    commands: Mapping[str, str]  # by host; run over ssh, all at the same time
+    files: Mapping[str, str] = field(default_factory=dict)  # name → text, written to the home of every host
+    typed: str = "{host}$ {command}"  # how the screen shows a command
+    quiet_s: float = 6.0  # stop when no command has printed anything for so long
     within_s: float = 20.0
-    works_when_mended: bool = False  # the same commands then do their work
-    waits: str = ""  # where nothing comes: for how long, and why nobody would know
+    works_when_mended: bool = False  # the same commands succeed once the fault is fixed
+    waits: str = ""  # if the commands hang: for how long, and why nothing is reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What one command printed."""
+    """The output and exit status of one command run by hand."""
 
     command: str
     lines: list[str]
-    status: int | None  # None: still at it when we looked away
+    status: int | None  # None: still running when we stopped it
     took_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What evener named."""
+    """The findings that evener reported."""
 
     command: str
     findings: list[Finding]
     took_s: float
-    lines: list[str] = field(default_factory=list)  # what a run printed
+    lines: list[str] = field(default_factory=list)  # output of a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """One row: a fault, and what must be named."""
+    """One fault drill: a fault, its fix, and the finding that evener must report."""
 
     name: str
-    check: str  # the id that must be named
-    host: str | None  # and where
+    check: str  # id of the expected finding
+    host: str | None  # host of the expected finding
     peer: str | None = None
-    says: str  # the fault, in one line
-    why: str  # what there is to learn
+    says: str  # the fault in one line
+    why: str  # the lesson
     fault: Sequence[Step]
-    mend: Sequence[Step] | None = None  # None: the finding's own fix, as it stands
+    mend: Sequence[Step] | None = None  # None: the finding's own fix, unchanged
     raw: Raw | None = None
-    silence: str = ""  # where nothing is to be seen without evener: why
+    silence: str = ""  # without `manual`: why nothing can be seen without evener
     look: Callable[[Stage], Seen]
     hosts: Mapping[str, HostSpec]
-    is_pair: bool = False  # host and peer may be named in either order
-    used_up: bool = False  # by what is done by hand: it breaks once more before evener looks
-    may_also: Sequence[str] = ()  # other ids that the same fault rightly brings with it
-    lacks: Callable[[], str | None] = lambda: None  # why this machine cannot produce it
-    lasts_s: float = 0.0  # that the fault may be felt when it is mended: others remember an address
+    is_pair: bool = False  # the finding may name host and peer in either order
+    used_up: bool = False  # the manual reproduction clears the fault: inject it again before the diagnosis
+    may_also: Sequence[str] = ()  # other ids that the same fault correctly causes
+    lacks: Callable[[], str | None] = lambda: None  # why this machine cannot produce the fault
+    lasts_s: float = 0.0  # how long the fault may outlive its fix: ARP caches keep an address
 
     def named_in(self, findings: Iterable[Finding]) -> Finding | None:
-        """The finding that was expected."""
-        for one in findings:
-            same = {one.host, one.peer} == {self.host, self.peer} if self.is_pair else one.host == self.host
-            if one.check == self.check and same and (self.is_pair or one.peer == self.peer):
-                return one
+        """Return the expected finding, if there is one."""
+        for finding in findings:
+            is_same_place = (
+                {finding.host, finding.peer} == {self.host, self.peer} if self.is_pair else finding.host == self.host
+            )
+            if finding.check == self.check and is_same_place and (self.is_pair or finding.peer == self.peer):
+                return finding
         return None
 
     def found_in(self, findings: Iterable[Finding]) -> list[Finding]:
-        """All of the expected id that are no mere information, wherever."""
-        return [one for one in findings if one.check == self.check and one.severity != "info"]
+        """Return the errors and warnings with the expected id, on any host."""
+        return [finding for finding in findings if finding.check == self.check and finding.severity != "info"]
 
     def others_in(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Errors and warnings that nobody expected."""
+        """Return the errors and warnings with an unexpected id."""
         expected = {self.check, *self.may_also}
-        return [one for one in findings if one.check not in expected and one.severity != "info"]
+        return [finding for finding in findings if finding.check not in expected and finding.severity != "info"]
 
     @property
     def where(self) -> str:
-        """For a person: `b`, or `a ↔ b`."""
+        """The place of the finding as text: `b`, or `a ↔ b`."""
         return " ↔ ".join(name for name in (self.host, self.peer) if name) or "all hosts"
 
 
 class Stage:
-    """A lab, its fleet file and a folder to give commands in."""
+    """The lab of a drill, its fleet file and the working directory of its commands."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
-        self.started: list[subprocess.Popen[bytes]] = []  # by a fault, outside the hosts; ended with the drill
+        self.started: list[subprocess.Popen[bytes]] = []  # started by a fault outside the hosts; killed with the drill
 
     @property
     def fleet(self) -> Path:
-        """The fleet file."""
         return self.folder / FLEET
 
     def host(self, name: str) -> Host:
-        """A host of the lab."""
         return self.lab.host(name)
 
     def set_in_fleet(self, host: str, key: str, value: object) -> None:
-        """A line of [hosts.HOST], new or in place of the old one; None takes it away."""
+        """Set a key of [hosts.HOST] in the fleet file; None removes it."""
         document = tomlkit.parse(self.fleet.read_text())
         table: Any = document["hosts"]
         if value is None:
@@ -159,23 +160,23 @@ class Stage:
         self.fleet.write_text(tomlkit.dumps(document))
 
     def start(self, *args: str) -> subprocess.Popen[bytes]:
-        """The command line, in our folder, while something else is done."""
+        """Start `evener` in the working directory, without waiting for it."""
         null = subprocess.DEVNULL
         self.started.append(subprocess.Popen([*EVENER, *args], cwd=self.folder, stdin=null, stdout=null, stderr=null))
         return self.started[-1]
 
     def evener(self, *args: str, timeout_s: float = LOOK_S) -> subprocess.CompletedProcess[str]:
-        """The command line, in our folder."""
+        """Run `evener` in the working directory; raise EvenerError on a timeout."""
         try:
             return subprocess.run(
                 [*EVENER, *args], cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise EvenerError(f"evener {shlex.join(args)}: not done after {timeout_s:.0f} s") from error
+            raise EvenerError(f"evener {shlex.join(args)}: timed out after {timeout_s:.0f} s") from error
 
     def by_hand(self, raw: Raw) -> dict[str, Heard]:
-        """Run commands over ssh on several hosts at once; whatever they leave running is ended."""
+        """Run commands over ssh on several hosts at once, then kill every process that they left running."""
         before = {host.name: set(host.pids()) for host in self.lab.hosts}
         for host in self.lab.hosts:
             for name, text in raw.files.items():
@@ -204,7 +205,7 @@ class Stage:
 
 
 class Play:
-    """A drill that is going on. On the way out its lab is taken down."""
+    """A running drill, as a context manager. Its lab is removed on exit."""
 
     def __init__(self, *drills: Drill) -> None:
         self.drills = drills
@@ -234,55 +235,55 @@ class Play:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def break_it(self) -> None:
-        """The fault."""
+        """Inject the fault."""
         for drill in self.drills:
             for step in drill.fault:
                 step.do(self.stage)
 
     def without(self) -> dict[str, Heard]:
-        """What a person would see."""
-        heard = self.stage.by_hand(self.drill.raw) if self.drill.raw else {}
-        if heard and self.drill.used_up:
+        """Reproduce the fault without evener; return what each command printed, by host."""
+        outputs = self.stage.by_hand(self.drill.raw) if self.drill.raw else {}
+        if outputs and self.drill.used_up:
             self.break_it()
-        return heard
+        return outputs
 
     def look(self) -> Seen:
-        """What evener says."""
+        """Return evener's diagnosis."""
         return self.drill.look(self.stage)
 
     def look_again(self) -> Seen:
-        """What evener says when it is mended."""
+        """Diagnose until no finding is left, or the drill's `recovery_s` is over; return the last diagnosis."""
         deadline = time.monotonic() + max(drill.lasts_s for drill in self.drills)
         while True:
-            seen = self.look()
-            left = [
-                one
+            diagnosis = self.look()
+            remaining = [
+                finding
                 for drill in self.drills
-                for one in (*drill.found_in(seen.findings), *drill.others_in(seen.findings))
+                for finding in (*drill.found_in(diagnosis.findings), *drill.others_in(diagnosis.findings))
             ]
-            if not left or time.monotonic() >= deadline:
-                return seen
+            if not remaining or time.monotonic() >= deadline:
+                return diagnosis
 
     def mend(self, seen: Seen) -> list[str]:
-        """Mend it; what was done, as a person would say or type it."""
-        done = []
+        """Apply the fix; return its steps as text."""
+        applied = []
         for drill in self.drills:
             steps = drill.mend
             if steps is None:
-                mine = {drill.check, *drill.may_also}
-                steps = [step for one in seen.findings if one.check in mine and one.fix
-                         for step in steps_of(one.fix)]  # fmt: skip
+                ids = {drill.check, *drill.may_also}
+                steps = [step for finding in seen.findings if finding.check in ids and finding.fix
+                         for step in steps_of(finding.fix)]  # fmt: skip
             for step in steps:
                 step.do(self.stage)
-                done.append(step.text)
-        return done
+                applied.append(step.text)
+        return applied
 
 
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
 def on(host: str, command: str) -> Step:
-    """A command that is typed on a host."""
+    """Return the step that runs a shell command on a host."""
 
     def do(stage: Stage) -> None:
         stage.host(host).exec(["sh", "-ec", command])
@@ -291,7 +292,7 @@ def on(host: str, command: str) -> Step:
 
 
 def here(command: str) -> Step:
-    """A command that is typed where `evener` is."""
+    """Return the step that runs a shell command on this machine, in the drill's working directory."""
 
     def do(stage: Stage) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
@@ -302,13 +303,13 @@ def here(command: str) -> Step:
 
 
 def fleet_line(host: str, key: str, value: object) -> Step:
-    """A line of the fleet file."""
+    """Return the step that sets a key of [hosts.HOST] in the fleet file; None removes it."""
     line = f"{key} = {json.dumps(value)}" if value is not None else f"without {key}"
     return Step(f"[hosts.{host}] {line}", lambda stage: stage.set_in_fleet(host, key, value))
 
 
 def lab_step(text: str, do: Callable[[Stage], object]) -> Step:
-    """Something that the lab itself does: a cable, a rate, a file that the kernel would show."""
+    """Return a step that the lab itself performs: on a cable, a link rate, or a file that the kernel shows."""
 
     def run(stage: Stage) -> None:
         do(stage)
@@ -317,7 +318,7 @@ def lab_step(text: str, do: Callable[[Stage], object]) -> Step:
 
 
 def steps_of(fix: str) -> list[Step]:
-    """The commands and lines of a finding's fix; of alternatives ("; or …") the first.
+    """Parse the commands and fleet-file lines of a finding's fix. Of alternatives ("; or …"), take the first.
 
     >>> [step.text for step in steps_of("on a: ip link set dev eth0 mtu 1400; on b: true; or buy a cable")]
     ['on a: ip link set dev eth0 mtu 1400', 'on b: true']
@@ -329,7 +330,7 @@ def steps_of(fix: str) -> list[Step]:
         if line:
             steps.append(fleet_line(line[1], line[2], json.loads(line[3])))
         elif command:
-            step = on(command[1], command[2].replace("sudo ", ""))  # who enters a host directly is its root
+            step = on(command[1], command[2].replace("sudo ", ""))  # entering the host's namespaces makes us root
             steps.append(Step(part, step.do))
         elif re.match(HERE, part):
             steps.append(here(part))
@@ -338,20 +339,20 @@ def steps_of(fix: str) -> list[Step]:
     return steps
 
 
-# --- looking -----------------------------------------------------------------------------------------------------
+# --- diagnosis -----------------------------------------------------------------------------------------------------
 
 
 def doctor(*flags: str) -> Callable[[Stage], Seen]:
-    """`evener doctor`."""
+    """Return a function that runs `evener doctor` with these flags and returns its findings."""
 
     def look(stage: Stage) -> Seen:
         began = time.monotonic()
-        done = stage.evener("doctor", "--fleet", FLEET, *flags, "--json")
+        result = stage.evener("doctor", "--fleet", FLEET, *flags, "--json")
         took_s = time.monotonic() - began
         try:
-            findings = from_tree(json.loads(done.stdout)["findings"], list[Finding])
+            findings = from_tree(json.loads(result.stdout)["findings"], list[Finding])
         except ValueError:
-            raise EvenerError("evener doctor gave no answer", output=done.stderr) from None
+            raise EvenerError("evener doctor printed no findings", output=result.stderr) from None
         return Seen(
             command=shlex.join(["evener", "doctor", "--fleet", FLEET, *flags]), findings=findings, took_s=took_s
         )
@@ -359,13 +360,13 @@ def doctor(*flags: str) -> Callable[[Stage], Seen]:
     return look
 
 
-# --- small things ------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------------------
 
 
 def end_all(host: Host, but: set[int]) -> None:
-    """End every process of a host but these."""
-    while left := [pid for pid in host.pids() if pid not in but]:
-        for pid in left:
+    """Kill every process of a host except these."""
+    while remaining := [pid for pid in host.pids() if pid not in but]:
+        for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -374,19 +375,22 @@ def end_all(host: Host, but: set[int]) -> None:
 
 
 def _wait(running: Mapping[str, subprocess.Popen[bytes]], logs: Mapping[str, Path], raw: Raw) -> dict[str, float]:
-    """Until all have ended, or one has failed, or all are silent, or time is up; the seconds that each took."""
-    began = heard_at = time.monotonic()
+    """Wait until all commands have ended, one has failed, none prints any more, or time is up.
+
+    Return the seconds that each took.
+    """
+    began = output_at = time.monotonic()
     took: dict[str, float] = {}
-    heard = 0
+    output_bytes = 0
     until = began + raw.within_s
-    while len(took) < len(running) and time.monotonic() < min(until, heard_at + raw.quiet_s):
+    while len(took) < len(running) and time.monotonic() < min(until, output_at + raw.quiet_s):
         for name, process in running.items():
             if name not in took and process.poll() is not None:
                 took[name] = time.monotonic() - began
                 if process.returncode:
                     until = min(until, time.monotonic() + AFTER_THE_FIRST_S)
-        if (size := sum(log.stat().st_size for log in logs.values())) != heard:
-            heard, heard_at = size, time.monotonic()
+        if (size := sum(log.stat().st_size for log in logs.values())) != output_bytes:
+            output_bytes, output_at = size, time.monotonic()
         time.sleep(POLL_S)
     return {name: took.get(name, time.monotonic() - began) for name in running}
 

@@ -1,4 +1,4 @@
-"""Drills: what only a run can know. It is named before the first step, or as soon as a rank is gone."""
+"""Fault drills that only a run detects: before its first step, or when a rank dies or hangs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from evener.lab.spec import HostSpec
 WITHIN_S = 60.0
 FLAGS = "--data data --model tiny --batch 2 --steps 2 --dtype fp32 --threads 1 --eval-tokens 256 --device cpu"
 SAME: dict[str, float] = {"width": 4, "shift": 0, "lr": 0.1}
-NOT_A_WORD = "not a word about it: it goes on to the last step, whatever is learned"
+NOT_A_WORD = "no message: it continues to the last step, whatever it learns"
 
 
 def workers(stage: Stage) -> Seen:
-    """evener's own worker started by hand on both hosts, as Slurm or a person would."""
+    """Start evener's worker by hand on both hosts, as Slurm or a user would; return the mismatches it reports."""
     commands = {}
     for rank, host in enumerate("ab"):
-        place = f"RANK={rank} LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=29500"
-        commands[host] = f"PYTHONPATH=~/code {place} python -m evener.worker {FLAGS} $(cat more-flags) --out run"
-    raw = Raw(commands={host: f"rm -rf run; touch more-flags; {one}" for host, one in commands.items()}, quiet_s=30,
+        variables = f"RANK={rank} LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=29500"
+        commands[host] = f"PYTHONPATH=~/code {variables} python -m evener.worker {FLAGS} $(cat more-flags) --out run"
+    raw = Raw(commands={host: f"rm -rf run; touch more-flags; {text}" for host, text in commands.items()}, quiet_s=30,
               within_s=WITHIN_S)  # fmt: skip
     return _seen(stage.by_hand(raw), commands)
 
 
 def agents(stage: Stage) -> Seen:
-    """evener's launcher started by hand on three hosts, with the node ranks that a file on each says."""
+    """Start evener's launcher by hand on three hosts, each with the node rank in its file `node-rank`."""
     agent = "python -m evener.worker.torchrun --nnodes 3 --rdzv-backend evener --rdzv-endpoint 10.77.0.1:29500"
     command = f"{agent} --rdzv-conf rank=$(cat node-rank) allreduce.py"
     commands = {host: f"EVENER_HOST={host} GLOO_SOCKET_IFNAME=eth0 {command}" for host in "abc"}
@@ -48,15 +48,15 @@ def agents(stage: Stage) -> Seen:
 
 
 def launch(stage: Stage) -> Seen:
-    """`evener launch`, and the first failure that it wrote into events.jsonl."""
+    """Run `evener launch`; return the failures that it wrote to events.jsonl."""
     shutil.rmtree(stage.folder / "run", ignore_errors=True)
     began = time.monotonic()
-    done = stage.evener("launch", "--fleet", "fleet.toml", "--out", "run", "--", "train.py", timeout_s=WITHIN_S)
+    result = stage.evener("launch", "--fleet", "fleet.toml", "--out", "run", "--", "train.py", timeout_s=WITHIN_S)
     took_s = time.monotonic() - began
-    hints = [line.removeprefix("hint:").strip() for line in done.stderr.splitlines() if line.startswith("hint:")]
+    hints = [line.removeprefix("hint:").strip() for line in result.stderr.splitlines() if line.startswith("hint:")]
     findings = [
         Finding(
-            check=named[1] if (named := re.match(r"([a-z]+\.[a-z-]+): ", event["error"])) else "run.peer-exit",
+            check=match[1] if (match := re.match(r"([a-z]+\.[a-z-]+): ", event["error"])) else "run.peer-exit",
             severity="error", host=event["host"], evidence=event["error"], fix=hints[-1] if hints else "",
         )
         for event in RunDir(stage.folder / "run").events() if event["event"] == "failure"
@@ -65,22 +65,24 @@ def launch(stage: Stage) -> Seen:
         command="evener launch --fleet fleet.toml --out run -- train.py",
         findings=findings,
         took_s=took_s,
-        lines=(done.stdout + done.stderr).splitlines(),
+        lines=(result.stdout + result.stderr).splitlines(),
     )
 
 
 def follow(stage: Stage) -> Seen:
-    """`evener launch`, and what it tells of a run that does not come to an end; then the run is stopped."""
+    """Start `evener launch`, wait until it reports a hang, cut-off or lost supervisor, then stop the run."""
     shutil.rmtree(stage.folder / "run", ignore_errors=True)
     began = time.monotonic()
     process = stage.start("launch", "--fleet", "fleet.toml", "--out", "run", "--", "train.py")
     events: list[dict[str, Any]] = []
     while process.poll() is None and not events and time.monotonic() - began < WITHIN_S:
         time.sleep(POLL_S)
-        known = RunDir(stage.folder / "run").events() if (stage.folder / "run/events.jsonl").exists() else []
-        events = [event for event in known if event["event"] in ("run.hang", "run.cut-off", "supervisor.lost")]
-    began_at = [float((host.home / "fault").read_text()) for host in stage.lab.hosts if (host.home / "fault").exists()]
-    took_s = events[0]["time"] - began_at[0] if events and began_at else time.monotonic() - began
+        recorded = RunDir(stage.folder / "run").events() if (stage.folder / "run/events.jsonl").exists() else []
+        events = [event for event in recorded if event["event"] in ("run.hang", "run.cut-off", "supervisor.lost")]
+    fault_times = [
+        float((host.home / "fault").read_text()) for host in stage.lab.hosts if (host.home / "fault").exists()
+    ]
+    took_s = events[0]["time"] - fault_times[0] if events and fault_times else time.monotonic() - began
     stage.evener("stop", "run", "--now")
     findings = [Finding(check=event["event"], severity="error", host=event["host"], peer=event.get("peer"),
                         evidence=event["error"], fix=event["hint"]) for event in events]  # fmt: skip
@@ -88,45 +90,45 @@ def follow(stage: Stage) -> Seen:
 
 
 def resume(stage: Stage) -> Seen:
-    """`evener train --resume`, and what it tells of the checkpoint from which it goes on."""
+    """Run `evener train --resume`; return the damaged checkpoints that it reports."""
     run, began = RunDir(stage.folder / "run"), time.time()
     steps = run.checkpoint_steps()[-1] + 2
-    done = stage.evener("train", "--resume", "run", "--fleet", "fleet.toml", "--steps", str(steps))
+    result = stage.evener("train", "--resume", "run", "--fleet", "fleet.toml", "--steps", str(steps))
     took_s = time.time() - began
     findings = [
         Finding(check=event["event"], severity="error", host=event["host"], evidence=event["error"], fix="")
         for event in run.events() if event["event"] == "checkpoint.damaged" and event["time"] >= began
     ]  # fmt: skip
     if run.checkpoint_steps()[-1] != steps:
-        raise EvenerError("the run did not go on", output=done.stderr)
+        raise EvenerError("the run did not continue", output=result.stderr)
     return Seen(command=f"evener train --resume run --steps {steps}", findings=findings, took_s=took_s,
-                lines=(done.stdout + done.stderr).splitlines())  # fmt: skip
+                lines=(result.stdout + result.stderr).splitlines())  # fmt: skip
 
 
 def _train(text: str, program: str) -> Step:
-    """A program on this machine, which a launch brings to the hosts."""
+    """Return the step that writes train.py, which a launch copies to the hosts."""
     return lab_step(f"train.py: {text}", lambda stage: (stage.folder / "train.py").write_text(program))
 
 
 def _seen(heard: dict[str, Heard], commands: dict[str, str]) -> Seen:
-    """What the ranks said in `error: ID: what: rank 1 on b and rank 0 on a differ`."""
+    """Parse the ranks' messages `error: ID: what: rank 1 on b and rank 0 on a differ` into findings."""
     findings: dict[str, Finding] = {}
-    for host, one in heard.items():
-        hint = next((line.removeprefix("hint:").strip() for line in one.lines if line.startswith("hint:")), "")
-        for line in one.lines:
-            named = re.match(r"error: ([a-z]+\.[a-z-]+): (.*)", line)
-            if named:
-                hosts = re.findall(r"\bon (\w+)\b", line) or re.findall(r"^(\w+) and (\w+) were", named[2])
+    for host, output in heard.items():
+        hint = next((line.removeprefix("hint:").strip() for line in output.lines if line.startswith("hint:")), "")
+        for line in output.lines:
+            match = re.match(r"error: ([a-z]+\.[a-z-]+): (.*)", line)
+            if match:
+                hosts = re.findall(r"\bon (\w+)\b", line) or re.findall(r"^(\w+) and (\w+) were", match[2])
                 pair = list(hosts[0]) if hosts and isinstance(hosts[0], tuple) else hosts or [host]
-                findings[named[0]] = Finding(
-                    check=named[1], severity="error", host=pair[0], peer=pair[1] if len(pair) > 1 else None,
-                    evidence=named[2], fix=hint,
+                findings[match[0]] = Finding(
+                    check=match[1], severity="error", host=pair[0], peer=pair[1] if len(pair) > 1 else None,
+                    evidence=match[2], fix=hint,
                 )  # fmt: skip
     return Seen(
         command=next(iter(commands.values())),
         findings=list(findings.values()),
-        took_s=max(one.took_s for one in heard.values()),
-        lines=[f"{host} │ {line}" for host, one in heard.items() for line in one.lines],
+        took_s=max(output.took_s for output in heard.values()),
+        lines=[f"{host} │ {line}" for host, output in heard.items() for line in output.lines],
     )
 
 
@@ -134,24 +136,24 @@ def _seen(heard: dict[str, Heard], commands: dict[str, str]) -> Seen:
 
 
 def corpus(host: str, seed: int = 0) -> Step:
-    """A small corpus in ~/data."""
+    """Return the step that writes a small corpus to ~/data."""
 
     def do(stage: Stage) -> None:
-        made = stage.folder / f"corpus-{seed}"
-        if not made.exists():
-            done = stage.evener(
-                "data", "verbs", "--sentences", "400", "--seed", str(seed), "--tokenizer", "char", "--out", str(made)
+        folder = stage.folder / f"corpus-{seed}"
+        if not folder.exists():
+            result = stage.evener(
+                "data", "verbs", "--sentences", "400", "--seed", str(seed), "--tokenizer", "char", "--out", str(folder)
             )
-            if done.returncode:
-                raise EvenerError("no corpus could be made", output=done.stderr)
+            if result.returncode:
+                raise EvenerError("evener data could not write a corpus", output=result.stderr)
         shutil.rmtree(stage.host(host).home / "data", ignore_errors=True)
-        shutil.copytree(made, stage.host(host).home / "data")
+        shutil.copytree(folder, stage.host(host).home / "data")
 
     return Step(f"on {host}: evener data verbs --sentences 400 --seed {seed} --out data", do)
 
 
 def other_tokenizer(stage: Stage) -> None:
-    """The same ids, which stand for other characters."""
+    """Reverse the characters of b's tokenizer, so that the same ids stand for other characters."""
     data = stage.host("b").home / "data"
     record = json.loads((data / "tokenizer.json").read_text())
     record["chars"] = record["chars"][::-1]
@@ -163,7 +165,7 @@ def other_tokenizer(stage: Stage) -> None:
 
 
 def other_code(stage: Stage) -> None:
-    """A copy of evener with one line more."""
+    """Copy evener to b and append one line."""
     copy = stage.host("b").home / "code" / "evener"
     shutil.copytree(Path(evener.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / "worker" / "optim.py").open("a") as file:
@@ -171,28 +173,28 @@ def other_code(stage: Stage) -> None:
 
 
 def no_other_code(stage: Stage) -> None:
-    """And away with it."""
+    """Remove the modified copy from b."""
     shutil.rmtree(stage.host("b").home / "code")
 
 
 def by_hand(**different: float) -> Raw:
-    """A small DDP program whose settings differ on b."""
-    put = {host: f"echo '{json.dumps(SAME | (different if host == 'b' else {}))}' > settings.json; " for host in "ab"}
+    """Return the manual reproduction with a small DDP program whose settings differ on b."""
+    setup = {host: f"echo '{json.dumps(SAME | (different if host == 'b' else {}))}' > settings.json; " for host in "ab"}
     commands = torchrun(script="train.py")
-    return Raw(commands={host: put[host] + command for host, command in commands.items()}, files={"train.py": TRAIN})
+    return Raw(commands={host: setup[host] + command for host, command in commands.items()}, files={"train.py": TRAIN})
 
 
 def trained(stage: Stage) -> None:
-    """A run of two steps on both hosts, saved."""
+    """Train two steps on both hosts and save a checkpoint."""
     corpus("a").do(stage)
     flags = FLAGS.replace("--data data", "--data corpus-0").split()
-    done = stage.evener("train", "--fleet", "fleet.toml", "--out", "run", *flags)
-    if done.returncode:
-        raise EvenerError("the run did not come to its end", output=done.stderr)
+    result = stage.evener("train", "--fleet", "fleet.toml", "--out", "run", *flags)
+    if result.returncode:
+        raise EvenerError("the run did not finish", output=result.stderr)
 
 
 def flip(stage: Stage) -> None:
-    """One bit of what a keeps of it."""
+    """Flip one bit of a's checkpoint."""
     [path] = stage.host("a").home.glob(".evener/runs/*/checkpoints/*/weights.safetensors")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -204,31 +206,31 @@ CORPORA = (corpus("a"), corpus("b"))
 DRILLS = [
     Drill(
         name="data.mismatch", check="data.mismatch", host="b", peer="a",
-        says="b's corpus was drawn with another seed",
-        why="Shards that overlap or belong to another set never make an error. They make another model.",
+        says="b's corpus was generated with another seed",
+        why="Shards that overlap or belong to another data set never cause an error. They produce another model.",
         fault=[corpus("a"), corpus("b", seed=1)], mend=[corpus("b")],
         raw=by_hand(shift=3.0), silence=NOT_A_WORD, look=workers, hosts=PLAIN,
     ),
     Drill(
         name="tokenizer.mismatch", check="tokenizer.mismatch", host="b", peer="a",
         says="b's tokenizer gives the same ids to other characters",
-        why="The loss falls as it should, and the text that is sampled later is nonsense.",
-        fault=[*CORPORA, lab_step("on b: the characters of data/tokenizer.json in another order", other_tokenizer)],
+        why="The loss falls as expected, but text sampled later is nonsense.",
+        fault=[*CORPORA, lab_step("on b: reverse the characters in data/tokenizer.json", other_tokenizer)],
         mend=[corpus("b")],
         raw=by_hand(shift=-3.0), silence=NOT_A_WORD, look=workers, hosts=PLAIN,
     ),
     Drill(
         name="code.mismatch", check="code.mismatch", host="b", peer="a",
-        says="somebody tried another learning rate on b, and forgot",
+        says="another learning rate was tried on b and left in the code",
         why="The gradients are averaged, the steps are not: the replicas drift apart from the first step on.",
-        fault=[*CORPORA, lab_step("on b: a copy of evener with one line more", other_code)],
+        fault=[*CORPORA, lab_step("on b: a copy of evener with one additional line", other_code)],
         mend=[lab_step("on b: rm -r ~/code", no_other_code)],
         raw=by_hand(lr=0.5), silence=NOT_A_WORD, look=workers, hosts=PLAIN,
     ),
     Drill(
         name="spec.mismatch", check="spec.mismatch", host="b", peer="a",
-        says="b was started with another size of the model",
-        why="The one mismatch that plain torch reports: DDP compares shapes. A learning rate has no shape, and passes.",
+        says="b was started with another model size",
+        why="The only mismatch that plain torch reports: DDP compares shapes, but not learning rates.",
         fault=[*CORPORA, write("b", "more-flags", "--num-layers 1")],
         mend=[write("b", "more-flags", "")],
         raw=by_hand(width=6), look=workers, hosts=PLAIN,
@@ -236,7 +238,7 @@ DRILLS = [
     Drill(
         name="rank.duplicate-node", check="rank.duplicate", host="b", peer="c", is_pair=True,
         says="b and c were both started as node 1",
-        why="One line copied and not changed. Both start rank 1, rank 2 never comes, and everybody waits for it.",
+        why="A command was copied and not changed. Both start rank 1, rank 2 never joins, and all wait for it.",
         fault=[write(host, "node-rank", rank) for host, rank in (("a", "0"), ("b", "1"), ("c", "1"))],
         mend=[write("c", "node-rank", "2")],
         raw=Raw(
@@ -248,15 +250,15 @@ DRILLS = [
     ),
     Drill(
         name="run.peer-exit", check="run.peer-exit", host="b",
-        says="rank 1 on b is killed in the middle of its work",
-        why="The rank that died says nothing; the healthy one, which lost it, is loud. Exit codes tell who was first.",
+        says="rank 1 on b is killed during training",
+        why="The dead rank prints nothing; the healthy one prints errors. Exit codes show which failed first.",
         fault=[_train("rank 1 gets SIGKILL", DIE)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": DIE}), look=launch, hosts=PLAIN,
     ),
     Drill(
         name="run.oom", check="run.oom", host="b",
         says="rank 1 takes 4 GB on b, which has 1.5 GB",
-        why="The kernel ends the largest program, and SIGKILL leaves no message. Its own counter tells who it was.",
+        why="The kernel kills the largest program, and SIGKILL leaves no message. The cgroup's counter shows it.",
         fault=[_train("rank 1 takes 4 GB at step 20", EAT)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": EAT}), look=launch,
         hosts={"a": HostSpec(), "b": HostSpec(memory="1500MB")}, lacks=needs_root,
@@ -264,40 +266,40 @@ DRILLS = [
     Drill(
         name="disk.space-run", check="disk.space", host="b",
         says="rank 1 writes 600 MB on b, which has 400",
-        why="An error of the program that writes, far from what has filled the disk. Checkpoints come next.",
+        why="The writing program fails, not what filled the disk. Checkpoints fail next.",
         fault=[on("b", "mkdir -p ~/.evener && mount -t tmpfs -o size=400M tmpfs ~/.evener"),
                _train("rank 1 writes 600 MB at step 20", FILL)],
         mend=[on("b", "umount -l ~/.evener"), _train("without that", ALL_REDUCE)],
-        silence="the same traceback, if whoever wrote it had room for it", look=launch, hosts=PLAIN,
+        silence="the same traceback, if there was space to write it", look=launch, hosts=PLAIN,
     ),
     Drill(
         name="supervisor.lost", check="supervisor.lost", host="b",
-        says="evener's supervisor on b is killed, and its guard at the same moment",
-        why="Whoever watches over a run may go like any program. A run that learns must not go with it.",
-        fault=[_train("at step 20 b loses both", UNKEPT)], mend=[_train("without that", ALL_REDUCE)],
-        silence="a run that torchrun started ends with the session in which it was started", look=follow, hosts=PLAIN,
+        says="evener's supervisor on b and its guard are killed at the same moment",
+        why="A supervisor can die like any program. The training run must survive it.",
+        fault=[_train("at step 20 both are killed on b", UNKEPT)], mend=[_train("without that", ALL_REDUCE)],
+        silence="a run started by torchrun ends with its ssh session", look=follow, hosts=PLAIN,
     ),
     Drill(
         name="checkpoint.damaged", check="checkpoint.damaged", host="a",
-        says="one bit of a's checkpoint is another one",
-        why="A weak disk, a cable, a copy cut off. Weights are numbers: whatever is read is trained on.",
+        says="one bit of a's checkpoint is flipped",
+        why="A failing disk, a bad cable, a truncated copy. Weights are numbers: any bits can be trained on.",
         fault=[lab_step("$ evener train --fleet fleet.toml --out run …", trained),
-               lab_step("on a: the last bit of weights.safetensors is flipped", flip)],
-        mend=[lab_step("nothing is left to do: the run has gone on", lambda stage: None)],
-        silence="nothing: torch.load checks its archive's table, not a tensor's bits", look=resume, hosts=PLAIN,
+               lab_step("on a: flip the last bit of weights.safetensors", flip)],
+        mend=[lab_step("nothing is left to do: the run has continued", lambda stage: None)],
+        silence="nothing: torch.load checks its archive's table, not the bits of a tensor", look=resume, hosts=PLAIN,
     ),
     Drill(
         name="run.hang", check="run.hang", host="b",
         says="rank 1 on b is stopped by a signal, as by Ctrl-Z or a debugger",
-        why="It holds its connections, and nobody's fails: all wait, and no collective will ever tell for whom.",
+        why="It keeps its connections open, so none fails: all wait, and no collective ever reports for which rank.",
         fault=[_train("rank 1 stops itself at step 20", STOP)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": STOP}, waits=HALF_AN_HOUR),
         look=follow, hosts=PLAIN,
     ),
     Drill(
         name="run.hang-launcher", check="run.hang", host="b",
-        says="rank 1 on b and the launcher that started it are stopped, as when a whole session is",
-        why="Launchers ask each other, too. The healthy one gives up after two minutes, and says that it lost a store.",
+        says="rank 1 on b and its launcher are stopped, as when a whole session is stopped",
+        why="Launchers talk to each other, too. The healthy one gives up after two minutes and reports a lost store.",
         fault=[_train("rank 1 stops its parent and itself at step 20", STOP_BOTH)],
         mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": STOP_BOTH},
@@ -306,17 +308,17 @@ DRILLS = [
     ),
     Drill(
         name="run.cut-off", check="run.cut-off", host="a", peer="b", is_pair=True,
-        says="b drops what comes from a, connections that stand already included",
-        why="A router that forgot a connection, a firewall that was loaded anew: both ends send, and wait.",
-        fault=[_train("from step 20 on b drops what a sends", CUT)], mend=[_train("without that", ALL_REDUCE)],
+        says="b drops all packets from a, including those of open connections",
+        why="A router lost its connection table, or a firewall was reloaded: both ends send, and wait.",
+        fault=[_train("from step 20 on b drops packets from a", CUT)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": CUT}, waits=HALF_AN_HOUR),
         look=follow, hosts=PLAIN,
     ),
     Drill(
         name="run.cut-off-link", check="run.cut-off", host="a", peer="b",
-        says="b's link is down for good",
-        why="Linux tries for a quarter of an hour before a connection fails: nobody is told, and nothing moves.",
-        fault=[_train("at step 20 b takes its interface down", UNPLUG)], mend=[_train("without that", ALL_REDUCE)],
+        says="b's link goes down permanently",
+        why="Linux retries for 15 minutes before a connection fails: until then there is no error and no progress.",
+        fault=[_train("at step 20 b sets its interface down", UNPLUG)], mend=[_train("without that", ALL_REDUCE)],
         raw=Raw(commands=torchrun(script="train.py"), files={"train.py": UNPLUG}, waits=HALF_AN_HOUR),
         look=follow, hosts=PLAIN,
     ),

@@ -1,4 +1,4 @@
-"""In which ways can a host of a lab be broken? Each is a step of a drill: what a person would type, and its doing."""
+"""Steps that break or fix a host of a lab: what a user would type, and the function that does it."""
 
 from __future__ import annotations
 
@@ -19,60 +19,61 @@ BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def name_is(host: str, name: str, address: str) -> Step:
-    """Another address for a name, in /etc/hosts; "" takes the name out."""
+    """Set the address of a name in /etc/hosts; "" removes the name."""
     gone = rf"sed -i '/[[:space:]]{name}$/d' /etc/hosts"
     return on(host, f"{gone}; echo '{address} {name}' >> /etc/hosts" if address else gone)
 
 
 def set_env(host: str, name: str, value: str) -> Step:
-    """A variable for every session there."""
+    """Set an environment variable of every ssh session."""
     return on(host, f"mkdir -p ~/.ssh; echo '{name}={value}' >> {ENVIRONMENT}")
 
 
 def unset_env(host: str, *names: str) -> Step:
-    """And away with it."""
+    """Remove environment variables of every ssh session."""
     return on(host, f"sed -i -E '/^({'|'.join(names)})=/d' {ENVIRONMENT}")
 
 
 def guarded(host: str) -> Step:
-    """The run's hosts alone may connect there."""
+    """Allow only the run's hosts to connect, by the command that evener doctor --private prints."""
 
     def do(stage: Stage) -> None:
-        [found] = [one for one in PRIVATELY(stage).findings if one.check == "net.private" and one.host == host]
-        stage.host(host).exec(["sh", "-c", found.fix.partition(": ")[2]])
+        findings = PRIVATELY(stage).findings
+        [finding] = [item for item in findings if item.check == "net.private" and item.host == host]
+        stage.host(host).exec(["sh", "-c", finding.fix.partition(": ")[2]])
 
-    return Step(f"$ evener doctor --private, and on {host} the command that it gives", do)
+    return Step(f"$ evener doctor --private, and on {host} the command that it prints", do)
 
 
 def firewall(host: str, *rules: str) -> Step:
-    """nftables rules for what comes in; ssh's port always stays open here."""
+    """Set the nftables rules for incoming packets; none: no firewall. The ssh port stays open."""
     text = "; ".join(f"nft add rule inet evener input {rule}" for rule in rules) or "nft delete table inet evener"
     return lab_step(f"on {host}: {text}", lambda stage: stage.host(host).firewall(rules))
 
 
 def cable(host: str, plugged_in: bool) -> Step:
-    """The cable of its main interface."""
-    what = "plug it in again" if plugged_in else "pull it out of the switch"
-    return lab_step(f"the cable of {host}: {what}", lambda stage: stage.host(host).link_up(plugged_in))
+    """Plug in or pull the cable of the main interface."""
+    action = "plug it in again" if plugged_in else "pull it out of the switch"
+    return lab_step(f"the cable of {host}: {action}", lambda stage: stage.host(host).link_up(plugged_in))
 
 
 def rate(host: str, up: str, down: str | None = None, *, policed: bool = False) -> Step:
-    """How fast its link is."""
-    how = f"{up} both ways" if down is None else f"{up} out, {down} in"
-    dropped = ", and the switch drops what comes faster" if policed else ""
+    """Set the rate of the link; `policed`: the switch drops packets above `down` instead of queueing them."""
+    rates = f"{up} both ways" if down is None else f"{up} out, {down} in"
+    dropped = ", and the switch drops packets above that" if policed else ""
     return lab_step(
-        f"the link of {host}: {how}{dropped}",
+        f"the link of {host}: {rates}{dropped}",
         lambda stage: stage.host(host).set_rate(None, up=up, down=down or up, policed=policed),
     )
 
 
 def sysctl(host: str, name: str, value: str) -> Step:
-    """A setting of its kernel, of those that each network has for itself."""
+    """Set a kernel parameter that each network namespace has for itself."""
     return on(host, f"sysctl -w {name}='{value}'")
 
 
 def probed(check: str) -> Step:
-    """The wire is measured, and what was found stands in the fleet file; again where a busy machine has hidden it."""
+    """Measure the links until the fleet file records the expected gain, which a busy machine can hide."""
 
     def do(stage: Stage) -> None:
         for _ in range(PROBES):
@@ -85,18 +86,18 @@ def probed(check: str) -> Step:
 
 
 def limit(host: str, **limits: int) -> Step:
-    """Resource limits of every session there, nofile=64: the soft ones, which alone count."""
+    """Set soft resource limits of every ssh session, such as nofile=64."""
     options = " ".join(f"--{name}={value}:" for name, value in limits.items())
     return on(host, f'prlimit --pid "$(pgrep -o sshd)" {options}')
 
 
 def face(host: str, path: str, content: str) -> Step:
-    """What the kernel would show in a file of /sys or /proc."""
-    return lab_step(f"on {host}: {path} says {content}", lambda stage: stage.host(host).face(path, content + "\n"))
+    """Set what a file of /sys or /proc shows."""
+    return lab_step(f"on {host}: {path} shows {content}", lambda stage: stage.host(host).face(path, content + "\n"))
 
 
 def grow(host: str, folder: str, files: dict[str, str]) -> Step:
-    """Files that the kernel would show in a folder of /sys where this machine has none."""
+    """Add files to a folder of /sys that this machine does not have."""
     existing = folder if Path(folder).is_dir() else str(Path(folder).parent)
     inside = "" if existing == folder else Path(folder).name + "/"
     layers = f"/run/evener-lab/{folder.replace('/', '-')}"
@@ -110,19 +111,19 @@ def grow(host: str, folder: str, files: dict[str, str]) -> Step:
         options = f"lowerdir=$D,upperdir={layers}/upper,workdir={layers}/work" + ",userxattr" * stage.lab.rootless
         stage.host(host).exec(["sh", "-ec", "; ".join([*lines, f"mount -t overlay -o {options} overlay $D"])])
 
-    return lab_step(f"on {host}, in {folder}: {', '.join(f'{name} says {text}' for name, text in files.items())}", do)
+    return lab_step(f"on {host}, in {folder}: {', '.join(f'{name} shows {text}' for name, text in files.items())}", do)
 
 
 def without_bf16(host: str, *, has_it: bool = False) -> Step:
-    """A processor without units for bf16, or with them, whatever this machine has."""
+    """Hide or show the processor's bf16 flags in /proc/cpuinfo, whatever this machine has."""
 
     def do(stage: Stage) -> None:
         lines = []
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             title, colon, words = line.partition(":")
             if title.strip() in ("flags", "Features"):
-                kept = [word for word in words.split() if word not in BF16] + [BF16[1]] * has_it
-                line = f"{title}{colon} {' '.join(kept)}"
+                flags = [word for word in words.split() if word not in BF16] + [BF16[1]] * has_it
+                line = f"{title}{colon} {' '.join(flags)}"
             lines.append(line)
         stage.host(host).face("/proc/cpuinfo", "\n".join(lines) + "\n")
 
@@ -130,28 +131,28 @@ def without_bf16(host: str, *, has_it: bool = False) -> Step:
 
 
 def start(host: str, command: str, *, ready: str) -> Step:
-    """A program that goes on by itself; `ready` is a shell test that holds once it is there."""
+    """Start a program in the background and wait until the shell test `ready` succeeds."""
     venv = Path(sys.executable).parent
 
     def do(stage: Stage) -> None:
-        one = stage.host(host)
-        one.exec(["sh", "-c", f"PATH={venv}:$PATH; cd; setsid -f {command} </dev/null >/dev/null 2>&1"])
+        lab_host = stage.host(host)
+        lab_host.exec(["sh", "-c", f"PATH={venv}:$PATH; cd; setsid -f {command} </dev/null >/dev/null 2>&1"])
         wait_for(stage, host, ready)
 
     return Step(f"on {host}: setsid {command} &", do)
 
 
 def wait_for(stage: Stage, host: str, ready: str) -> None:
-    """Until a shell test holds on a host."""
+    """Wait until a shell test succeeds on a host; raise EvenerError on a timeout."""
     deadline = time.monotonic() + STARTS_WITHIN_S
     while stage.host(host).exec(["sh", "-c", ready], check=False).returncode:
         if time.monotonic() > deadline:
-            raise EvenerError(f"host {host}: {ready}: not within {STARTS_WITHIN_S:.0f} s")
+            raise EvenerError(f"host {host}: {ready}: timed out after {STARTS_WITHIN_S:.0f} s")
         time.sleep(0.05)
 
 
 def in_terminal(host: str, command: str, *, ready: str) -> Step:
-    """A program in somebody's ssh session, with a terminal."""
+    """Start a program in an ssh session with a terminal, and wait until the shell test `ready` succeeds."""
 
     def do(stage: Stage) -> None:
         argv = stage.lab.ssh_argv(host, f"PATH={Path(sys.executable).parent}:$PATH; {command}")
@@ -169,24 +170,24 @@ def in_terminal(host: str, command: str, *, ready: str) -> Step:
 
 
 def write(host: str, name: str, text: str) -> Step:
-    """A file in its home."""
+    """Write a file in the host's home."""
     return lab_step(f"on {host}: write {name}", lambda stage: (stage.host(host).home / name).write_text(text))
 
 
 def another_python(host: str, folder: str, packages: dict[str, str]) -> Step:
-    """A venv that sees what this machine has installed, and of some packages the metadata of other versions."""
+    """Create a venv that sees this machine's packages, but metadata of other versions for those in `packages`."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    seen = next(path for path in sys.path if path.endswith("site-packages"))
+    installed = next(path for path in sys.path if path.endswith("site-packages"))
 
     def do(stage: Stage) -> None:
-        one = stage.host(host)
-        one.exec([sys.executable, "-m", "venv", "--without-pip", str(one.home / folder)])
-        site = one.home / folder / "lib" / version / "site-packages"
-        (site / "all.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
+        home = stage.host(host).home
+        stage.host(host).exec([sys.executable, "-m", "venv", "--without-pip", str(home / folder)])
+        site = home / folder / "lib" / version / "site-packages"
+        (site / "all.pth").write_text(f"import site; site.addsitedir({installed!r})\n")
         for package, number in packages.items():
             info = site / f"{package}-{number}.dist-info"
             info.mkdir()
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
 
-    what = ", ".join(f"{package} {number}" for package, number in packages.items())
-    return lab_step(f"on {host}: ~/{folder} is another venv{f', with {what}' if what else ''}", do)
+    versions = ", ".join(f"{package} {number}" for package, number in packages.items())
+    return lab_step(f"on {host}: ~/{folder} is another venv{f', with {versions}' if versions else ''}", do)

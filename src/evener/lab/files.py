@@ -1,4 +1,4 @@
-"""What does a host find in its files, and what does the fleet file say about it?"""
+"""Generate the files of a host (/etc, sshd_config, keys) and the fleet file of a lab."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ PROXY = Path(__file__).with_name("proxy.py")
 
 
 def etc(name: str, spec: HostSpec, addresses: dict[str, str], home: Path, rootless: bool) -> dict[str, str]:
-    """The files of its own /etc that differ from this machine's."""
+    """Return the files of a host's /etc that differ from this machine's: name → text."""
     user = pwd.getpwuid(os.getuid())
     shell = user.pw_shell if not user.pw_shell.endswith(("/nologin", "/false")) else ""
     entry = f"{user.pw_name}:*:{user.pw_uid}:{user.pw_gid}:{user.pw_gecos}:{home}:{shell or '/bin/sh'}"
     others = [line for line in Path("/etc/passwd").read_text().splitlines() if line.split(":")[0] != user.pw_name]
-    own = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    loopback = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     if spec.loopback_hostname:
-        own.append(f"127.0.1.1 {name}")
+        loopback.append(f"127.0.1.1 {name}")
         addresses = {other: address for other, address in addresses.items() if other != name}
     differing = {
         "hostname": f"{name}\n",
-        "hosts": "".join(f"{line}\n" for line in [*own, *(f"{address} {host}" for host, address in addresses.items())]),
+        "hosts": "".join(
+            f"{line}\n" for line in [*loopback, *(f"{address} {host}" for host, address in addresses.items())]
+        ),
         "passwd": "".join(f"{line}\n" for line in [entry, *others]),
         "shadow": f"{user.pw_name}:*:1::::::\n",
         "resolv.conf": "# a lab has no name server\n",
     }
-    if rootless:  # sshd may give a terminal to no group but its own; where there is no tty group, it does not try
+    if rootless:  # sshd cannot chown a terminal to a foreign group; without a tty group it does not try
         groups = Path("/etc/group").read_text().splitlines()
         differing["group"] = "".join(f"{line}\n" for line in groups if not line.startswith("tty:"))
     return differing
 
 
 def sshd_config(folder: Path) -> str:
-    """sshd for one host; `folder` holds its host key. The key exchange is a quick one: tests log in often."""
+    """Return the sshd_config of a host; `folder` holds its host key. The key exchange is fast: tests log in often."""
     return f"""\
 Port 22
 HostKey {folder}/host_key
@@ -67,23 +69,23 @@ Subsystem sftp internal-sftp
 
 
 def make_keys(files: list[Path]) -> None:
-    """A fresh ed25519 key at each path, its public half beside it."""
+    """Create an ed25519 key pair at each path."""
     [keygen] = find_programs("ssh-keygen")
-    making = [
+    processes = [
         subprocess.Popen(
             [keygen, "-q", "-t", "ed25519", "-N", "", "-C", "evener-lab", "-f", str(file)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for file in files
     ]  # fmt: skip
-    for one in making:
-        said, _ = one.communicate()
-        if one.returncode:
-            raise EvenerError("ssh-keygen cannot make a key", output=said)
+    for process in processes:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise EvenerError("ssh-keygen cannot create a key", output=output)
 
 
 def known_hosts(folder: Path, addresses: dict[str, str]) -> str:
-    """The host keys, by address."""
+    """Return the text of known_hosts: the host keys by address."""
     lines = []
     for name, address in addresses.items():
         kind, key, _ = (folder / "hosts" / name / "host_key.pub").read_text().split()
@@ -92,7 +94,7 @@ def known_hosts(folder: Path, addresses: dict[str, str]) -> str:
 
 
 def fleet_text(lab: str, folder: Path, addresses: dict[str, str]) -> str:
-    """The fleet file: how ssh reaches each host."""
+    """Return the text of the fleet file, with the settings by which ssh reaches each host."""
     proxy = [sys.executable, "-I", "-S", str(PROXY), str(folder)]
     options = [
         f"ProxyCommand={shlex.join(proxy)} %h %p",
@@ -117,7 +119,7 @@ def fleet_text(lab: str, folder: Path, addresses: dict[str, str]) -> str:
 
 
 def check_fleet_file(file: Path) -> None:
-    """Raise UsageError where a fleet file cannot be written, or would replace one that a person wrote."""
+    """Raise UsageError if a fleet file cannot be written or would overwrite one that a user wrote."""
     if not file.resolve().parent.is_dir():
         raise UsageError(f"{file}: no such folder")
     if file.exists() and not (file.is_file() and file.read_text(errors="replace").startswith(FLEET_HEAD)):
@@ -127,7 +129,7 @@ def check_fleet_file(file: Path) -> None:
 
 
 def write_fleet_file(file: Path, text: str) -> None:
-    """In one stroke."""
+    """Write the fleet file atomically."""
     draft = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         draft.write_text(text)
@@ -137,5 +139,5 @@ def write_fleet_file(file: Path, text: str) -> None:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
+    """Return a TOML basic string."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What can be done in a host of a lab, and what can be broken there?"""
+"""One host of an emulated lab: run programs in it, change its link, disk and firewall, power it off and on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMED_OUT = 124  # what timeout(1) exits with
 
 
 class Counters(NamedTuple):
-    """The kernel's counters of an interface since it was made."""
+    """The kernel's counters of an interface since it was created."""
 
     tx_bytes: int
     rx_bytes: int
@@ -34,9 +34,7 @@ class Counters(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Bytes that were sent without headers of Ethernet, IPv4 and TCP. What only answers, as TCP's ACKs do, has
-        next to none.
-        """
+        """Bytes sent without the headers of Ethernet, IPv4 and TCP; nearly none if only ACKs were sent."""
         return self.tx_bytes - HEADERS * self.tx_packets
 
 
@@ -49,7 +47,7 @@ class Host:
 
     @property
     def spec(self) -> HostSpec:
-        """What it is now: `set_rate` and `set_mtu` change it."""
+        """The current spec, which `set_rate` and `set_mtu` change."""
         return self._lab.state.spec.hosts[self.name]
 
     @property
@@ -58,41 +56,41 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Of its main interface."""
+        """IPv4 address of its main interface."""
         return self._state.address
 
     @property
     def address6(self) -> str:
-        """Of its main interface, IPv6."""
+        """IPv6 address of its main interface."""
         return self._state.address6
 
     @property
     def pid(self) -> int:
-        """Its first process, as this machine numbers it."""
+        """Pid of its first process, in this machine's pid namespace."""
         return self._state.init.pid
 
     @property
     def home(self) -> Path:
-        """The home of whoever logs in, as a path of this machine."""
+        """The user's home directory in the host, as a path of this machine."""
         return self._lab.of_host(self.name) / "home"
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether the host runs."""
         return self._state.init.is_alive()
 
     def is_off(self) -> bool:
-        """Whether it was powered off; one that neither runs nor is off has crashed."""
+        """Return whether the host was powered off; one that neither runs nor is off has crashed."""
         return self._state.is_off and not self.is_alive()
 
     def kill(self) -> None:
-        """End every process of the host at once. Its connections are closed, as others see: not so by `power_off`."""
+        """Kill every process of the host at once. Peers see its connections close, unlike after `power_off`."""
         self._state.init.kill()
         state.wait_until(lambda: not self.is_alive(), f"host {self.name} did not end")
 
     def power_off(self) -> None:
-        """Pull its plug: others hear nothing from now on, no FIN and no RST, and every process of it ends at once.
+        """Cut the power: peers receive nothing from now on, no FIN and no RST, and every process is killed at once.
 
-        Its home stays. What a lab keeps in memory is as it was made when it boots: /tmp, /run, /etc, faces.
+        Its home stays. What a lab keeps in memory is reset by the next boot: /tmp, /run, /etc, overridden files.
         """
         self._change_network("unplug", host=wiring(self.spec, self._state))
         with state.locked():
@@ -100,12 +98,12 @@ class Host:
             self.kill()
 
     def boot(self) -> None:
-        """Switch it on again, with the addresses, home, host key and limits that it had. UsageError where it is on."""
+        """Boot the host with its former addresses, home, host key and limits; raise UsageError if it is on."""
         power.boot(self._lab, self.name)
         self.equip()
 
     def equip(self) -> None:
-        """Give it what only a running host can be given: the looks of Wi-Fi cards, and its spec's firewall."""
+        """Apply what only a running host can get: the marks of Wi-Fi cards and the firewall of its spec."""
         for name in (self.spec.interface, *self.spec.more_interfaces):
             if name.startswith("wl"):
                 self.look_wireless(name)
@@ -113,7 +111,7 @@ class Host:
             self.firewall(self.spec.firewall)
 
     def argv(self, command: Sequence[str]) -> list[str]:
-        """The command line that enters the host: its limits, its namespaces, its user's home and environment."""
+        """Return the command line that enters the host: its limits, namespaces, and its user's home and environment."""
         folder = self._lab.of_host(self.name)
         limits = "".join(f"echo $$ >{shlex.quote(procs)}; " for procs in json.loads((folder / "cgroups").read_text()))
         nsenter, setpriv, taskset = find_programs("nsenter", "setpriv", "taskset")
@@ -127,24 +125,27 @@ class Host:
     def exec(
         self, command: Sequence[str], *, stdin: str | None = None, check: bool = True, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program in the host, not by ssh but directly, and wait for it."""
+        """Run a program in the host directly, without ssh, and wait for it.
+
+        Raises EvenerError on a timeout, and with `check` on an exit status other than 0.
+        """
         self.check_alive()
-        done = subprocess.run(
+        result = subprocess.run(
             self.argv(["timeout", "--kill-after=2", str(timeout_s), *command]),
             input=stdin or "",
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if done.returncode == TIMED_OUT:
+        if result.returncode == TIMED_OUT:
             raise EvenerError(
-                f"host {self.name}: {shlex.join(command)}: not done after {timeout_s:.0f} s",
-                output=done.stdout + done.stderr,
+                f"host {self.name}: {shlex.join(command)}: timed out after {timeout_s:.0f} s",
+                output=result.stdout + result.stderr,
             )
-        if check and done.returncode:
+        if check and result.returncode:
             raise EvenerError(
-                f"host {self.name}: {shlex.join(command)}: exit status {done.returncode}",
-                output=done.stdout + done.stderr,
+                f"host {self.name}: {shlex.join(command)}: exit status {result.returncode}",
+                output=result.stdout + result.stderr,
             )
-        return done
+        return result
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program in the host; `options` are those of subprocess.Popen, whose `kill` ends the program."""
@@ -153,18 +154,18 @@ class Host:
 
     def set_rate(self, rate: str | None = None, *, up: str | None = None, down: str | None = None,
                  policed: bool = False) -> None:  # fmt: skip
-        """Change the rate of its link; None: no limit. Policed: what is too fast for `down` is dropped, not queued."""
+        """Change the rate of its link; None: no limit. Policed: packets above `down` are dropped, not queued."""
         spec = self._changed(rate=rate, rate_up=up, rate_down=down, policed=policed)
         self._change_network("set_rate", pid=self.pid, interface=spec.interface, port=self._state.port,
                       up_bps=spec.up_bps, down_bps=spec.down_bps, policed=policed)  # fmt: skip
 
     def set_mtu(self, mtu: int, path_mtu: int | None = None) -> None:
-        """Change the largest packet it sends, and the largest that comes through."""
+        """Change the largest packet that it sends, and the largest that its path lets through."""
         self._changed(mtu=mtu, path_mtu=path_mtu)
         self._change_network("set_mtus", hosts=power.living(self._lab.state))
 
     def fill_disk(self, full: bool) -> None:
-        """Leave no byte free on its disk (True), or as many as it has. EvenerError where it is this machine's."""
+        """Fill its disk (True), or restore its size; raise EvenerError if it shares this machine's disk."""
         size = self.spec.disk_bytes
         if size is None:
             raise EvenerError(f"the disk of {self.name} is this machine's", hint="evener lab up --disk 2GB")
@@ -175,9 +176,9 @@ class Host:
         self._change_network("set_link", port=self._state.port, up=up)
 
     def firewall(self, rules: Sequence[str]) -> None:
-        """nftables rules for what comes in, in place of those before; none: no firewall.
+        """Replace the nftables rules for incoming packets, such as `["tcp dport 29500 drop"]`; none: no firewall.
 
-        Answers to what the host began always pass, and so does its loopback: `["tcp dport 29500 drop"]`.
+        Replies to connections that the host opened always pass, and so does its loopback.
         """
         table = "table inet evener"
         text = f"{table}\ndelete {table}\n"
@@ -189,7 +190,7 @@ class Host:
         self.exec([nft, "-f", "-"], stdin=text)
 
     def face(self, path: str, content: str | None) -> None:
-        """Lay a file over a path of the host (/sys/class/net/eth0/speed, /proc/cpuinfo); None takes it away."""
+        """Mount a file over a path of the host (/sys/class/net/eth0/speed, /proc/cpuinfo); None unmounts it."""
         if content is None:
             self.exec(["umount", path])
             return
@@ -200,18 +201,18 @@ class Host:
         self.exec(["mount", "--bind", str(file), path])
 
     def look_wireless(self, interface: str) -> None:
-        """Give an interface the folder by which programs know a Wi-Fi card: /sys/class/net/wlan0/wireless."""
+        """Create the folder by which programs recognize a Wi-Fi card: /sys/class/net/wlan0/wireless."""
         layers = f"/run/evener-lab/{interface}"
         options = f"lowerdir=$D,upperdir={layers}/upper,workdir={layers}/work" + ",userxattr" * self._lab.state.rootless
         make = f"mkdir -p {layers}/upper/wireless {layers}/work; D=$(readlink -f /sys/class/net/{interface})"
         self.exec(["sh", "-ec", f"{make}; mount -t overlay -o {options} overlay $D"])
 
     def pids(self) -> list[int]:
-        """Every process of the host, as this machine numbers them."""
+        """Return the pids of all processes of the host, in this machine's pid namespace."""
         return state.pids_with(self._state.init)
 
     def interface_counters(self, interface: str | None = None) -> Counters:
-        """Bytes that the kernel counted on an interface, its main one by default.
+        """Return the kernel's counters of an interface, by default the main one.
 
         A veth counts a large segment with one header: 0.1 % more than the payload, where a NIC counts 4.5 % more.
         """
@@ -224,13 +225,13 @@ class Host:
         raise UsageError(f"host {self.name} has no interface {name}")
 
     def _changed(self, **values: Any) -> HostSpec:
-        """Check and write down what this host is from now on."""
+        """Check and record a changed spec of this host; return it."""
         self.check_alive()
         lab = self._lab.state
         spec = msgspec.structs.replace(self.spec, **values)
-        whole = msgspec.structs.replace(lab.spec, hosts={**lab.spec.hosts, self.name: spec})
-        whole.check()
-        self._lab.write(msgspec.structs.replace(lab, spec=whole))
+        lab_spec = msgspec.structs.replace(lab.spec, hosts={**lab.spec.hosts, self.name: spec})
+        lab_spec.check()
+        self._lab.write(msgspec.structs.replace(lab, spec=lab_spec))
         return spec
 
     def _change_network(self, call: str, **arguments: Any) -> None:

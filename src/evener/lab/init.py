@@ -1,8 +1,8 @@
-"""How does a process become the desk of a lab, and its children hosts? Run as a program; standard library only.
+"""The controller of a lab and the first process of each host. Run as a program; standard library only.
 
-The desk owns the network that joins the hosts, reaps, and boots a host again that is asked for: by a file `boot` in the
-host's folder and a SIGCHLD; its answer is a file `pid` there. Each host's first process sees its own network, hostname,
-processes, mounts and cgroups; when it ends, the kernel ends every process of the host.
+The controller owns the network namespace that joins the hosts, reaps children, and boots a host again on request: a
+file `boot` in the host's folder and a SIGCHLD. Its reply is a file `pid` there. Each host's first process has its own
+namespaces of network, hostname, processes, mounts and cgroups; when it ends, the kernel kills the host's processes.
 """
 
 import ctypes
@@ -25,43 +25,43 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(state: str) -> None:
-    """Read `desk.json` in this directory, start every host, print their pids as JSON, and stay."""
+    """Read `desk.json` in this directory, start every host, print their pids as JSON, and keep running."""
     with open(f"{state}/desk.json") as file:
-        desk = json.load(file)
-    if os.fork():  # whoever called us need not wait for the desk
+        config = json.load(file)
+    if os.fork():  # the caller does not wait for the controller
         os._exit(0)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    if desk["rootless"]:
+    if config["rootless"]:
         new_user(0, 0, os.getuid(), os.getgid())
     unshare(NEWNET)
-    starting = {name: start_host(f"{state}/hosts/{name}", name, desk, host) for name, host in desk["hosts"].items()}
+    starting = {name: start_host(f"{state}/hosts/{name}", name, config, host) for name, host in config["hosts"].items()}
     pids = {}
     for name, pipe in starting.items():
-        with open(pipe) as told:
-            pids[name] = int(told.read() or 0)
+        with open(pipe) as reader:
+            pids[name] = int(reader.read() or 0)
     print(json.dumps({"desk": os.getpid(), "hosts": pids}), flush=True)
     log_to(f"{state}/desk.log")
-    reap(lambda: boot_asked(state, desk))
+    reap(lambda: boot_asked(state, config))
 
 
 def boot_asked(state: str, desk: dict[str, Any]) -> None:
-    """Start every host whose folder has a file `boot`; its pid, or 0, is then in the file `pid`."""
+    """Start every host whose folder has a file `boot`; write its pid, or 0, to the file `pid`."""
     for name, host in desk["hosts"].items():
         folder = f"{state}/hosts/{name}"
         try:
             if os.path.exists(f"{folder}/boot"):
                 os.unlink(f"{folder}/boot")
-                with open(start_host(folder, name, desk, host)) as told:
-                    write(f"{folder}/pid.draft", told.read() or "0")
+                with open(start_host(folder, name, desk, host)) as reader:
+                    write(f"{folder}/pid.draft", reader.read() or "0")
                 os.replace(f"{folder}/pid.draft", f"{folder}/pid")
-        except OSError:  # a full disk, say: the other hosts need their desk
+        except OSError:  # a full disk, for example: the other hosts need the controller
             traceback.print_exc()
 
 
 def start_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any]) -> int:
-    """Fork a host's first process. The pipe from which its pid can be read."""
-    told, tell = os.pipe()
+    """Fork a host's first process; return the pipe from which its pid can be read."""
+    read_fd, write_fd = os.pipe()
     if os.fork() == 0:
         log_to(f"{folder}/init.log")
         try:
@@ -72,20 +72,20 @@ def start_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any
                 os.sched_setaffinity(0, host["cores"])
             unshare(NEWNET | NEWUTS | NEWIPC | NEWNS | NEWCGROUP | NEWPID)
             if pid := os.fork():
-                os.write(tell, str(pid).encode())
+                os.write(write_fd, str(pid).encode())
             else:
-                os.close(tell)
+                os.close(write_fd)
                 become_host(folder, name, desk, host)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    os.close(tell)
-    return told
+    os.close(write_fd)
+    return read_fd
 
 
 def become_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any]) -> NoReturn:
-    """Pid 1 of a host: its mounts and its name; then sshd, and whatever else runs there from the start."""
+    """Become pid 1 of a host: set its hostname and mounts, start its services and sshd, then reap children."""
     socket.sethostname(name)
     mount_all(f"{folder}/etc", desk, host["etc"])
     for setting, value in (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 0")) * desk["rootless"]:
@@ -100,30 +100,30 @@ def become_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, An
 
 
 def mount_all(etc: str, desk: dict[str, Any], files: dict[str, str]) -> None:
-    """Its own /proc, /sys, /tmp, /run, /dev/shm, /dev/pts, and an /etc that it may change."""
+    """Mount the host's own /proc, /sys, /tmp, /run, /dev/shm, /dev/pts, and a writable overlay of /etc."""
     with open("/proc/self/mounts") as file:
         cgroups = [line.split() for line in file if line.split()[2] in ("cgroup", "cgroup2")]
     mount(None, "/", None, REC | PRIVATE)
-    kept = [(path, os.open(path, os.O_PATH)) for path in desk["visible"]]
+    visible = [(path, os.open(path, os.O_PATH)) for path in desk["visible"]]
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     mount("sysfs", "/sys", "sysfs", NOSUID | NODEV | NOEXEC)
     if any(kind == "cgroup" for _, _, kind, *_ in cgroups):
         mount("tmpfs", "/sys/fs/cgroup", "tmpfs", NOSUID | NODEV | NOEXEC, "mode=755")
-    for source, place, kind, options, *_ in cgroups:
+    for source, mount_point, kind, options, *_ in cgroups:
         named = [o for o in options.split(",") if o.startswith("name=")]
-        controllers = named or [os.path.basename(place)] if kind == "cgroup" else []
-        os.makedirs(place, exist_ok=True)
+        controllers = named or [os.path.basename(mount_point)] if kind == "cgroup" else []
+        os.makedirs(mount_point, exist_ok=True)
         try:
-            mount(source, place, kind, NOSUID | NODEV | NOEXEC, ",".join(controllers) or None)
-        except OSError:  # a controller that only the machine's root may see
+            mount(source, mount_point, kind, NOSUID | NODEV | NOEXEC, ",".join(controllers) or None)
+        except OSError:  # a cgroup controller that only the machine's root may mount
             traceback.print_exc()
-    for place, mode in (("/tmp", "1777"), ("/run", "755"), ("/var/log", "755"), ("/dev/shm", "1777")):  # noqa: S108
-        mount("tmpfs", place, "tmpfs", NOSUID | NODEV, f"mode={mode}")
+    for folder, mode in (("/tmp", "1777"), ("/run", "755"), ("/var/log", "755"), ("/dev/shm", "1777")):  # noqa: S108
+        mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, f"mode={mode}")
     os.makedirs("/run/sshd", mode=0o755)
     mount("devpts", "/dev/pts", "devpts", NOSUID | NOEXEC, "newinstance,ptmxmode=0666,mode=0620")
     if not os.path.islink("/dev/ptmx"):
         mount("/dev/pts/ptmx", "/dev/ptmx", None, BIND)
-    for path, fd in kept:
+    for path, fd in visible:
         os.makedirs(path, exist_ok=True)
         mount(f"/proc/self/fd/{fd}", path, None, BIND | REC)
         os.close(fd)
@@ -139,7 +139,7 @@ def mount_all(etc: str, desk: dict[str, Any], files: dict[str, str]) -> None:
 
 
 def start_service(argv: list[str], uid: int | None = None, gid: int = 0) -> None:
-    """Run a program; with a uid, as an ordinary user."""
+    """Start a program; with a uid, as an ordinary user."""
     if os.fork():
         return
     try:
@@ -155,7 +155,7 @@ def start_service(argv: list[str], uid: int | None = None, gid: int = 0) -> None
 
 
 def reap(then: Callable[[], None] = lambda: None) -> NoReturn:
-    """Wait for children for ever; `then` is what else there is to do at each SIGCHLD."""
+    """Reap children for ever; call `then` at each SIGCHLD."""
     while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -167,7 +167,7 @@ def reap(then: Callable[[], None] = lambda: None) -> NoReturn:
 
 
 def new_user(uid: int, gid: int, outer_uid: int, outer_gid: int) -> None:
-    """Enter a user namespace in which the caller, `outer_uid` so far, is `uid`."""
+    """Enter a user namespace that maps the caller's `outer_uid` to `uid`."""
     unshare(NEWUSER)
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"{uid} {outer_uid} 1")
@@ -175,26 +175,26 @@ def new_user(uid: int, gid: int, outer_uid: int, outer_gid: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave these namespaces for new ones."""
+    """Enter new namespaces of these kinds; raise OSError on failure."""
     if libc.unshare(flags) != 0:
         raise OSError(ctypes.get_errno(), f"unshare {flags:#x}: {os.strerror(ctypes.get_errno())}")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """mount(2)."""
-    words = [word.encode() if word is not None else None for word in (source, target, kind, data)]
-    if libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]) != 0:
+    """Call mount(2); raise OSError on failure."""
+    args = [arg.encode() if arg is not None else None for arg in (source, target, kind, data)]
+    if libc.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]) != 0:
         raise OSError(ctypes.get_errno(), f"mount {kind or source} on {target}: {os.strerror(ctypes.get_errno())}")
 
 
 def write(path: str, text: str) -> None:
-    """Write a file of the kernel's, in one write."""
+    """Write a file with a single write, as kernel files require."""
     with open(path, "w") as file:
         file.write(text)
 
 
 def log_to(path: str) -> None:
-    """Send stdout and stderr there."""
+    """Redirect stdout and stderr to a file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

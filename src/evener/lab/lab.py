@@ -1,7 +1,7 @@
-"""How does a program make a lab, break things in it and end it?
+"""Emulate a lab of hosts on one machine: create it, break its hosts, remove it.
 
-with Lab.up(LabSpec(name="attic"), out=Path("lab.toml")) as lab:
-    lab.host("b").link_up(False)
+with EmulatedLab.up(LabSpec(name="attic"), out=Path("lab.toml")) as lab:
+    lab.host("b").set_link_up(False)
     assert lab.host("a").exec(["ssh-keyscan", "-T1", "b"], check=False).stdout == ""
 """
 
@@ -22,17 +22,17 @@ from evener.lab.state import LabFolder, LabState
 
 
 class Lab:
-    """A lab that is up. As a context manager it is ended on the way out."""
+    """A lab that is up. As a context manager it is removed on exit."""
 
     def __init__(self, path: Path, made: LabState) -> None:
         self._folder = LabFolder(path, made)
 
     @classmethod
     def up(cls, spec: LabSpec, out: Path | None = None) -> Lab:
-        """Make a lab and wait until every host answers; `out` is the fleet file to write.
+        """Create a lab and wait until every host accepts logins; `out` is the fleet file to write.
 
         Raises:
-            EvenerError: what is missing on this machine, or what is wrong with the spec. Nothing is left behind.
+            EvenerError: if this machine lacks something or the spec is invalid. Nothing is left behind.
         """
         spec.check()
         check_machine(spec)
@@ -56,7 +56,7 @@ class Lab:
 
     @classmethod
     def find(cls, name: str | None) -> Lab:
-        """The lab of this name, which is up (or was, and has crashed); None: the one that is meant."""
+        """Return the lab with this name, which is up or has crashed; None: the default lab (see `default_lab_name`)."""
         if name is None:
             names = state.lab_names()
             if not names:
@@ -65,54 +65,54 @@ class Lab:
             if name is None:
                 raise UsageError(f"which lab? {', '.join(names)}", hint=f"--name {shlex.quote(names[0])}")
         path = state.root() / name
-        made = state.load(path)
-        if made is None:
+        lab_state = state.load(path)
+        if lab_state is None:
             labs = ", ".join(state.lab_names()) or "none"
             raise UsageError(f"no lab is called {name}; labs: {labs}", hint=f"evener lab up --name {name}")
-        return cls(path, made)
+        return cls(path, lab_state)
 
     @property
     def path(self) -> Path:
-        """Where everything about it is written."""
+        """Its state directory."""
         return self._folder.path
 
     @property
     def state(self) -> LabState:
-        """What it is now: its hosts may change."""
+        """Its current state, which changes with its hosts."""
         return self._folder.state
 
     @property
     def name(self) -> str:
-        """What `evener lab down` calls it."""
+        """Its name, as in `evener lab down NAME`."""
         return self.state.spec.name
 
     @property
     def rootless(self) -> bool:
-        """Made by an ordinary user: no limits of processor and memory."""
+        """Whether an ordinary user created it: without limits of CPU, memory and disk."""
         return self.state.rootless
 
     @property
     def hosts(self) -> list[Host]:
-        """Every host, in the order of the spec."""
+        """The hosts, in the order of the spec."""
         return [Host(self._folder, name) for name in self.state.hosts]
 
     def host(self, name: str) -> Host:
-        """One host."""
+        """Return the host with this name; raise UsageError if there is none."""
         if name not in self.state.hosts:
             lab, hosts = self.name, ", ".join(self.state.hosts)
             raise UsageError(f"lab {lab} has no host {name}; hosts: {hosts}", hint=f"evener lab status {lab}")
         return Host(self._folder, name)
 
     def is_alive(self) -> bool:
-        """Whether its network and every host are there, but for hosts that were powered off."""
+        """Return whether the controller and every host that was not powered off run."""
         return self.state.desk.is_alive() and all(host.is_alive() or host.is_off() for host in self.hosts)
 
     def down(self) -> None:
-        """Remove every trace of it. Twice does no harm."""
+        """Remove the lab completely. A second call does nothing."""
         take_down(self.name)
 
     def ssh_argv(self, host: str, *command: str) -> list[str]:
-        """`ssh` with the settings of the fleet file."""
+        """Return the ssh command line for a host, with the settings of the fleet file."""
         entry = tomllib.loads(self.state.fleet_text)["hosts"][host]
         options = [word for option in entry["ssh_options"] for word in ("-o", option)]
         [program] = find_programs("ssh")
@@ -126,13 +126,13 @@ class Lab:
 
 
 def usual(names: Sequence[str]) -> str | None:
-    """The lab that is meant where none is named: the only one, else the one that `lab up` makes without a --name."""
+    """Return the lab to use without a name: the only one, else the one that `lab up` creates without --name."""
     return names[0] if len(names) == 1 else next((name for name in names if name == LabSpec().name), None)
 
 
 def take_down(name: str) -> bool:
-    """Remove every trace of a lab. Whether there was one."""
+    """Remove a lab completely; return whether there was one."""
     with state.locked() as labs:
-        was_there = (labs / name).exists()
+        existed = (labs / name).exists()
         state.clean(labs / name)
-    return was_there
+    return existed

@@ -1,4 +1,4 @@
-"""How are the hosts of a lab started and joined?"""
+"""Create a lab: start its controller and hosts, wire their network, and wait until each accepts ssh logins."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ TUNNEL = Path(__file__).with_name("tunnel.py")
 
 
 def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
-    """Make a checked lab in its state directory, and wait until every host takes logins."""
+    """Create a checked lab in its state directory, and wait until every host accepts logins."""
     rootless = os.geteuid() != 0
     addresses = {name: f"{LAN}.{number}" for number, name in enumerate(spec.hosts, 1)}
-    with Switch() as switch:  # which imports while the hosts start
+    with Switch() as switch:  # its imports overlap with the start of the hosts
         for name in spec.hosts:
             (path / "hosts" / name / "home").mkdir(parents=True, mode=0o700)
             if (size := spec.hosts[name].disk_bytes) is not None and not rootless:
                 disk.mount(path / "hosts" / name / "home", size)
         files.make_keys([path / "id_ed25519", *(path / "hosts" / name / "host_key" for name in spec.hosts)])
         (path / "known_hosts").write_text(files.known_hosts(path, addresses))
-        desk_spec = {
+        config = {
             "rootless": rootless, "uid": os.getuid(), "gid": os.getgid(), "visible": _visible(),
             "hosts": {name: _desk_host(path, spec, name, addresses, rootless) for name in spec.hosts},
         }  # fmt: skip
-        (path / "desk.json").write_text(json.dumps(desk_spec))
+        (path / "desk.json").write_text(json.dumps(config))
         pids = _start_desk(path)
-        desk = state.process(pids["desk"])
-        (path / "desk").write_text(f"{desk.pid} {desk.start_ticks} {int(rootless)}")
+        controller = state.process(pids["desk"])
+        (path / "desk").write_text(f"{controller.pid} {controller.start_ticks} {int(rootless)}")
         hosts = {
             name: HostState(
                 init=first_process(path, name, pids["hosts"][name]),
@@ -54,13 +54,13 @@ def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
             for number, name in enumerate(spec.hosts, 1)
         }
         wirings = [wiring(spec.hosts[name], host) for name, host in hosts.items()]
-        switch.do(desk.pid, rootless, wire={"hosts": wirings})
+        switch.do(controller.pid, rootless, wire={"hosts": wirings})
     for name, host in hosts.items():
         wait_for_sshd(path, name, host.init)
     return LabState(
         spec=spec,
         rootless=rootless,
-        desk=desk,
+        desk=controller,
         hosts=hosts,
         fleet_file=str(fleet_file.resolve()) if fleet_file is not None else None,
         fleet_text=files.fleet_text(spec.name, path, addresses),
@@ -68,9 +68,9 @@ def make(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
 
 
 def _desk_host(path: Path, spec: LabSpec, name: str, addresses: dict[str, str], rootless: bool) -> dict[str, Any]:
-    """What init.py needs to know about a host."""
+    """Return what init.py needs to start a host."""
     folder, host = path / "hosts" / name, spec.hosts[name]
-    with state.locked():  # whoever ends the last lab removes the subtree for all
+    with state.locked():  # removing the last lab removes the shared cgroup subtree
         cgroups = [] if rootless else cgroup.make(spec.name, name, host.cpus, host.memory_bytes)
     (folder / "cgroups").write_text(json.dumps(cgroups))
     (folder / "sshd_config").write_text(files.sshd_config(folder))
@@ -92,7 +92,7 @@ def _desk_host(path: Path, spec: LabSpec, name: str, addresses: dict[str, str], 
 
 
 def wiring(spec: HostSpec, host: HostState) -> dict[str, Any]:
-    """What network.py needs to know about a host."""
+    """Return what network.py needs to wire a host."""
     return {
         "number": _number(host.address), "pid": host.init.pid, "port": host.port, "interface": spec.interface,
         "address": host.address, "address6": host.address6,
@@ -111,30 +111,30 @@ def _number(address: str) -> int:
 
 
 def _visible() -> list[str]:
-    """What evener and its Python need of folders that a host has for itself."""
+    """Return the paths of evener and its Python that lie in folders which a host mounts anew (/tmp, /run, /dev/shm)."""
     needed = {Path(p).resolve() for p in (sys.prefix, sys.base_prefix, Path(__file__).parents[2])}
     return sorted(str(p) for p in needed if p.parts[1] in ("tmp", "run") or p.parts[1:3] == ("dev", "shm"))
 
 
 def _start_desk(path: Path) -> dict[str, Any]:
-    """Start init.py, which stays; the pids that it tells."""
+    """Start the controller (init.py), which keeps running; return the pids that it prints."""
     with (path / "desk.log").open("wb") as log:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-I", "-S", str(state.INIT), str(path)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, cwd="/", start_new_session=True, check=False,
         )  # fmt: skip
-    if not done.stdout:
-        lines = (path / "desk.log").read_text().splitlines() or ["it does not say why"]
+    if not result.stdout:
+        lines = (path / "desk.log").read_text().splitlines() or ["no reason given"]
         raise EvenerError(
-            f"this machine lets user {os.getuid()} make no lab: {lines[-1]}",
+            f"this machine does not let user {os.getuid()} create a lab: {lines[-1]}",
             hint="in a container: run it with --privileged" if os.geteuid() == 0 else NO_NAMESPACES_HINT,
         )
-    pids: dict[str, Any] = json.loads(done.stdout)
+    pids: dict[str, Any] = json.loads(result.stdout)
     return pids
 
 
 def first_process(path: Path, name: str, pid: int) -> Process:
-    """Of a host, by the pid that the desk tells."""
+    """Return a host's first process from the pid that the controller reported; 0 means that the host did not start."""
     with contextlib.suppress(ProcessLookupError):
         if pid:
             return state.process(pid)
@@ -142,7 +142,7 @@ def first_process(path: Path, name: str, pid: int) -> Process:
 
 
 def wait_for_sshd(path: Path, name: str, init: Process) -> None:
-    """Until a host takes logins."""
+    """Wait until a host accepts logins; raise EvenerError on a timeout or if the host died."""
     listening = Path(f"/proc/{init.pid}/net/tcp")
 
     def is_ready() -> bool:
@@ -160,7 +160,7 @@ def wait_for_sshd(path: Path, name: str, init: Process) -> None:
 
 
 def _tail(folder: Path) -> str:
-    """The last that a host said."""
+    """Return the last ten lines of a host's logs."""
     logs = [
         (folder / name).read_text(errors="replace") for name in ("init.log", "sshd.log") if (folder / name).exists()
     ]

@@ -1,4 +1,4 @@
-"""What must this machine have before a lab can be made?"""
+"""Check what a lab requires of this machine: Linux, pyroute2, programs, cores, a tun device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 def check_machine(spec: LabSpec) -> None:
-    """Raise EvenerError where this machine lacks what a lab needs."""
+    """Raise EvenerError if this machine lacks something that the lab requires."""
     if sys.platform != "linux":
         raise EvenerError(f"a lab needs Linux namespaces; this is {sys.platform}", hint="run it on a Linux machine")
     if importlib.util.find_spec("pyroute2") is None:
@@ -39,9 +39,9 @@ def check_machine(spec: LabSpec) -> None:
 
 
 def find_programs(*names: str) -> list[str]:
-    """Where these programs are. Raises EvenerError that names all that are missing, and how to install them."""
-    found = {name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:{PATH}") for name in names}
-    if missing := [name for name, path in found.items() if path is None]:
+    """Return the paths of these programs; raise EvenerError with the missing ones and how to install them."""
+    paths = {name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:{PATH}") for name in names}
+    if missing := [name for name, path in paths.items() if path is None]:
         install = " ".join(sorted({PACKAGES[name] for name in missing}))
         raise EvenerError(f"a lab needs {', '.join(missing)}, not found here", hint=f"apt install {install}")
-    return [path for path in found.values() if path is not None]
+    return [path for path in paths.values() if path is not None]

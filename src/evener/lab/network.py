@@ -1,7 +1,8 @@
-"""How are the hosts of a lab joined? One switch at the desk, a veth pair per host, HTB at both ends of each.
+"""The network of a lab: a bridge at the controller, a veth pair per host, HTB at both ends of each.
 
-Run as a program (`python -m evener.lab.network`), so that entering other networks never changes the caller's. It reads
-one JSON object from stdin: the desk's pid, whether the lab is rootless, and a list of calls [[name, arguments], …].
+Run as a program (`python -m evener.lab.network`), so that entering other network namespaces never changes the caller's.
+It reads one JSON object from stdin: the controller's pid, whether the lab is rootless, and a list of calls
+[[name, arguments], …].
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from pyroute2.netlink.rtnl.tcmsg import plugins
 
 from evener.lab.spec import DESK, LAN
 
-AIR, AIR_BPS = 78, 100_000_000  # a second link, as of Wi-Fi: 10.78.0.x; the third 10.79.0.x
-QUEUE_S = 0.02  # how long a packet waits at most before the queue drops: a switch's buffer, not a satellite's
+AIR, AIR_BPS = 78, 100_000_000  # a second link, such as Wi-Fi: 10.78.0.x; a third: 10.79.0.x
+QUEUE_S = 0.02  # longest wait of a packet before the queue drops it: the buffer of a switch
 QUEUE_MIN_BYTES = 256 * 1024
 BURST_S = 0.001
 BURST_MIN_BYTES = 16 * 1024
 POLICER_BURST_BYTES = 32 * 1024  # at 1 Gbit BBR gets 0.7 of it, and exchanges of 4 MB 0.57 with pauses of 230 ms
 IFA_F_NODAD = 0x02
 
-plugins["bfifo"] = plugins["pfifo"]  # the same one option, in bytes
+plugins["bfifo"] = plugins["pfifo"]  # the same single option, in bytes
 
 
 class Desk:
-    """The network operations of one lab, each in the network where it belongs."""
+    """The network operations of one lab, each in the network namespace that it concerns."""
 
     def __init__(self, pid: int, rootless: bool) -> None:
         if rootless:
@@ -41,9 +42,9 @@ class Desk:
         self.pid = pid
 
     def wire(self, hosts: list[dict[str, Any]]) -> None:
-        """Make the switches and a link for each host."""
+        """Create the bridges and a link for each host."""
         with _network_of(self.pid) as net:
-            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # what has no way out is told so at once
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # a packet without a route is rejected at once
             _up(net, "lo")
             _add_switch(net, "lan", f"{LAN}.{DESK}")
             for number in range(max(len(host["links"]) for host in hosts)):
@@ -52,7 +53,7 @@ class Desk:
         self.set_mtus(hosts)
 
     def plug_in(self, hosts: list[dict[str, Any]]) -> None:
-        """Make the links of hosts that have just come up, in place of what their former links left."""
+        """Create the links of hosts that have just booted, and remove what is left of their former links."""
         with _network_of(self.pid) as net:
             for host in hosts:
                 _add_link(net, "lan", host["port"], host["pid"], host["interface"])
@@ -87,14 +88,14 @@ class Desk:
             _shape(net, interface, None if policed else up_bps, False)
 
     def set_link(self, port: str, up: bool) -> None:
-        """Plug a host's cable in, or pull it."""
+        """Plug in a host's cable, or pull it."""
         with _network_of(self.pid) as net:
             net.link("set", index=_index(net, port), state="up" if up else "down")
 
     def set_mtus(self, hosts: list[dict[str, Any]]) -> None:
-        """Change what each interface sends, and what the way lets through.
+        """Change the MTU of each interface, and that of its path.
 
-        Large segments (GSO) slip through a way that is too narrow for them: where one is, every packet is a real one.
+        Large segments (GSO) pass a path whose MTU is too small for them: if there is such a path, segment every packet.
         """
         max_segments = 1 if any(host["path_mtu"] < host["mtu"] for host in hosts) else 65535
         with _network_of(self.pid) as net:
@@ -110,9 +111,9 @@ def _air_port(host: dict[str, Any], number: int) -> str:
 
 
 def _add_link(net: Any, switch: str, port: str, pid: int, interface: str) -> None:
-    for left in net.link_lookup(ifname=port):  # of a host that has ended: the kernel takes its network away by and by
+    for stale in net.link_lookup(ifname=port):  # of a dead host: the kernel removes its network namespace with a delay
         with suppress(NetlinkError):
-            net.link("del", index=left)
+            net.link("del", index=stale)
     net.link("add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_pid": pid})
     net.link("set", index=_index(net, port), master=_index(net, switch), state="up")
 
@@ -132,7 +133,7 @@ def _set_up(net: Any, name: str, address: str, address6: str | None, prefix: int
 
 
 def _mac(address: str) -> str:
-    """The same whenever a host comes up: others remember it. Locally administered.
+    """Return a locally administered MAC address, the same at every boot, since ARP caches of peers keep it.
 
     >>> _mac("10.77.0.254")
     '02:00:0a:4d:00:fe'
@@ -149,7 +150,7 @@ def _set_mtu(net: Any, name: str, mtu: int, max_segments: int) -> None:
 
 
 def _shape(net: Any, name: str, bps: int | None, policed: bool) -> None:
-    """Hold what leaves through an interface to a rate: by a queue (HTB), or by dropping (a token bucket)."""
+    """Limit the egress rate of an interface, by queueing (HTB) or by dropping (a token bucket)."""
     index = _index(net, name)
     try:
         net.tc("del", index=index, root=True)
@@ -175,7 +176,7 @@ def _index(net: Any, name: str) -> int:
 
 @contextmanager
 def _network_of(pid: int) -> Iterator[Any]:
-    """A netlink socket in the network of a process. The socket stays there; so do we, until the next one."""
+    """Open a netlink socket in the network namespace of a process. This process stays in it until the next call."""
     _enter(pid, "net")
     with IPRoute() as net:
         yield net
@@ -190,11 +191,11 @@ def _enter(pid: int, kind: str) -> None:
 
 
 def main() -> None:
-    """Do the calls that stdin names."""
-    asked = json.load(sys.stdin)
-    desk = Desk(asked["desk"], asked["rootless"])
-    for name, arguments in asked["calls"]:
-        getattr(desk, name)(**arguments)
+    """Run the calls that stdin names."""
+    request = json.load(sys.stdin)
+    network = Desk(request["desk"], request["rootless"])
+    for name, arguments in request["calls"]:
+        getattr(network, name)(**arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How does a host of a lab come up again? Its desk starts it as at first, and it is plugged into the switch anew."""
+"""Boot a host of a lab again: its controller starts it as at first, and its links are created anew."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from evener.lab.switch import Switch
 
 
 def boot(lab: LabFolder, name: str) -> None:
-    """Start a host that does not run, and wait until it takes logins. One that cannot be plugged in is off again."""
-    with Switch() as switch, state.locked():  # whoever lives has his link, also where several are booted at once
+    """Start a host that is off, and wait until it accepts logins. If its links cannot be created, it is off again."""
+    with Switch() as switch, state.locked():  # so that concurrent boots see each other's links
         init = _start(lab, name)
         host = lab.change_host(name, init=init, is_off=False)
         try:
-            mine, desk = wiring(lab.state.spec.hosts[name], host), lab.state.desk.pid
-            everyone = {"hosts": living(lab.state)}
-            switch.do(desk, lab.state.rootless, plug_in={"hosts": [mine]}, set_mtus=everyone)
+            own_wiring, desk_pid = wiring(lab.state.spec.hosts[name], host), lab.state.desk.pid
+            running = {"hosts": living(lab.state)}
+            switch.do(desk_pid, lab.state.rootless, plug_in={"hosts": [own_wiring]}, set_mtus=running)
         except BaseException:
             init.kill()
             lab.change_host(name, is_off=True)
@@ -30,29 +30,29 @@ def boot(lab: LabFolder, name: str) -> None:
 
 
 def living(lab: LabState) -> list[dict[str, Any]]:
-    """What network.py needs to know about the hosts that run."""
+    """Return what network.py needs to wire the hosts that run."""
     return [wiring(lab.spec.hosts[name], host) for name, host in lab.hosts.items() if host.init.is_alive()]
 
 
 def _start(lab: LabFolder, name: str) -> Process:
-    """Have the desk start a host; its first process."""
-    folder, now = lab.of_host(name), state.load(lab.path)
-    if now is None or not now.desk.is_alive():
+    """Make the controller start a host; return its first process."""
+    folder, current = lab.of_host(name), state.load(lab.path)
+    if current is None or not current.desk.is_alive():
         raise EvenerError(
-            f"host {name} cannot be booted: lab {lab.path.name} has no switch any more",
+            f"cannot boot host {name}: the controller of lab {lab.path.name} has ended",
             hint=f"evener lab down {lab.path.name}",
         )
-    if now.hosts[name].init.is_alive():
+    if current.hosts[name].init.is_alive():
         raise UsageError(
             f"host {name} of lab {lab.path.name} is on already",
             hint=f"evener lab power-off {name} --name {lab.path.name}",
         )
-    asked, told = folder / "boot", folder / "pid"
-    told.unlink(missing_ok=True)
-    asked.touch()
+    request, reply = folder / "boot", folder / "pid"
+    reply.unlink(missing_ok=True)
+    request.touch()
     try:
-        os.kill(now.desk.pid, signal.SIGCHLD)
-        state.wait_until(told.exists, f"host {name}: its desk does not start it")
-        return first_process(lab.path, name, int(told.read_text()))
+        os.kill(current.desk.pid, signal.SIGCHLD)
+        state.wait_until(reply.exists, f"host {name}: the lab's controller did not start it")
+        return first_process(lab.path, name, int(reply.read_text()))
     finally:
-        asked.unlink(missing_ok=True)
+        request.unlink(missing_ok=True)

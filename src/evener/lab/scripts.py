@@ -1,7 +1,7 @@
-"""Which programs do the drills run by hand? Plain torch, as anyone would write it; nothing here knows evener.
+"""The programs that drills run by hand: plain torch, without evener.
 
-They end by os._exit: while an interpreter ends as usual, a thread of Gloo's that still holds a tensor aborts it, one
-time in some twenty on a busy machine, and a drill would show that instead of its fault.
+They end with os._exit: during a normal interpreter exit a Gloo thread that still holds a tensor aborts the process,
+about one time in twenty on a busy machine, and a drill would show that instead of its fault.
 """
 
 ALL_REDUCE = """\
@@ -22,7 +22,7 @@ dist.destroy_process_group()
 os._exit(0)
 """
 
-# Two linear models that DDP averages; each host reads a folder of its own, and b's differs.
+# Two linear models in DDP; each host reads its own settings, and those of b differ.
 TRAIN = """\
 import json, os, pathlib, torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ dist.destroy_process_group()
 os._exit(0)
 """
 
-# Rank 1 does something to itself or to its host, once, and writes down when; the others add up numbers with it.
+# Rank 1 breaks itself or its host at step 20 and records the time; all ranks run all-reduces.
 FAULT = """\
 import os, pathlib, signal, time, torch
 import torch.distributed as dist
@@ -102,7 +102,7 @@ pathlib.Path("/tmp/waiting").touch()
 time.sleep(600)
 """
 
-# Of eight, so that the kernel finds none of them the largest when memory runs out.
+# Eight processes, so that none of them is the OOM killer's largest when memory runs out.
 HOG = """\
 import os, time
 

@@ -1,7 +1,7 @@
-"""What lab does the user want? One tree of frozen structs, from flags or from a TOML file.
+"""The specification of a lab as frozen structs, read from flags or from a TOML file.
 
 name = "attic"
-[defaults]                  # of every host below
+[defaults]                  # for every host below
 rate = "1Gbit"
 [hosts.a]
 [hosts.b]
@@ -23,7 +23,7 @@ from evener.core.decoding import from_tree
 from evener.core.errors import UsageError, did_you_mean
 
 MAX_HOSTS = 200
-LAN, LAN6, OVERLAY, DESK = "10.77.0", "fd77:", "100.64.0", 254  # the desk is 10.77.0.254; hosts are .1, .2 …
+LAN, LAN6, OVERLAY, DESK = "10.77.0", "fd77:", "100.64.0", 254  # the controller is 10.77.0.254; hosts are .1, .2 …
 MTU_MIN, MTU_MAX = 1280, 9216  # IPv6 needs 1280
 
 Share = Annotated[float, Meta(ge=0.05, le=1024)]
@@ -31,17 +31,17 @@ Mtu = Annotated[int, Meta(ge=MTU_MIN, le=MTU_MAX)]
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One host: its link, its share of the processor, and what makes it awkward."""
+    """One host: its link, its limits of CPU, memory and disk, its interfaces and its firewall."""
 
-    rate: Annotated[str | None, Meta(description="of its link, both ways: 1Gbit, 100Mbit [unlimited]")] = None
-    rate_up: Annotated[str | None, Meta(description="what it sends at most [rate]")] = None
-    rate_down: Annotated[str | None, Meta(description="what it receives at most [rate]")] = None
-    policed: Annotated[bool, Meta(description="what comes too fast for rate_down is dropped, not queued")] = False
-    mtu: Annotated[Mtu, Meta(description="of its interface")] = 1500
-    path_mtu: Annotated[Mtu | None, Meta(description="larger packets vanish on the way [mtu]")] = None
-    cpus: Annotated[Share | None, Meta(description="processor time it may use, in cores")] = None
+    rate: Annotated[str | None, Meta(description="link rate, both ways: 1Gbit, 100Mbit [unlimited]")] = None
+    rate_up: Annotated[str | None, Meta(description="sending rate [rate]")] = None
+    rate_down: Annotated[str | None, Meta(description="receiving rate [rate]")] = None
+    policed: Annotated[bool, Meta(description="drop packets above rate_down, do not queue them")] = False
+    mtu: Annotated[Mtu, Meta(description="MTU of its interface")] = 1500
+    path_mtu: Annotated[Mtu | None, Meta(description="path MTU: larger packets vanish [mtu]")] = None
+    cpus: Annotated[Share | None, Meta(description="CPU time that it may use, in cores")] = None
     cores: Annotated[tuple[int, ...] | None, Meta(description="cores that it is pinned to")] = None
-    memory: Annotated[str | None, Meta(description="limit: 2GB, 512MB")] = None
+    memory: Annotated[str | None, Meta(description="memory limit: 2GB, 512MB")] = None
     disk: Annotated[
         str | None, Meta(description="size of its home, a file system of its own: 2GB [this machine's]")
     ] = None
@@ -50,30 +50,30 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[str, ...], Meta(description="docker0, br-… (bridge), tun0, tailscale0, wg0 (overlay), wlan0, eth1 (link)")
     ] = ()
     loopback_hostname: Annotated[bool, Meta(description="its /etc/hosts says 127.0.1.1 NAME, as Debian's")] = False
-    firewall: Annotated[tuple[str, ...], Meta(description="nftables rules for what comes in")] = ()
+    firewall: Annotated[tuple[str, ...], Meta(description="nftables rules for incoming packets")] = ()
 
     @property
     def up_bps(self) -> int | None:
-        """Bits a second that it may send; None: no limit."""
+        """Sending rate in bit/s; None: no limit."""
         return _bps(self.rate_up or self.rate)
 
     @property
     def down_bps(self) -> int | None:
-        """Bits a second that it may receive; None: no limit."""
+        """Receiving rate in bit/s; None: no limit."""
         return _bps(self.rate_down or self.rate)
 
     @property
     def memory_bytes(self) -> int | None:
-        """Its memory limit."""
+        """Memory limit; None: no limit."""
         return parse_bytes(self.memory, "memory") if self.memory else None
 
     @property
     def disk_bytes(self) -> int | None:
-        """The size of its disk; None: this machine's."""
+        """Size of its disk; None: it shares this machine's."""
         return parse_bytes(self.disk, "disk") if self.disk else None
 
     def of_kind(self, kind: Literal["bridge", "overlay", "link"]) -> list[str]:
-        """Those of its other interfaces that are of a kind; the name tells it, as on any machine."""
+        """Return its other interfaces of a kind, which their name prefix tells."""
         prefixes = {"docker": "bridge", "br-": "bridge", "virbr": "bridge", "tun": "overlay", "tailscale": "overlay",
                     "wg": "overlay"}  # fmt: skip
         return [name for name in self.more_interfaces
@@ -81,13 +81,13 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class LabSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A lab: hosts on one switch."""
+    """A lab: its name and its hosts, which share one switch."""
 
     name: str = "lab"
     hosts: dict[str, HostSpec] = msgspec.field(default_factory=lambda: {"a": HostSpec(), "b": HostSpec()})
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be made."""
+        """Raise UsageError if the lab cannot be created."""
         _check_name("lab", self.name)
         if not 1 <= len(self.hosts) <= MAX_HOSTS:
             raise UsageError(f"a lab of {len(self.hosts)} hosts: expected 1 to {MAX_HOSTS}")
@@ -97,7 +97,7 @@ class LabSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def default_names(count: int) -> list[str]:
-    """a, b … z, then h27, h28 …
+    """Return the names a, b … z, then h27, h28 …
 
     >>> default_names(3)
     ['a', 'b', 'c']
@@ -106,7 +106,7 @@ def default_names(count: int) -> list[str]:
 
 
 def parse_bps(text: str) -> int:
-    """Bits a second.
+    """Parse a rate into bit/s.
 
     >>> parse_bps("1Gbit"), parse_bps("2.5Gbit"), parse_bps("100mbit")
     (1000000000, 2500000000, 100000000)
@@ -119,7 +119,7 @@ def parse_bps(text: str) -> int:
 
 
 def parse_bytes(text: str, what: str) -> int:
-    """Bytes; GB is 1e9, GiB is 2**30.
+    """Parse a size into bytes; GB is 1e9, GiB is 2**30.
 
     >>> parse_bytes("2GB", "memory"), parse_bytes("512MiB", "disk")
     (2000000000, 536870912)
@@ -133,7 +133,7 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def read_spec(file: Path) -> LabSpec:
-    """The lab that a TOML file describes."""
+    """Read a lab from a TOML file; raise UsageError for a bad file."""
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -153,7 +153,7 @@ def read_spec(file: Path) -> LabSpec:
 
 
 def with_values(spec: LabSpec, values: Mapping[str, Any]) -> LabSpec:
-    """The same lab with these values in every host."""
+    """Return the lab with these values in every host."""
     hosts = {}
     for name, host in spec.hosts.items():
         try:
@@ -164,7 +164,7 @@ def with_values(spec: LabSpec, values: Mapping[str, Any]) -> LabSpec:
 
 
 def without_limits(spec: LabSpec) -> LabSpec:
-    """The same lab as an ordinary user can make it: cgroups and mounts are root's."""
+    """Return the lab as an ordinary user can create it: without limits that need cgroups and mounts."""
     hosts = {
         name: msgspec.structs.replace(host, cpus=None, memory=None, disk=None) for name, host in spec.hosts.items()
     }
@@ -172,7 +172,7 @@ def without_limits(spec: LabSpec) -> LabSpec:
 
 
 def plain(error: msgspec.ValidationError) -> str:
-    """msgspec's words for a person: where first, then what."""
+    """Format a msgspec error for users: the place first, then the problem."""
     what, _, where = str(error).partition(" - at `$.")
     what = what.replace("`", "").replace("| null", "or nothing")
     return (f"{where.rstrip('`')}: " if where else "") + what[0].lower() + what[1:]
@@ -204,7 +204,7 @@ def _check_name(kind: str, name: str) -> None:
 
 
 def _check_host(name: str, host: HostSpec) -> None:
-    host.up_bps, host.down_bps, host.memory_bytes, host.disk_bytes  # noqa: B018  each raises where it cannot be read
+    host.up_bps, host.down_bps, host.memory_bytes, host.disk_bytes  # noqa: B018  each raises if it cannot be parsed
     interfaces = (host.interface, *host.more_interfaces)
     for interface in interfaces:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,15}", interface) or interface in (".", "..", "lo"):

@@ -1,10 +1,10 @@
-"""What is written down about a lab, so that anyone can find it, ask it and end it?
+"""The state directory of a lab, from which any process can find, inspect and remove it.
 
 /var/tmp/evener-lab-UID/LAB/
-  lab.json         the spec, the processes with their start times, the addresses; written last: the lab is made
-  maker            who makes it: a lab without lab.json whose maker is gone is half made, and is cleaned
-  id_ed25519       the key of whoever logs in; known_hosts
-  hosts/NAME/      home, host key, sshd's settings, logs, face files
+  lab.json         the spec, the processes with their start times, the addresses; written last, when the lab is complete
+  maker            the creating process: a lab without lab.json whose maker is gone is incomplete, and is removed
+  id_ed25519       the user's key; known_hosts
+  hosts/NAME/      home, host key, sshd's settings, logs, overriding files
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from evener.lab import cgroup, disk
 from evener.lab.spec import LabSpec
 
 INIT = Path(__file__).with_name("init.py")
-INITS = "/evener/lab/init.py"  # how its path ends, from whatever checkout or version it runs
+INITS = "/evener/lab/init.py"  # the end of its path in any checkout or version
 READY_WITHIN_S = 30.0
 GONE_WITHIN_S = 20.0
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process of this machine; the start time tells it from a later one with its pid."""
+    """A process of this machine; its start time distinguishes it from a later process with the same pid."""
 
     pid: int
     start_ticks: int
 
     def is_alive(self) -> bool:
-        """Whether it still runs."""
+        """Return whether the process still runs."""
         return _start_ticks(self.pid) == self.start_ticks
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL if the process still runs."""
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a host is."""
+    """The first process, the addresses and the switch port of a host."""
 
     init: Process
     address: str
     address6: str
-    port: str  # its end at the switch, an interface of the desk
-    is_off: bool = False  # on purpose: who neither is off nor lives has crashed
+    port: str  # its interface at the controller's switch
+    is_off: bool = False  # powered off on purpose; a host that neither is off nor runs has crashed
 
 
 class LabState(msgspec.Struct, frozen=True, kw_only=True):
-    """A lab that is made."""
+    """The content of lab.json: a lab that was completely created."""
 
     spec: LabSpec
     rootless: bool
@@ -71,7 +71,7 @@ class LabState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LabFolder:
-    """A lab's state directory, and what is written there now: a lab and its hosts have it in common."""
+    """A lab's state directory and its current content, shared by the lab and its hosts."""
 
     def __init__(self, path: Path, state: LabState) -> None:
         self.path = path
@@ -83,30 +83,30 @@ class LabFolder:
         save(self.path, state)
 
     def change_host(self, name: str, **values: Any) -> HostState:
-        """Write down what is new about a host, whatever others have written about the others. In `locked()`."""
-        now = load(self.path) or self.state
-        host = msgspec.structs.replace(now.hosts[name], **values)
-        self.write(msgspec.structs.replace(now, hosts={**now.hosts, name: host}))
+        """Record changes of a host, and keep what other processes recorded of other hosts. Call it in `lock_labs()`."""
+        current = load(self.path) or self.state
+        host = msgspec.structs.replace(current.hosts[name], **values)
+        self.write(msgspec.structs.replace(current, hosts={**current.hosts, name: host}))
         return host
 
     def of_host(self, name: str) -> Path:
-        """A host's own folder."""
+        """Return the folder of a host."""
         return self.path / "hosts" / name
 
 
 def root() -> Path:
-    """Where this user's labs are; made, and checked to be his alone."""
+    """Return the folder of this user's labs; create it, and check that only this user can access it."""
     path = Path(f"/var/tmp/evener-lab-{os.getuid()}")  # noqa: S108  owner and mode are checked
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or path.is_symlink():
-        raise EvenerError(f"{path} is not this user's alone: somebody else made it", hint=f"remove {path}")
+    status = path.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
+        raise EvenerError(f"{path}: another user created it or can access it", hint=f"remove {path}")
     return path
 
 
 @contextlib.contextmanager
 def locked() -> Iterator[Path]:
-    """Names are taken and given back by one process at a time."""
+    """Hold the lock under which one process at a time claims and releases lab names."""
     fd = os.open(root(), os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -116,12 +116,12 @@ def locked() -> Iterator[Path]:
 
 
 def lab_names() -> list[str]:
-    """Every lab of this user, half-made ones too."""
+    """Return the names of this user's labs, incomplete ones included."""
     return sorted(path.name for path in root().iterdir() if path.is_dir())
 
 
 def process(pid: int) -> Process:
-    """The process that has this pid now."""
+    """Return the process that has this pid now; raise ProcessLookupError if there is none."""
     ticks = _start_ticks(pid)
     if ticks is None:
         raise ProcessLookupError(pid)
@@ -129,32 +129,30 @@ def process(pid: int) -> Process:
 
 
 def load(path: Path) -> LabState | None:
-    """The lab of a state directory; None where it was never made to the end."""
+    """Return the lab of a state directory; None if its creation was never completed."""
     try:
         return from_json((path / "lab.json").read_bytes(), LabState)
-    except (FileNotFoundError, msgspec.DecodeError):  # of another version of evener: to be cleaned
+    except (FileNotFoundError, msgspec.DecodeError):  # or of another version of evener: to be removed
         return None
 
 
 def save(path: Path, state: LabState) -> None:
-    """Write lab.json in one stroke."""
+    """Write lab.json atomically."""
     draft = path / f"lab.json.{os.getpid()}"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     draft.replace(path / "lab.json")
 
 
 def claim(name: str) -> Path:
-    """The empty state directory of a new lab. What a crashed lab of this name left is removed first."""
+    """Return the empty state directory of a new lab, after removing what a crashed lab of this name left."""
     with locked() as labs:
         path = labs / name
         state = load(path)
-        on = [host.init for host in state.hosts.values() if not host.is_off] if state is not None else []
-        if state is not None and all(p.is_alive() for p in (state.desk, *on)):
+        inits = [host.init for host in state.hosts.values() if not host.is_off] if state is not None else []
+        if state is not None and all(p.is_alive() for p in (state.desk, *inits)):
             raise EvenerError(f"lab {name} is up already: {', '.join(state.hosts)}", hint=f"evener lab down {name}")
         if (maker := _maker(path)) is not None and maker.pid != os.getpid() and maker.is_alive():
-            raise EvenerError(
-                f"lab {name} is being made by process {maker.pid}", hint="--name gives yours another name"
-            )
+            raise EvenerError(f"process {maker.pid} is creating lab {name}", hint="--name gives your lab another name")
         clean(path)
         path.mkdir(mode=0o700)
         (path / "maker").write_bytes(msgspec.json.encode(process(os.getpid())))
@@ -162,23 +160,23 @@ def claim(name: str) -> Path:
 
 
 def clean(path: Path) -> None:
-    """Remove every trace of a lab: processes (network and mounts go with them), cgroups, files. Twice does no harm."""
+    """Remove a lab completely: processes with their network and mounts, cgroups, files. Idempotent."""
     state = load(path)
-    desk = state.desk if state is not None else None
+    controller = state.desk if state is not None else None
     deadline = time.monotonic() + GONE_WITHIN_S
-    ours: set[Process] = set()  # one that dies forgets its command line before its host is gone
-    looks = 0  # in vain: one may fork and end between our list of processes and its line there, so look twice
-    while looks < 2:
-        ours = {p for p in ours.union(find_processes(path)) if p.is_alive()}
-        looks = 0 if ours else looks + 1
-        if ours and time.monotonic() > deadline:
-            pid = min(one.pid for one in ours)
+    alive: set[Process] = set()  # a dying process loses its command line before its host is gone
+    empty_scans = 0  # a process may fork and end between our listing and our reading of its entry, so scan twice
+    while empty_scans < 2:
+        alive = {p for p in alive.union(find_processes(path)) if p.is_alive()}
+        empty_scans = 0 if alive else empty_scans + 1
+        if alive and time.monotonic() > deadline:
+            pid = min(p.pid for p in alive)
             raise EvenerError(
-                f"lab {path.name}: process {pid} is still there {GONE_WITHIN_S:.0f} s after it was killed",
-                hint=f"cat /proc/{pid}/stack tells what it waits for",
+                f"lab {path.name}: process {pid} still exists {GONE_WITHIN_S:.0f} s after SIGKILL",
+                hint=f"cat /proc/{pid}/stack shows what it waits for",
             )
-        for one in ours - {desk} or ours:  # the desk last: it buries the hosts
-            one.kill()
+        for target in alive - {controller} or alive:  # the controller last: it reaps the hosts
+            target.kill()
         time.sleep(0.005)
     cgroup.remove(path.name)
     disk.unmount_all(path)
@@ -196,33 +194,33 @@ def clean(path: Path) -> None:
 
 
 def find_processes(path: Path) -> list[Process]:
-    """The desk and the first process of each host of a lab: whoever runs an init.py of evener's for this directory."""
-    found = []
+    """Return the controller and the hosts' first processes: those that run an init.py of evener for this directory."""
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
                 argv = (entry / "cmdline").read_bytes().split(b"\0")
                 if str(path).encode() in argv and any(word.endswith(INITS.encode()) for word in argv):
-                    found.append(process(int(entry.name)))
-    return found
+                    processes.append(process(int(entry.name)))
+    return processes
 
 
 def pids_with(init: Process) -> list[int]:
-    """Every process of the host whose first one this is; none where it has ended."""
+    """Return the pids of the host whose first process this is; none if it has ended."""
     if not init.is_alive():
         return []
     namespace = os.readlink(f"/proc/{init.pid}/ns/pid")
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
                 if os.readlink(entry / "ns/pid") == namespace:
-                    found.append(int(entry.name))
-    return sorted(found)
+                    pids.append(int(entry.name))
+    return sorted(pids)
 
 
 def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-    """Poll with a deadline."""
+    """Poll until the condition holds; raise EvenerError with this text on a timeout."""
     deadline = time.monotonic() + READY_WITHIN_S
     while not condition():
         if time.monotonic() > deadline:
@@ -238,7 +236,7 @@ def _maker(path: Path) -> Process | None:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Clock ticks from the machine's start to the process's; None for one that is gone or a zombie."""
+    """Return the clock ticks from the machine's boot to the start of a process; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

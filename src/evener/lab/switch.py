@@ -1,4 +1,4 @@
-"""How is a lab's network changed from outside? By network.py, as a process of its own."""
+"""Change a lab's network from outside: run network.py as a separate process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evener.core.errors import EvenerError
 
 
 class Switch:
-    """network.py as a process of its own: started early, told later what to do."""
+    """network.py as a separate process: started early, so that its imports overlap with other work; called once."""
 
     def __enter__(self) -> Switch:
         self._process = subprocess.Popen(
@@ -21,12 +21,12 @@ class Switch:
         return self
 
     def do(self, desk: int, rootless: bool, **calls: dict[str, Any]) -> None:
-        """Calls of network.py's Desk, one after the other: name=arguments."""
-        said, _ = self._process.communicate(
+        """Call methods of network.py's `LabNetwork` in order: name=arguments. Raises EvenerError if one fails."""
+        output, _ = self._process.communicate(
             json.dumps({"desk": desk, "rootless": rootless, "calls": list(calls.items())})
         )
         if self._process.returncode:
-            raise EvenerError(f"the lab's network cannot be changed: {', '.join(calls)}", output=said[-2000:])
+            raise EvenerError(f"cannot change the lab's network: {', '.join(calls)}", output=output[-2000:])
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()

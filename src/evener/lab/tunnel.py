@@ -1,7 +1,7 @@
-"""How does an overlay (Tailscale, WireGuard) look to its host? A real tun device; run as a program in the host.
+"""Emulate an overlay network (Tailscale, WireGuard): a tun device, run as a program in the host.
 
-Packets for another host of the overlay go out as UDP over the host's interface, so they cross the emulated link. What
-arrives can be held back for a while, as on a long way: the kernel of many a machine has no means for that.
+Packets for another host of the overlay are sent as UDP over the host's interface, so they cross the emulated link.
+Received packets can be delayed, as on a long path: many kernels lack netem for that.
 """
 
 import collections
@@ -23,13 +23,13 @@ IFF_UP, IFF_RUNNING = 0x1, 0x40
 
 
 def main(interface: str, address: str, peers: dict[str, str], hold_s: float = 0.0) -> None:
-    """Carry packets between the device and the peers ({overlay address: real address}) for ever."""
+    """Forward packets between the device and the peers ({overlay address: real address}) for ever."""
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
     udp.bind(("0.0.0.0", UDP_PORT))  # noqa: S104  the host's own network
     tun = open_tun(interface, address)
     outer = {socket.inet_aton(inner): (real, UDP_PORT) for inner, real in peers.items()}
-    held: collections.deque[tuple[float, bytes]] = collections.deque()  # until when, what
+    held: collections.deque[tuple[float, bytes]] = collections.deque()  # (delivery time, packet)
     while True:
         wait_s = max(0.0, held[0][0] - time.monotonic()) if held else None
         for ready in select.select([tun, udp.fileno()], [], [], wait_s)[0]:
@@ -45,7 +45,7 @@ def main(interface: str, address: str, peers: dict[str, str], hold_s: float = 0.
 
 
 def open_tun(interface: str, address: str) -> int:
-    """The device, with its address, up."""
+    """Create the tun device with its address, and bring it up; return its file descriptor."""
     tun = os.open("/dev/net/tun", os.O_RDWR)
     name = interface.encode()
     fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", name, IFF_TUN | IFF_NO_PI))
