@@ -207,7 +207,7 @@ def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
         page.get_by_role("button", name="stop").click()
         page.get_by_role("button", name="stop it").click()
         expect(page).to_have_title(re.compile("■ stopped"), timeout=3 * SOON_MS)
-        expect(page.locator("#answer")).to_have_text(re.compile("it has ended|its step is finished"), timeout=SOON_MS)
+        expect(page.locator("#answer")).to_have_text(re.compile("run has ended|its step is finished"), timeout=SOON_MS)
     finally:
         app(["stop", str(out), "--now"], standalone_mode=False)
     manifest = one.dir.manifest()

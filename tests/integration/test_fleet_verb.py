@@ -64,11 +64,11 @@ def test_machines_that_are_typed(folder):
 
 def test_it_says_where_the_file_is_and_who_is_not_in_it(folder):
     _, _, err = init("attic", "--out", "my fleets/two.toml")
-    assert 'this machine is not in it; if it trains, too: [hosts.Desk] with address = "local"\n' in err
+    assert 'this machine is not in the file; if it trains too, add [hosts.Desk] with address = "local"\n' in err
     assert err.endswith("next: evener doctor --fleet 'my fleets/two.toml'\n")
     assert list(load_fleet("my fleets/two.toml").hosts) == ["attic"]
     _, _, err = init("attic", "desk.lan")
-    assert 'desk.lan has the name of this machine: if it is this one, give it address = "local"\n' in err
+    assert 'desk.lan has the name of this machine: if it is this machine, give it address = "local"\n' in err
 
 
 def test_lists_add_up(folder):
@@ -100,15 +100,15 @@ def test_many_machines_are_named_and_not_printed(folder):
         ((), "no machine is named, and there is no terminal to ask in", "--from-ssh-config, --hostfile FILE or"),
         (("a b",), "'a b' names no machine", "expected a name or an IP address"),
         (("x=",), "'x=' names no machine", "expected a name or an IP address"),
-        (("list",), "list is a file", "--hostfile or --inventory reads one; a machine of this name: list=list"),
+        (("list",), "list is a file", "--hostfile or --inventory reads a file; for a host of this name: list=list"),
         (("--from-ssh-config",), "no such file: ssh knows no hosts by name", "evener fleet init local laptop="),
         (("--hostfile", "lits"), "lits: no such file", "did you mean list?"),
         (("--hostfile", "no/x"), "no/x: no such file", "there is no folder no either"),
         (("--inventory", "."), ".: a folder", "ansible-inventory -i . --list --yaml"),
-        (("a", "--group", "x"), "--group: of which inventory?", "--inventory FILE"),
+        (("a", "--group", "x"), "--group needs an inventory", "--inventory FILE"),
         (("--inventory", "list", "--group", "x"), "list: no group x", "it has no groups"),
-        (("a", "--out", "list"), "list is there already", "--out other.toml"),
-        (("a", "--out", "."), ". is there already", "--out other.toml"),
+        (("a", "--out", "list"), "list exists already", "--out other.toml"),
+        (("a", "--out", "."), ". exists already", "--out other.toml"),
         (("a", "--out", "list/x"), "list/x: not written: ", "--out FILE in another folder"),
         (("--hostfile", "idle"), "no machine is left to train on: idle: it has no slots", "laptop="),
     ],
@@ -132,7 +132,7 @@ def test_a_file_that_is_there_stays_as_it_is(folder):
     assert init("a")[0] == 2
     Path("fleet.toml").unlink()
     Path("fleet.toml").write_text("mine")
-    assert init("a")[2].startswith("error: fleet.toml is there already\n")
+    assert init("a")[2].startswith("error: fleet.toml exists already\n")
     assert Path("fleet.toml").read_text() == "mine"
 
 
@@ -179,7 +179,7 @@ def test_questions(folder):
         "~/.ssh/config has these:\n  1  attic\n  2  gpu-1\n  3  gpu-2\n",
         "  not offered: a: the same machine as attic\n  not offered: github.com: a git forge\n",
         "'b[r' names no machine: expected a name or an IP address, user@host:port,\nNAME=ADDRESS or local\n",
-        "no number 9 stands above: 1 to 3\n",
+        "no host has number 9: 1 to 3\n",
         f"Login name on laptop [{getpass.getuser()}]: 'b b' is no login name\n",
         f"Does this machine, {own[0]}, train too? [Y/n] y or n\n",
         "fleet.toml: 5 hosts\n",
@@ -194,11 +194,11 @@ def test_questions_without_a_list(folder):
     text = ask(folder, "attic", "", "", "n")
     assert "~/.ssh" not in text
     assert load_fleet("fleet.toml").hosts == {"attic": Host(address="attic")}
-    assert "this machine is not in it" not in text  # it was asked
+    assert "this machine is not in the file" not in text  # it was asked
     Path("fleet.toml").unlink()
     text = ask(folder, "", "")
     assert [host.address for host in load_fleet("fleet.toml").hosts.values()] == ["local"]
-    assert "fleet.toml is there already" in ask(folder, "x", status=2)
+    assert "fleet.toml exists already" in ask(folder, "x", status=2)
 
 
 def test_all_of_ssh(folder):
@@ -210,7 +210,7 @@ def test_all_of_ssh(folder):
 def test_a_configuration_that_ssh_refuses_is_told_and_not_offered(folder):
     ssh_config(folder, "Host 'a\n")
     text = ask(folder, "a", "", "", "n")
-    assert "nothing is offered from it: " in text
+    assert "no hosts offered from ~/.ssh/config: " in text
     assert "line 1: a quotation mark that is not closed" in " ".join(text.split())
 
 

@@ -420,8 +420,8 @@ def test_trackio(run, tmp_path, monkeypatch):
 def test_after_the_fact(run):
     told = [CliRunner().invoke(app, ["report", str(run), "--log", "tensorboard"], catch_exceptions=False)
             for _ in range(2)]  # fmt: skip
-    assert f"tensorboard: told 40 steps of {run}, 40 in all" in told[0].stderr
-    assert f"tensorboard: told 0 steps of {run}, 40 in all" in told[1].stderr
+    assert f"tensorboard: sent 40 steps of {run}, 40 in all" in told[0].stderr
+    assert f"tensorboard: sent 0 steps of {run}, 40 in all" in told[1].stderr
     assert len(scalars(run.path / "tensorboard")["train/loss"]) == 40
     assert not (run.path / "report.html").exists()
 
@@ -463,7 +463,7 @@ def test_one_that_breaks_costs_the_run_a_word(run, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert told.count("warning: wandb: ") == 1
     assert "the run goes on without it" in told
-    assert f"evener report {run} --log wandb tells it the rest" in told
+    assert f"evener report {run} --log wandb sends it the rest" in told
     assert len(scalars(run.path / "tensorboard")["train/loss"]) == 40
     with pytest.raises(RunError, match=r"^wandb: "):
         cli_loggers.tell_now(run, ["wandb"])

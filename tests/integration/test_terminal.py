@@ -58,7 +58,7 @@ def test_a_plan_decides_in_any_terminal(place, form, columns):
     fits(text, piped("plan", *PLANS[form], cwd=place), columns)
     words = " ".join(text.split())
     found = json.loads(told("plan", *PLANS[form], "--json", cwd=place))
-    head = next(line.split() for line in text.splitlines() if line.startswith("way"))
+    head = next(line.split() for line in text.splitlines() if line.startswith("strategy"))
     assert {"step", "tokens/s", "×"} <= set(head)
     for option in found["options"]:
         assert re.search(rf"^{re.escape(option['name'])}\s+[\d.]+ m?s .*  [\d.]+k? +(\d\.\d\d|–)$", text, re.M)

@@ -236,7 +236,7 @@ class TestTheCommandLine:
         done = subprocess.run(evener_argv("net.unresolvable", "--short"), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         for text in ("1  the fault", "on b: sed -i", "3  with evener", "warning: net.unresolvable  b ↔ a",
-                     "4  mended", "nothing left", "net.unresolvable on b ↔ a: named in"):  # fmt: skip
+                     "4  fixed", "nothing left", "net.unresolvable on b ↔ a: named in"):  # fmt: skip
             assert text in done.stdout
 
     @exhaustive

@@ -63,7 +63,7 @@ def test_a_stopped_rank_is_named_and_when_it_goes_on_nothing_was_lost(fleet: Fle
         assert f"hint:  on b: kill -CONT {fleet_pid(pid)}" in watcher.told()
         had = len(fleet.rundir("runs/frozen").records(0))
         fleet.lab.host("b").exec(["kill", "-CONT", str(fleet_pid(pid))])
-        wait_until(lambda: "it goes on, " in watcher.told(), watcher.told, WITHIN_S)
+        wait_until(lambda: "recovered " in watcher.told(), watcher.told, WITHIN_S)
         wait_until(lambda: len(fleet.rundir("runs/frozen").records(0)) > had + 2, "it trains again")
     events = [event["event"] for event in fleet.rundir("runs/frozen").events()]
     assert [events.count("run.hang"), events.count("run.goes-on")] == [1, 1]

@@ -140,7 +140,7 @@ def test_what_a_script_writes_is_found_by_the_next_and_comes_home(fleet: Fleet) 
     at = Fleet(fleet.lab, fleet.fleet, project)
     first = at.ok("launch", "--out", "runs/one", "--", "write.py", "--log", "1")
     assert "a: 2 files written in" in first.stderr
-    assert "bring it home: evener fetch runs/one" in first.stderr
+    assert "fetch it: evener fetch runs/one" in first.stderr
     assert "found [] ['hello.py', 'out', 'sub'] ['--log', '1']" in at.printed("runs/one", "a", 0)
     (project / "sub" / "gone.py").unlink()
     (project / "z.py").write_text("changed")
@@ -174,7 +174,7 @@ def test_a_file_that_did_not_travel_is_named(fleet: Fleet) -> None:
     at = Fleet(fleet.lab, fleet.fleet, project)
     done = at.run("launch", "--out", "runs/lacks", "--", "read.py")
     assert done.returncode == 1
-    assert "not sent, for git ignores it: data/ 5 B" in done.stderr
+    assert "not sent, because git ignores it: data/ 5 B" in done.stderr
     assert "evener launch --include data -- …" in done.stderr
     at.ok("launch", "--out", "runs/has", "--include", "data", "--", "read.py")
     assert at.printed("runs/has", "b", 1) == "5"

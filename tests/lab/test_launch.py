@@ -340,9 +340,9 @@ def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
     watcher = counting.start("logs", "-f", "runs/count")
     wait_until(lambda: len(counted(counting, "b", 1)) > 5, "lines come home")
     counting.lab.host("b").link_up(False)
-    wait_until(lambda: "trying again, the run goes on without it" in watcher.told(), "a word of it")
+    wait_until(lambda: "retrying, the run goes on without the connection" in watcher.told(), "a word of it")
     counting.lab.host("b").link_up(True)
-    wait_until(lambda: "b: seen again; nothing was missed" in watcher.told(), "it is seen again")
+    wait_until(lambda: "b: connected again; no records were lost" in watcher.told(), "it is seen again")
     counting.finish()
     assert watcher.wait() == 0, watcher.told()
     assert is_complete(counting)
@@ -392,7 +392,7 @@ def test_ssh_is_killed(counting: Fleet) -> None:
     for pid, parent, name in (line.split() for line in ours.splitlines()[1:] if len(line.split()) == 3):
         if name == "ssh" and int(parent) == watcher.pid:
             os.kill(int(pid), signal.SIGKILL)
-    wait_until(lambda: "trying again, the run goes on without it" in watcher.told(), "it is told")
+    wait_until(lambda: "retrying, the run goes on without the connection" in watcher.told(), "it is told")
     counting.finish()
     assert watcher.wait() == 0, watcher.told()
     assert is_complete(counting)

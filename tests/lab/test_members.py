@@ -51,7 +51,7 @@ def test_a_host_is_added_to_a_run_that_goes_on(
         assert (unknown.returncode, f"{file.name} names no host d, but a, b, c" in unknown.stderr) == (2, True)
         added = verb("add", "run", "--host", "c")
         assert added.returncode == 0, added.stderr
-        assert "c is let in between two steps" in added.stderr
+        assert "c joins between two steps" in added.stderr
         again = verb("add", "run", "--host", "c")
         assert (again.returncode, "c: this run is running here already" in again.stderr) == (1, True), again.stderr
         wait_until(lambda: worlds()[-1] == ["a", "b", "c"], "c is let in", WITHIN_S)

@@ -50,8 +50,8 @@ def test_help_fits_and_says_what_is_expected(words):
 def test_defaults_stand_in_brackets():
     text = " ".join(page("bench").split())
     assert "training time of each set-up [45] " in text
-    assert "what is trained [char] " in text
-    assert "largest absolute difference that passes [0] " in " ".join(page("verify").split())
+    assert "model to train [char] " in text
+    assert "largest absolute difference allowed [0] " in " ".join(page("verify").split())
     assert "--[no-]recompute" in page("train")
     assert "peak learning rate [0.0003]" in page("train")
     assert "None" not in text

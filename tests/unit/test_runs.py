@@ -133,5 +133,5 @@ def test_a_link_to_a_run_elsewhere_stays(place):
 
 
 def test_yes_without_prune_is_a_slip(place):
-    with pytest.raises(UsageError, match="of --prune"):
+    with pytest.raises(UsageError, match="need --prune"):
         CliRunner().invoke(app, ["runs", "--yes"], catch_exceptions=False)

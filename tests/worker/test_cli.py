@@ -106,7 +106,7 @@ def test_train_verify_sample_report(tmp_path, corpus):
 
     again = evener(tmp_path, "train", *flags)
     assert again.returncode == 2
-    assert again.stderr.startswith("error: --out a run: holds a run already")
+    assert again.stderr.startswith("error: --out a run: already contains a run")
 
     verified = evener(tmp_path, "verify", "a run", "--json")
     assert verified.returncode == 0, verified.stderr
@@ -190,7 +190,7 @@ def test_ctrl_c_before_it_has_begun_leaves_nothing(tmp_path, corpus):
 def test_a_detached_run_is_read_listed_and_stopped_like_any_other(tmp_path, corpus):
     done = evener(tmp_path, *long_run(corpus, 2, "runs/alone"), "--detach")
     assert done.returncode == 0, done.stderr
-    assert "end it:  evener stop runs/alone" in done.stderr
+    assert "stop:    evener stop runs/alone" in done.stderr
     run = RunDir(tmp_path / "runs/alone")
     watcher = Started(tmp_path, "logs", "-f", "runs/alone", out="runs/alone")
     try:
@@ -225,7 +225,7 @@ def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
     def goes_on(steps, where, *flags):
         done = evener(tmp_path, "train", "--resume", "run", "--steps", str(steps), *flags)
         assert done.returncode == 0, done.stderr
-        assert f"going on from step {steps - 3} on {where}\n" in done.stderr
+        assert f"resuming from step {steps - 3} on {where}\n" in done.stderr
         assert [record.step for record in run.records(0)] == list(range(steps))
         listed = json.loads(evener(tmp_path, "runs", ".", "--json").stdout)["runs"]
         assert [(one["state"], one["steps"]) for one in listed] == [("finished", steps)]

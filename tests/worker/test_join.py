@@ -241,7 +241,7 @@ def test_a_used_folder_and_a_finished_run_are_refused(own):
     before = contents(first.dir)
     out = str(first.dir)
     taken = own("Sgd", "join", 2, out="used")
-    refused(taken, f"--out {out}: holds a run already", "evener train --resume")
+    refused(taken, f"--out {out}: already contains a run", "evener train --resume")
     finished = own("Sgd", "resume", 2, "--steps", "15", out="used")
     refused(finished, f"{out}: it has taken all its 15 steps", "--steps 30 goes on")
     assert contents(first.dir) == before
@@ -258,7 +258,7 @@ def test_what_one_rank_refuses_all_refuse(own):
     apart = own("Sgd", "join", 2, out="apart-RANK")
     assert apart.statuses == [1, 1]
     for log, who in zip(apart.logs, ("rank 1: ", ""), strict=True):
-        assert f"error: {who}--out {taken.dir}: holds a run already\n" in log
+        assert f"error: {who}--out {taken.dir}: already contains a run\n" in log
 
 
 def test_a_loop_that_is_left_early_is_saved(own):

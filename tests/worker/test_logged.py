@@ -79,10 +79,10 @@ def test_a_run_on_a_fleet_is_told_of_by_whoever_follows_it(tmp_path, corpus):
 
     left = evener(tmp_path, "train", *flags, "--steps", "9", "--out", "left", "--detach")
     assert left.returncode == 0, left.stderr
-    assert "tensorboard: told by whoever follows the run, or at its end: " in left.stderr
+    assert "tensorboard: fed while the run is followed, or at its end: " in left.stderr
     run = RunDir(tmp_path / "left")
     assert not (run.path / "tensorboard").exists()
     followed = evener(tmp_path, "logs", "-f", "left")
     assert followed.returncode == 0, followed.stderr
     assert [step for step, _ in scalars(run, "train/loss")] == list(range(1, 10))
-    assert "told 0 steps of left, 9 in all" in evener(tmp_path, "report", "left", "--log", "tensorboard").stderr
+    assert "sent 0 steps of left, 9 in all" in evener(tmp_path, "report", "left", "--log", "tensorboard").stderr

@@ -1,4 +1,4 @@
-"""evener bench: the main job."""
+"""evener bench: measure how training scales with processes, hosts and sync strategies."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ def bench(
     preset: str | None = typer.Option(
         None,
         metavar="scaling|fleet|strategies|lab01",
-        help="scaling: 1, 2, … processes on this machine; fleet: hosts alone and together; strategies: ways to agree; "
-        "lab01: the first lab [scaling; with --fleet fleet]",
+        help="scaling: 1, 2, … processes on this machine; fleet: hosts alone and together; strategies: sync "
+        "strategies; lab01: the DDP baseline of the first lab [scaling; with --fleet fleet]",
     ),
     fleet: str | None = typer.Option(None, metavar="FILE", help="hosts to measure [strategies: fleet.toml]"),
-    hosts: str | None = typer.Option(None, metavar="NAME,…", help="of the fleet, these hosts alone [all]"),
+    hosts: str | None = typer.Option(None, metavar="NAME,…", help="only these hosts of the fleet [all]"),
     data: list[str] | None = typer.Option(None, help="a corpus; may be given again [data/verbs and data/python]"),
     out: str | None = typer.Option(
         None, help="folder of the results [runs/bench, runs/fleet, runs/strategies, experiments/35-ddp-cpu]"
     ),
     seconds: float = typer.Option(45.0, min=1.0, max=3600.0, help="training time of each set-up"),
-    steps: int = typer.Option(500, min=1, help="strategies: steps of each way to agree"),
-    syncs: str | None = typer.Option(None, metavar="NAME,…", help="strategies: these [those that suit the model]"),
+    steps: int = typer.Option(500, min=1, help="strategies: steps with each sync strategy"),
+    syncs: str | None = typer.Option(None, metavar="NAME,…", help="strategies: only these [all that suit the model]"),
     ranks: list[int] | None = typer.Option(None, min=1, max=1024, help="scaling: numbers of processes [1, 2, … cores]"),
-    model: str = typer.Option("char", help="what is trained"),
+    model: str = typer.Option("char", help="model to train"),
     batch: int | None = typer.Option(None, min=1, help="sequences in the global batch [8; strategies: 16]"),
     force: bool = typer.Option(False, "--force", help="scaling, lab01: replace an existing folder"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Measure what more processes, more hosts or another way to agree bring, and say why.
+    """Measure the effect of more processes, more hosts or another sync strategy, and explain it.
 
     On this machine: the same global batches with 1, 2, … processes, on the verb corpus and on Python's own source
-    (prepared first where they are missing). With --fleet: each host alone, in one process, one a core, on its GPU, and
-    all together: tokens/s and all-reduce time. With --preset strategies: all hosts by each way to agree, for the same
-    steps: tokens/s against loss. Ends with a table, a picture, a page and what it means. On a fleet a bench that was
-    stopped goes on where it was.
+    (prepared first if missing). With --fleet: each host alone (in one process, one per core, on its GPU) and all hosts
+    together: tokens/s and all-reduce time. With --preset strategies: all hosts with each sync strategy, for the same
+    steps: tokens/s against loss. Prints a table and an explanation, and writes a picture and a page. On a fleet a
+    stopped bench continues where it was.
     """
     from evener.cli import benchmarks, fleets
     from evener.core.errors import UsageError, did_you_mean
@@ -56,7 +56,7 @@ def bench(
         raise UsageError(f"--preset {preset} needs a fleet", hint="--fleet FILE; evener lab up makes one")
     if data and len(data) > 1:
         raise UsageError(f"--preset {preset} takes one corpus")
-    only(load_fleet(path), hosts)  # a mistake is told before a corpus is prepared
+    only(load_fleet(path), hosts)  # report mistakes before preparing a corpus
     corpus = data[0] if data else benchmarks.prepared(benchmarks.CORPORA[0])
     if preset == "fleet":
         return fleet_benches.fleet(path, hosts, corpus, out, seconds, model, batch or 8, as_json)

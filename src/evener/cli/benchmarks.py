@@ -1,4 +1,4 @@
-"""How do the two benches look in a terminal?"""
+"""The benches that need no fleet: strong scaling on this machine, and the DDP baseline of lab01."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from evener.report.picture import scaling_png
 from evener.report.summary import as_result
 
 CORPORA = ("data/verbs", "data/python")
-RATES_S = 8.0  # of training, before the runs
-STEPS = 10_000  # more than any budget of seconds allows: the clock ends a run
+RATES_S = 8.0  # training time of the probe before the runs
+STEPS = 10_000  # more than fit in any --seconds: the time limit ends a run
 
 
 def scaling(
@@ -63,7 +63,7 @@ def scaling(
     )
     corpora = data or [prepared(corpus) for corpus in CORPORA]
     series = bench.specs(base, folder, corpora, counts)
-    # A mistake is found before anything is replaced.
+    # Report mistakes before anything is replaced.
     resolved = {spec.out: resolve(msgspec.structs.replace(spec, out=None)) for runs in series.values() for spec in runs}
     if force and folder.exists():
         _remove_bench(folder)
@@ -71,31 +71,31 @@ def scaling(
 
     def predicted(spec: RunSpec) -> Prediction:
         name = this_machine().host
-        here = Fleet(hosts={name: Host(address="local", ranks=spec.machine.ranks)}, rates={name: rates})
+        local_fleet = Fleet(hosts={name: Host(address="local", ranks=spec.machine.ranks)}, rates={name: rates})
         job = msgspec.structs.replace(resolved[spec.out].job, spec=spec)
-        return predict(job, cluster_of(here, job))
+        return predict(job, cluster_of(local_fleet, job))
 
     with follow.series(series, screen) as observer:
-        found = bench.run(folder, series, observer, predicted)
-    scaling_png(found, folder / "scaling.png")
-    for runs in found.values():
+        results = bench.run(folder, series, observer, predicted)
+    scaling_png(results, folder / "scaling.png")
+    for runs in results.values():
         for summary in runs:
             write_page(RunDir(summary.run_dir))
     page = write_page(RunDir(folder))
-    explained = {corpus: explain_scaling(runs) for corpus, runs in found.items()}
+    explained = {corpus: explain_scaling(runs) for corpus, runs in results.items()}
     if as_json:
-        results = {
+        report = {
             corpus: {
                 "runs": [as_result(summary) for summary in runs],
                 "largest_loss_gap": largest_loss_gap(runs),
                 "explanation": explained[corpus],
             }
-            for corpus, runs in found.items()
+            for corpus, runs in results.items()
         }
-        json.dump({"out": str(folder), "report": str(page), "series": results}, sys.stdout)
+        json.dump({"out": str(folder), "report": str(page), "series": report}, sys.stdout)
         print()
         return 0
-    for corpus, runs in found.items():
+    for corpus, runs in results.items():
         title, *figures = rows(runs)
         screen.print()
         say(screen, f"{corpus}: {model}, {runs[0].tokens_per_step} tokens a step")
@@ -114,37 +114,37 @@ def lab01(data: list[str] | None, out: str | None, force: bool, as_json: bool) -
     corpus = data[0] if data else prepared("data/verbs")
     folder = Path(out or "experiments/35-ddp-cpu")
     encode = load_tokenizer(Path(corpus)).encode
-    found = lab.run(Path(corpus), folder, encode, force=force, tell=lambda text: say(screen, text))
+    result = lab.run(Path(corpus), folder, encode, force=force, tell=lambda text: say(screen, text))
     if as_json:
-        json.dump(found, sys.stdout)
+        json.dump(result, sys.stdout)
         print()
         return 0
-    for rank, (sentence, number) in enumerate(zip(found["first_sentence"], found["sentences"], strict=True)):
+    for rank, (sentence, number) in enumerate(zip(result["first_sentence"], result["sentences"], strict=True)):
         say(
             screen,
-            f"rank {rank} has {number} of {found['sentences_total']} sentences; its first: {sentence.strip()}",
+            f"rank {rank} has {number} of {result['sentences_total']} sentences; its first: {sentence.strip()}",
         )
     say(
         screen,
-        f"tokens/s: {found['tokens_per_sec_1proc']:.0f} with 1 process, {found['tokens_per_sec_2proc']:.0f} with 2",
+        f"tokens/s: {result['tokens_per_sec_1proc']:.0f} with 1 process, {result['tokens_per_sec_2proc']:.0f} with 2",
     )
     say(
         screen,
-        f"all-reduce a step: p50 {found['allreduce_p50_ms']:.2f} ms, p95 {found['allreduce_p95_ms']:.2f} ms (hook)",
+        f"all-reduce a step: p50 {result['allreduce_p50_ms']:.2f} ms, p95 {result['allreduce_p95_ms']:.2f} ms (hook)",
     )
-    bracket, exposed = found["variant_a_mean_p50_p95_ms"][1], found["exposed_mean_p50_p95_ms"][1]
-    say(screen, f"of it not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
-    say(screen, f"states of the two ranks: largest difference {found['largest_difference']:.3g}")
-    say(screen, found["lesson_notes"])
+    bracket, exposed = result["variant_a_mean_p50_p95_ms"][1], result["exposed_mean_p50_p95_ms"][1]
+    say(screen, f"not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
+    say(screen, f"states of the two ranks: largest difference {result['largest_difference']:.3g}")
+    say(screen, result["lesson_notes"])
     print(folder / "manifest.json")
     return 0
 
 
 def _rates_here(spec: RunSpec, screen: Console) -> dict[str, Rates]:
-    """What this machine does with the model, measured before the runs that are predicted from it."""
-    say(screen, "measuring this machine, so that each run can be predicted")
+    """Measure this machine's rates with the model, from which the runs are predicted."""
+    say(screen, "measuring this machine, to predict each run")
     model = spec.model
-    asked = DeviceRatesSpec(
+    request = DeviceRatesSpec(
         host="here",
         model=model.model,
         seconds=RATES_S,
@@ -153,24 +153,24 @@ def _rates_here(spec: RunSpec, screen: Console) -> dict[str, Rates]:
         device=spec.machine.device,
     )
     decode = json_decoder(DeviceTold).decode
-    told = map(decode, lines_here(1, "evener.worker.device_rates", msgspec.json.encode(asked).decode()))
-    return {item.device: item.rates for item in told if isinstance(item, DeviceRates)}
+    messages = map(decode, lines_here(1, "evener.worker.device_rates", msgspec.json.encode(request).decode()))
+    return {item.device: item.rates for item in messages if isinstance(item, DeviceRates)}
 
 
 def prepared(corpus: str) -> str:
-    """The folder of a corpus that evener makes itself, made if it is missing."""
+    """Return the corpus folder; make the corpus first if it is one of evener's own and missing."""
     if not (Path(corpus) / "meta.json").exists():
         from evener.cli import data
 
         makers: dict[str, Callable[..., object]] = {"data/verbs": data.verbs, "data/python": data.python}
         say(console(stderr=True), f"preparing {corpus}")
-        with contextlib.redirect_stdout(sys.stderr):  # what is said of it is not the bench's result
+        with contextlib.redirect_stdout(sys.stderr):  # its output is not the bench's result
             makers[corpus](out=Path(corpus))
     return corpus
 
 
 def _remove_bench(folder: Path) -> None:
-    """Remove a bench that was made here, and nothing else."""
+    """Remove a bench folder; raise UsageError if it is not one."""
     if not (folder / "bench.json").exists():
-        raise UsageError(f"{folder}: not a bench, so it is not replaced", hint="another --out")
+        raise UsageError(f"{folder}: not a bench, not replaced", hint="another --out")
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""`evener data`: which text shall a model learn, and in which tokens?"""
+"""`evener data`: prepare a corpus from generated or given text, and tokenize it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ app = App(help="Prepare a corpus: text in, a folder with train.bin, val.bin, met
 
 Tokenizer = Annotated[str, typer.Option(metavar="byte|char|bpe|gpt2", help="bpe is trained on this text")]
 VocabSize = Annotated[int | None, typer.Option(help="size of bpe's vocabulary [8192]")]
-ValFraction = Annotated[float, typer.Option(help="share of the text that validates")]
-Force = Annotated[bool, typer.Option("--force", help="prepare anew, in place of another corpus in the folder")]
+ValFraction = Annotated[float, typer.Option(help="share of the text for validation")]
+Force = Annotated[bool, typer.Option("--force", help="prepare again, replacing another corpus in the folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 _LINE_EVERY_S = 5.0
@@ -41,7 +41,7 @@ def verbs(
 ) -> None:
     """English verbs in every person, tense, aspect, voice, polarity and question: generated, no download.
 
-    Writes train.jsonl and val.jsonl (a sentence a line, with its grammar) beside the tokens. No sentence is in both.
+    Also writes train.jsonl and val.jsonl (one sentence a line, with its grammar). No sentence is in both.
     """
     from evener.corpus.verbs import make_verbs
     from evener.corpus.write import prepare
@@ -63,7 +63,7 @@ def python(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """The source of this Python's standard library: 10 to 30 MB of real text that every machine has."""
+    """The source code of this Python's standard library: 10 to 30 MB of real text that every machine has."""
     from evener.corpus.python import library_documents
     from evener.corpus.text import split_by_fraction
     from evener.corpus.write import prepare
@@ -89,9 +89,9 @@ def text(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Your own text. Folders are searched through, but for hidden files.
+    """Your own text. Folders are searched recursively, without hidden files.
 
-    The last tenth validates; of several files, in an order drawn from their names, so that it is a fair sample.
+    The last tenth is for validation. Several files are first shuffled by a hash of their names, for a fair sample.
     """
     from evener.core.errors import DataError
     from evener.corpus.text import find_files, split_by_fraction
@@ -123,7 +123,7 @@ def _tell(out: Path, prepared: Prepared, as_json: bool) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """On a terminal a bar with rate and end; elsewhere a plain line every five seconds. All on stderr."""
+    """Yield a progress callback: on a terminal a bar with rate and end, else a line every five seconds; on stderr."""
     from evener.cli.terminal import console
 
     where = console(stderr=True)
@@ -156,15 +156,15 @@ def _progress() -> Iterator[Progress]:
             yield show
         return
 
-    now_doing, started, told = "", 0.0, 0.0
+    now_doing, started, printed_at = "", 0.0, 0.0
 
     def line(doing: str, done: int, total: int) -> None:
-        nonlocal now_doing, started, told
+        nonlocal now_doing, started, printed_at
         now = time.monotonic()
         if doing != now_doing:
-            now_doing, started, told = doing, now, now
-        elif now - told >= _LINE_EVERY_S:
-            told = now
+            now_doing, started, printed_at = doing, now, now
+        elif now - printed_at >= _LINE_EVERY_S:
+            printed_at = now
             rate = done / (now - started)
             typer.echo(
                 f"{doing}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, "

@@ -1,4 +1,4 @@
-"""evener doctor: can these machines train together?"""
+"""evener doctor: check that hosts can train together, and print findings with their fixes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from evener.hosts.doctor import Survey
     from evener.hosts.pairs import Pair
 
-PATIENCE_S = 5.0  # with a host that lets one in and then says nothing
-MATRIX = 16  # hosts, up to which a pair has a cell
-CELL, ROW_HEAD = 20, 14  # columns of one that tells figures
+PATIENCE_S = 5.0  # for a host that accepts the connection and then does not answer
+MATRIX = 16  # hosts; more than that get no matrix
+CELL, ROW_HEAD = 20, 14  # columns, if cells have figures
 NONE, UNREACHED, BLOCKED, STALLS, SHUT = "none", "not reached", "blocked", "stalls", "✗"
 STYLES = dict.fromkeys((UNREACHED, BLOCKED, STALLS, SHUT), "red")
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
@@ -30,17 +30,17 @@ EXAMPLES = "evener doctor --fleet fleet.toml\nevener doctor --fleet local"
 
 def doctor(
     fleet: str | None = typer.Option(None, "--fleet", help="hosts; local: this machine alone [fleet.toml if here]"),
-    quick: bool = typer.Option(False, "--quick", help="leave out goodput: what train and launch look at before a run"),
+    quick: bool = typer.Option(False, "--quick", help="leave out goodput: the checks of train and launch"),
     private: bool = typer.Option(
-        False, "--private", help="do firewalls keep all but these hosts from a run's ports? Gives the command"
+        False, "--private", help="also check that firewalls block all other hosts from a run's ports; prints the fix"
     ),
     port: int = typer.Option(29500, min=1, max=65535, help="of the rendezvous"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Can these machines train together, and if not, what is the command that mends it?
+    """Check whether these machines can train together; if not, print the command that fixes it.
 
-    Looks at every host (versions, memory, GPUs, what else runs there) and connects every host to every other, both
-    ways, as a run would. Changes nothing. Exit status 1 when there is an error.
+    Inspects every host (versions, memory, GPUs, other processes) and connects every host to every other in both
+    directions, as a run would. Changes nothing. Exit status 1 if there is an error.
     """
     import json
 
@@ -52,28 +52,28 @@ def doctor(
 
     path, machine = fleet_path(fleet), MachineSpec(private=private)
     known = load_fleet(path) if path is not None else Fleet(hosts={"local": Host(address="local")})
-    with _progress(quiet=as_json) as told:
-        told("connecting")
+    with _progress(quiet=as_json) as notify:
+        notify("connecting")
         with connect(known, patience_s=PATIENCE_S) as (sessions, errors):
-            found = survey(known, sessions, errors, quick=quick, port=port, machine=machine, told=told)
+            preflight = survey(known, sessions, errors, quick=quick, port=port, machine=machine, told=notify)
     if as_json:
-        print(json.dumps(as_object(found), ensure_ascii=False))
+        print(json.dumps(as_object(preflight), ensure_ascii=False))
     else:
-        show(console(markup=True), found)
-    return 1 if found.errors else 0
+        show(console(markup=True), preflight)
+    return 1 if preflight.errors else 0
 
 
 def as_object(found: Survey) -> dict[str, Any]:
-    """The one JSON object."""
+    """Return the JSON object of --json."""
     import msgspec
 
     hosts: dict[str, Any] = {}
     for name in found.hosts:
         facts = found.facts.get(name)
-        way = found.ways.get(name)
+        interface = found.ways.get(name)
         hosts[name] = {
             "reached": facts is not None,
-            "way": msgspec.to_builtins(way),
+            "way": msgspec.to_builtins(interface),
             "facts": msgspec.to_builtins(facts),
         }
     return {
@@ -86,7 +86,7 @@ def as_object(found: Survey) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """One line on stderr that goes away; nothing where nobody watches."""
+    """Yield a callback that shows a transient status line on a terminal, and nothing elsewhere."""
     from evener.cli.terminal import console
 
     screen = console(stderr=True)
@@ -98,7 +98,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def show(screen: Console, found: Survey) -> None:
-    """Hosts, links, findings, verdict, on a console that reads markup."""
+    """Print hosts, connectivity, findings and verdict on a console with markup."""
     from evener.cli.terminal import say
 
     _hosts_table(screen, found)
@@ -124,15 +124,15 @@ def _hosts_table(screen: Console, found: Survey) -> None:
 
     rows = []
     for name in found.hosts:
-        facts, way = found.facts.get(name), found.ways.get(name)
+        facts, interface = found.facts.get(name), found.ways.get(name)
         if facts is None:
             rows.append([name, "", UNREACHED, *[""] * 5])
             continue
         gpus = f"{len(facts.gpus)} × {facts.gpus[0]}" if facts.gpus else "none"
         rows.append([
             name,
-            way.interface if way else NONE,
-            way.address if way else "",
+            interface.interface if interface else NONE,
+            interface.address if interface else "",
             facts.python_version or NONE,
             facts.torch_version or NONE,
             str(facts.cores),
@@ -144,7 +144,7 @@ def _hosts_table(screen: Console, found: Survey) -> None:
 
 
 def _whys(found: Survey) -> list[str]:
-    """Why each host uses that interface; hosts with one reason stand together."""
+    """Return why each host uses its interface, one line for all hosts with the same reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in found.hosts:
         if name in found.ways:
@@ -156,7 +156,7 @@ def _whys(found: Survey) -> list[str]:
 
 
 def _matrix(screen: Console, found: Survey, wide: bool) -> None:
-    """Rows send, columns receive; of many hosts these are numbers."""
+    """Print the connectivity matrix: rows send, columns receive. If not `wide`, columns have numbers for names."""
     from evener.cli.terminal import table
 
     names = [name for name in found.hosts if name in found.ways]
@@ -184,7 +184,7 @@ def _cell(pair: Pair | None, wide: bool) -> str:
 
 
 def _ranges(found: Survey) -> list[str]:
-    """What the cells do not show of many hosts."""
+    """Return the figures that narrow cells omit: open pairs, and the ranges of round trip and goodput."""
     from evener.core.units import link_rate, seconds
 
     good = [pair for pair in found.pairs if pair.is_open and pair.large != "stalled"]
@@ -202,7 +202,7 @@ def _ranges(found: Survey) -> list[str]:
 
 
 def _show_finding(screen: Console, finding: Finding) -> None:
-    """Severity, id and where; the evidence; the fix, never broken into lines so that it can be pasted."""
+    """Print severity, check and hosts; the evidence; the fix on one line, so that it can be pasted."""
     from rich.markup import escape
 
     from evener.cli.terminal import width_of, wrapped
@@ -219,14 +219,14 @@ def _show_finding(screen: Console, finding: Finding) -> None:
 
 def _verdict(found: Survey) -> str:
     counts = {severity: sum(one.severity == severity for one in found.findings) for severity in COLORS}
-    told = ", ".join(
+    totals = ", ".join(
         f"{count} {severity}{'s' * (count > 1 and severity != 'info')}" for severity, count in counts.items() if count
     )
     many = len(found.hosts) > 1
     if counts["error"]:
         verdict = "these machines cannot train together yet" if many else "this machine cannot train yet"
     elif counts["warning"]:
-        verdict = "a run can start; what is above may make it slow or end it early"
+        verdict = "a run can start; the warnings above may make it slow or end it early"
     else:
         verdict = "these machines can train together" if many else "this machine can train"
-    return f"[bold]{verdict}[/]" + (f": {told}" if told else "")
+    return f"[bold]{verdict}[/]" + (f": {totals}" if totals else "")

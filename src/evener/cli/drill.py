@@ -1,4 +1,4 @@
-"""evener lab drill: break one thing, see what it looks like, have it named, mend it."""
+"""evener lab drill: inject one fault into a fresh lab, diagnose it with and without evener, and fix it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from evener.lab.drill import Drill, Heard, Play, Seen
 
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
-LINES = 4  # of what a command printed
+LINES = 4  # shown of a command's output
 
 
 def drill(
-    name: Annotated[str | None, typer.Argument(metavar="DRILL", help="which one [the list of all]")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="every drill, and what no lab can break")] = False,
-    every: Annotated[bool, typer.Option("--all", help="all of them, a line each; without the second step")] = False,
-    short: Annotated[bool, typer.Option("--short", help="leave out what it looks like without evener")] = False,
+    name: Annotated[str | None, typer.Argument(metavar="DRILL", help="the drill to run [list all]")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="list every drill, and what no lab can break")] = False,
+    every: Annotated[bool, typer.Option("--all", help="run all, a line each, without the second step")] = False,
+    short: Annotated[bool, typer.Option("--short", help="leave out the symptom without evener")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
-    """Break one thing in a fresh lab: see it without evener, with evener, and mended. Exit status 0 if it was named.
+    """Inject one fault into a fresh lab; show its symptom, evener's diagnosis, and the fix. Exit status 0 if diagnosed.
 
     The lab is taken down at the end, also on Ctrl-C.
     """
@@ -35,7 +35,7 @@ def drill(
     from evener.lab import drills
 
     if (name is not None) + listed + every > 1:
-        raise UsageError("a name, --list and --all each say which drills", hint="give one of them")
+        raise UsageError("a name, --list and --all exclude each other", hint="give one of them")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the lab is taken down then, too
     if every:
         return _run_all(list(drills.DRILLS.values()), as_json)
@@ -65,11 +65,11 @@ def _list(as_json: bool) -> int:
 
 
 def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
-    """A line each."""
+    """Run all drills and print a line for each."""
     from evener.core.errors import EvenerError
     from evener.lab.drill import Play
 
-    told, failed = [], 0
+    results, failed = [], 0
     for one in drills:
         reason = one.lacks()
         if reason is not None:
@@ -79,22 +79,23 @@ def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
             try:
                 with Play(one) as play:
                     play.break_it()
-                    seen = play.look()
-                    play.mend(seen)
-                    left = _left(one, play.look_again())
-                result = _as_object(one, seen, {}, [], left)
-                line = f"named after {seen.took_s:.1f} s" if result["named"] else "not named"
-                line += ", mended" if not left else f", not mended: {', '.join(finding.check for finding in left)}"
+                    diagnosis = play.look()
+                    play.mend(diagnosis)
+                    remaining = _left(one, play.look_again())
+                result = _as_object(one, diagnosis, {}, [], remaining)
+                line = f"named after {diagnosis.took_s:.1f} s" if result["named"] else "not named"
+                checks = ", ".join(finding.check for finding in remaining)
+                line += f", not fixed: {checks}" if remaining else ", fixed"
             except EvenerError as error:
                 result, line = {"drill": one.name, "named": False, "error": str(error)}, f"failed: {error}"
             failed += not (result["named"] and result.get("mended"))
-        told.append(result)
+        results.append(result)
         if not as_json:
             print(f"{one.name:28} {one.where:8} {line}", flush=True)
     if as_json:
-        print(json.dumps({"drills": told}))
+        print(json.dumps({"drills": results}))
     else:
-        print(f"{len(told) - failed} of {len(told)} named and mended")
+        print(f"{len(results) - failed} of {len(results)} named and fixed")
     return 1 if failed else 0
 
 
@@ -110,36 +111,36 @@ def _run_one(one: Drill, short: bool, as_json: bool) -> int:
     with screen.waiting("making a lab"), Play(one) as play:
         play.break_it()
         screen.fault(one, play)
-        heard: dict[str, Heard] = {}
+        outputs: dict[str, Heard] = {}
         if one.raw is not None and not short:
             screen.wait_for("by hand, without evener")
-            heard = play.without()
+            outputs = play.without()
         if not short:
-            screen.without(one, heard)
+            screen.without(one, outputs)
         screen.wait_for("asking evener")
-        seen = play.look()
-        screen.named(one, seen)
-        done = []
-        left: list[Finding] = one.found_in(seen.findings)
-        if one.named_in(seen.findings) is not None:
-            screen.wait_for("mending")
-            done = play.mend(seen)
-            left = _left(one, play.look_again())
-            again = {}
-            if heard and one.raw is not None and one.raw.works_when_mended:
+        diagnosis = play.look()
+        screen.named(one, diagnosis)
+        fixes = []
+        remaining: list[Finding] = one.found_in(diagnosis.findings)
+        if one.named_in(diagnosis.findings) is not None:
+            screen.wait_for("applying the fix")
+            fixes = play.mend(diagnosis)
+            remaining = _left(one, play.look_again())
+            rerun = {}
+            if outputs and one.raw is not None and one.raw.works_when_mended:
                 screen.wait_for("by hand, once more")
-                again = play.without()
-            screen.mended(one, done, left, again)
+                rerun = play.without()
+            screen.mended(one, fixes, remaining, rerun)
         screen.wait_for("taking the lab down")
-    result = _as_object(one, seen, heard, done, left)
+    result = _as_object(one, diagnosis, outputs, fixes, remaining)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
-    screen.verdict(one, seen, left)
+    screen.verdict(one, diagnosis, remaining)
     return 0 if result["named"] else 1
 
 
 def _left(one: Drill, seen: Seen) -> list[Finding]:
-    """What is still wrong after mending."""
+    """Return the findings that are left after the fix."""
     return [*one.found_in(seen.findings), *one.others_in(seen.findings)]
 
 
@@ -167,7 +168,7 @@ def _as_object(
 
 
 class Screen:
-    """The four steps, as a person reads them."""
+    """Print the steps of a drill for a person."""
 
     def __init__(self, *, quiet: bool) -> None:
         from evener.cli.terminal import console
@@ -181,7 +182,7 @@ class Screen:
         self._console.print(f"[bold]{one.name}[/]  {one.says}", soft_wrap=False)
 
     def waiting(self, what: str) -> AbstractContextManager[object]:
-        """While this lasts, a line on stderr says what is being done."""
+        """Return a context in which a status line is shown on stderr."""
         import contextlib
 
         self.wait_for(what)
@@ -199,17 +200,17 @@ class Screen:
 
     def without(self, one: Drill, heard: dict[str, Heard]) -> None:
         self._head(2, "without evener")
-        for host, told in heard.items():
+        for host, output in heard.items():
             assert one.raw is not None
-            self._command(one.raw.typed.format(host=host, command=told.command))
-            lines = gist(told)
-            for line in lines or [f"(nothing; {_ending(told)})"]:
+            self._command(one.raw.typed.format(host=host, command=output.command))
+            lines = gist(output)
+            for line in lines or [f"(nothing; {_ending(output)})"]:
                 self._text(line, 4, "dim")
-            if lines and told.status and one.raw.typed.startswith("$ ssh"):
-                self._text(f"(exit status {told.status})", 4, "dim")
-        waiting = [told for told in heard.values() if told.status is None and not _errors(told)]
+            if lines and output.status and one.raw.typed.startswith("$ ssh"):
+                self._text(f"(exit status {output.status})", 4, "dim")
+        waiting = [output for output in heard.values() if output.status is None and not _errors(output)]
         if waiting and one.raw is not None and one.raw.waits:
-            self._text(f"After {max(told.took_s for told in waiting):.0f} s we looked away; {one.raw.waits}.")
+            self._text(f"After {max(output.took_s for output in waiting):.0f} s we stopped waiting; {one.raw.waits}.")
         if one.silence:
             self._text(one.silence[0].upper() + one.silence[1:] + ".")
 
@@ -220,20 +221,20 @@ class Screen:
         for finding in sorted(seen.findings, key=lambda finding: finding is not expected):
             self._finding(finding)
         if not seen.findings:
-            self._text("It named nothing.")
+            self._text("It found nothing.")
         self._text(f"{'Named' if expected else 'Not what was expected,'} after {seen.took_s:.1f} s.")
 
     def mended(self, one: Drill, done: Sequence[str], left: Sequence[Finding], again: dict[str, Heard]) -> None:
-        self._head(4, "mended")
-        self._text("The fix as it stands:" if one.mend is None else "What stands for the fix in a lab:")
+        self._head(4, "fixed")
+        self._text("The fix, as printed:" if one.mend is None else "The equivalent of the fix in a lab:")
         for text in done:
             self._command(text)
         for finding in left:
             self._finding(finding)
         if not left:
-            self._text("evener looks again: nothing left.")
-        for told in again.values():
-            for line in gist(told):
+            self._text("evener checks again: nothing left.")
+        for output in again.values():
+            for line in gist(output):
                 self._text(line, 4, "dim")
 
     def verdict(self, one: Drill, seen: Seen, left: Sequence[Finding]) -> None:
@@ -243,7 +244,7 @@ class Screen:
         named = one.named_in(seen.findings) is not None
         text = f"{one.check} on {one.where}: " + (f"named in {seen.took_s:.1f} s" if named else "not named")
         color = "green" if named and not left else "red"
-        self._console.print(f"[{color}]{text}{', and mended' if named and not left else ''}[/]")
+        self._console.print(f"[{color}]{text}{', and fixed' if named and not left else ''}[/]")
 
     def _head(self, number: int, text: str) -> None:
         self._console.print(f"\n[bold]{number}  {text}[/]" if number < 5 else f"\n[bold]{text}[/]")
@@ -271,23 +272,23 @@ class Screen:
 
 
 def gist(told: Heard, limit: int = LINES) -> list[str]:
-    """The lines of a program's output that say most: its last errors, else its last lines.
+    """Return the most informative lines of a program's output: its last errors, else its last lines.
 
-    Of one that ended well the last lines but torch's warnings: the store's owner may leave first, which is no error.
+    If it succeeded, leave out torch's warnings: the store's owner may exit first, which is no error.
     """
-    said = _errors(told)[-2:] if told.status != 0 else [line for line in _lines(told) if not _is_warning(line)]
-    return [line if len(line) <= 300 else line[:299] + "…" for line in said or _lines(told)[-limit:]][-limit:]
+    relevant = _errors(told)[-2:] if told.status != 0 else [line for line in _lines(told) if not _is_warning(line)]
+    return [line if len(line) <= 300 else line[:299] + "…" for line in relevant or _lines(told)[-limit:]][-limit:]
 
 
 def _is_warning(line: str) -> bool:
-    """One of torch's, or of the stack below it."""
+    """Return whether the line is a warning of torch, or a frame of its stack trace."""
     import re
 
     return bool(re.match(r"\[W\d{4} |Exception raised from |frame #\d+:", line))
 
 
 def _lines(told: Heard) -> list[str]:
-    """Without torchrun's marks and what it says of itself."""
+    """Return the output without torchrun's rank prefixes and its own messages."""
     import re
 
     noise = re.compile(
@@ -308,5 +309,5 @@ def _errors(told: Heard) -> list[str]:
 
 def _ending(told: Heard) -> str:
     if told.status is None:
-        return f"still there after {told.took_s:.0f} s"
+        return f"still running after {told.took_s:.0f} s"
     return f"exit status {told.status}"

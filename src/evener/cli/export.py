@@ -1,4 +1,4 @@
-"""evener export: a trained model for transformers."""
+"""evener export: write a trained model in the format of Hugging Face's transformers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ EXAMPLES = "evener export runs/mine --out mine"
 
 def export(
     run: str = typer.Argument(..., help="run directory"),
-    out: str | None = typer.Option(None, help="a folder that is not there yet [RUN/export]"),
+    out: str | None = typer.Option(None, help="a new folder [RUN/export]"),
     step: int | None = typer.Option(None, min=0, help="checkpoint [newest]"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Write a folder that Hugging Face's transformers loads: weights, configuration and tokenizer.
 
-    Of models of GPT-2's kind: tiny, char, gpt2 and its sizes. `AutoModelForCausalLM.from_pretrained("mine")` reads
-    it there, and `--init-from` here.
+    For GPT-2 architectures: tiny, char, gpt2 and its sizes. `AutoModelForCausalLM.from_pretrained("mine")` loads the
+    folder, and so does `--init-from` of evener.
     """
     import json
     from pathlib import Path
@@ -33,10 +33,10 @@ def export(
     rundir = RunDir(run)
     manifest, folder = rundir.manifest(), rundir.whole_checkpoint(step)
     if manifest.corpus is None or manifest.shape is None:
-        raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
+        raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
     target, shape = Path(out or rundir.path / "export"), manifest.shape
     if target.exists():
-        raise UsageError(f"--out {target}: is there already", hint="another --out")
+        raise UsageError(f"--out {target}: exists already", hint="another --out")
     tokenizer = tokenizer_of(rundir.path, manifest.corpus)
 
     def write(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""evener fetch: bring home what a run has made."""
+"""evener fetch: copy a run's results from its hosts to this machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def fetch(
     run: str = typer.Argument(..., help="run directory, or a run's id"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Bring home what a run made: records, logs, weights (the newest checkpoint and the best), what a script wrote.
+    """Copy a run's results here: records, logs, weights (newest and best checkpoint), files that a script wrote.
 
-    A run that goes on is left alone. Afterwards its hosts are not needed any more to look at it, write text with it,
-    check it or go on with it. Cut off, it goes on where it was.
+    A run that goes on is not disturbed. Afterwards its hosts are not needed to report, sample, verify or resume it. An
+    interrupted fetch continues where it was.
     """
     import json
 
@@ -35,9 +35,9 @@ def fetch(
         launcher.conclude(rundir, plan, known)
     failed: list[EvenerError] = []
     try:
-        came = carry.bring(rundir, plan, fleets.say)
+        copied = carry.bring(rundir, plan, fleets.say)
     except EvenerError as problem:
-        came, failed = [], [problem]
+        copied, failed = [], [problem]
     files, lacking = bring_written(rundir, plan, known, fleets.say)
     unreached = [error.host for error in errors if isinstance(error, HostError)]
     errors += [
@@ -46,13 +46,13 @@ def fetch(
         if not (isinstance(error, HostError) and error.check == "ssh.unreachable" and error.host in unreached)
     ]
     if as_json:
-        told = {"run_dir": str(rundir), "came": came, "files": [str(path) for path in files]}
+        result = {"run_dir": str(rundir), "came": copied, "files": [str(path) for path in files]}
         failures = [{"host": getattr(error, "host", None), "error": str(error), "hint": error.hint} for error in errors]
-        print(json.dumps(told | fleets.weights(rundir, plan) | {"errors": failures}))
+        print(json.dumps(result | fleets.weights(rundir, plan) | {"errors": failures}))
         return 1 if errors else 0
     for error in errors:
         fleets.say(f"error: {error}\nhint:  {error.hint}")
     fleets.tell_weights(rundir, plan)
     if (rundir.path / "files").is_dir():
-        fleets.say(f"files that it wrote: {rundir.path / 'files'}")
+        fleets.say(f"files written by the script: {rundir.path / 'files'}")
     return 1 if errors else 0

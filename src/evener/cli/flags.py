@@ -1,4 +1,4 @@
-"""How do the leaves of RunSpec become options of a verb? `train` and `plan` have the same ones."""
+"""Options of `train` and `plan`, generated from the leaves of RunSpec."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from evener.core.spec import Flag
 
 PANELS = {
-    "data": "What is read",
-    "model": "What is trained",
-    "train": "How it is trained",
-    "eval": "How it is judged",
-    "checkpoint": "What is kept",
-    "machine": "On what it runs",
+    "data": "Data",
+    "model": "Model",
+    "train": "Training",
+    "eval": "Evaluation",
+    "checkpoint": "Checkpointing",
+    "machine": "Hardware and hosts",
 }
 
-# name, what typer is told of it, type
+# (name, default that typer reads, type)
 Parameter = tuple[str, "ArgumentInfo | OptionInfo", type | UnionType]
 
 
 def spec_options() -> list[Parameter]:
-    """One for every leaf of RunSpec."""
+    """Return one option for every leaf of RunSpec."""
     from evener.core.spec import FLAGS
 
     options: list[Parameter] = []
@@ -48,7 +48,7 @@ def spec_options() -> list[Parameter]:
 
 
 def _expected(flag: Flag) -> str:
-    """The word for its value."""
+    """Return the metavar of a flag's value."""
     return EXPECTED.get(flag.field) or {"whole number": "N", "number": "NUMBER"}.get(flag.kind, flag.kind)
 
 
@@ -57,7 +57,7 @@ def _shown(default: object) -> object:
 
 
 def signature(options: Sequence[Parameter]) -> inspect.Signature:
-    """What typer reads to build a command."""
+    """Return the signature from which typer builds a command."""
     return inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
          for name, default, annotation in options]
@@ -65,7 +65,7 @@ def signature(options: Sequence[Parameter]) -> inspect.Signature:
 
 
 def given(flags: Mapping[str, str | bool | None]) -> dict[str, str]:
-    """The leaves that the user named, as text."""
+    """Return the flags that the user gave, as text."""
     return {
         name: str(value).lower() if isinstance(value, bool) else value
         for name, value in flags.items()

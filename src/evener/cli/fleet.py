@@ -1,4 +1,4 @@
-"""`evener fleet`: the file that names the machines."""
+"""`evener fleet`: write the fleet file, which lists the hosts, from names, ssh, MPI or Ansible files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = App(help="The file that names your machines.")
 
-SHOWN = 16  # hosts of a file that is printed whole
+SHOWN = 16  # hosts; a file with more is not printed whole
 FILES = "--from-ssh-config, --hostfile FILE or --inventory FILE"
 EXAMPLES = """
 evener fleet init
@@ -36,29 +36,30 @@ def init(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="HOST", help="as ssh takes it, user@host:port too; NAME=ADDRESS names it; local is this machine"
+            metavar="HOST", help="as for ssh, also user@host:port; NAME=ADDRESS names the host; local is this machine"
         ),
     ] = None,
     from_ssh_config: Annotated[
-        bool, typer.Option("--from-ssh-config", help="the hosts of ~/.ssh/config, but for git forges")
+        bool, typer.Option("--from-ssh-config", help="the hosts of ~/.ssh/config, without git forges")
     ] = False,
     ssh_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the same of another file, such as vagrant ssh-config prints")
+        Path | None,
+        typer.Option(metavar="FILE", help="the hosts of another one, such as vagrant ssh-config prints"),
     ] = None,
     hostfile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the hosts of one that mpirun or deepspeed reads")
+        Path | None, typer.Option(metavar="FILE", help="the hosts of a hostfile for mpirun or deepspeed")
     ] = None,
     inventory: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the hosts of one that Ansible reads, INI or YAML")
+        Path | None, typer.Option(metavar="FILE", help="the hosts of an Ansible inventory, INI or YAML")
     ] = None,
-    group: Annotated[str | None, typer.Option(metavar="NAME", help="of the inventory, this group alone [all]")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="where to write; never over a file")] = Path("fleet.toml"),
+    group: Annotated[str | None, typer.Option(metavar="NAME", help="only this group of the inventory [all]")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="a new file to write")] = Path("fleet.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Write a fleet file: which machines train, and how ssh reaches them.
 
-    Without anything behind it, it asks. Several lists add up; a machine that two of them name is taken once. No machine
-    is contacted: that is what evener doctor does, afterwards.
+    Without arguments it asks for the hosts. Several sources are merged; a machine in two of them is taken once. No
+    machine is contacted; evener doctor does that afterwards.
     """
     from evener.core.errors import UsageError
     from evener.core.files import write_atomic
@@ -66,13 +67,13 @@ def init(
     from evener.hosts.found import merged
 
     if os.path.lexists(out):
-        raise UsageError(f"{out} is there already", hint="edit it, or give the new one another name: --out other.toml")
+        raise UsageError(f"{out} exists already", hint="edit it, or write another file: --out other.toml")
     if group is not None and inventory is None:
-        raise UsageError("--group: of which inventory?", hint="--inventory FILE")
+        raise UsageError("--group needs an inventory", hint="--inventory FILE")
     listed = _listed(names or [], from_ssh_config, ssh_config, hostfile, inventory, group)
-    hosts, told = merged(listed or [_asked(out)])
+    hosts, host_list = merged(listed or [_asked(out)])
     if not hosts:
-        why = "; ".join(line.removeprefix("left out: ") for line in _different(told))
+        why = "; ".join(line.removeprefix("left out: ") for line in _different(host_list))
         what = f"no machine is left to train on: {why}" if why else "no machine was named"
         raise UsageError(what, hint="evener fleet init local laptop=192.168.1.28 names two")
     text = fleet_text(hosts, "Which machines train, written by evener fleet init. Edit it as you like.")
@@ -82,16 +83,16 @@ def init(
     except OSError as error:
         raise UsageError(f"{out}: not written: {error.strerror}", hint="--out FILE in another folder") from None
     if as_json:
-        print(json.dumps(_as_object(out, hosts, told, fleet)))
+        print(json.dumps(_as_object(out, hosts, host_list, fleet)))
     else:
-        _tell(out, text, told, fleet, _advice(fleet) if listed else [])
+        _tell(out, text, host_list, fleet, _advice(fleet) if listed else [])
 
 
 def _listed(
     names: list[str], usual: bool, ssh_config: Path | None, hostfile: Path | None, inventory: Path | None,
     group: str | None,
 ) -> list[Listing]:  # fmt: skip
-    """What each source says; nothing without any."""
+    """Read the hosts of each given source."""
     from evener.core.errors import UsageError
     from evener.hosts.hostfile import of_hostfile, of_words
     from evener.hosts.inventory import of_inventory
@@ -99,7 +100,7 @@ def _listed(
 
     for name in names:
         if "=" not in name and os.path.isfile(name):
-            hint = f"--ssh-config, --hostfile or --inventory reads one; a machine of this name: {name}={name}"
+            hint = f"--ssh-config, --hostfile or --inventory reads a file; for a host of this name: {name}={name}"
             raise UsageError(f"{name} is a file", hint=hint)
     listings = [of_words(names, here())] if names else []
     listings += [of_ssh_config()] if usual else []
@@ -109,7 +110,7 @@ def _listed(
 
 
 def _asked(out: Path) -> Listing:
-    """What a person answers."""
+    """Ask for the hosts on the terminal; raise UsageError if there is none."""
     from evener.core.errors import UsageError
 
     if not is_terminal():
@@ -127,22 +128,22 @@ def _asked(out: Path) -> Listing:
 
 
 def is_terminal() -> bool:
-    """Is somebody there who sees a question, and can answer?"""
+    """Return whether a person can see a question and answer it."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def here() -> str:
-    """What to call this machine: its own name."""
+    """Return the name of this machine for the fleet file: its own host name."""
     import socket
 
     from evener.hosts.found import HERE, host_name
 
-    own = socket.gethostname().partition(".")[0]
-    return "here" if own.lower() in ("", *HERE) else host_name(own)
+    host = socket.gethostname().partition(".")[0]
+    return "here" if host.lower() in ("", *HERE) else host_name(host)
 
 
 def _tell(out: Path, text: str, told: Listing, fleet: Fleet, advice: list[str]) -> None:
-    """The file; on stderr what is different from what was read, and what comes next."""
+    """Print the file; on stderr what differs from the sources, hints, and the next command."""
     from evener.cli.terminal import console, say
     from evener.core.units import plural
 
@@ -158,7 +159,7 @@ def _tell(out: Path, text: str, told: Listing, fleet: Fleet, advice: list[str]) 
 
 
 def _different(told: Listing) -> list[str]:
-    """What was not taken as it stood there; machines with one reason stand together."""
+    """Return what differs from the sources: notes, and hosts left out, grouped by reason."""
     whys: dict[str, list[str]] = {}
     for one in told.left_out:
         whys.setdefault(one.why, []).append(one.name)
@@ -166,18 +167,18 @@ def _different(told: Listing) -> list[str]:
 
 
 def _advice(fleet: Fleet) -> list[str]:
-    """What may be missing."""
+    """Return hints about a fleet that does not contain this machine."""
     if any(host.is_local for host in fleet.hosts.values()):
         return []
-    own = here()
-    same = [name for name, host in fleet.hosts.items() if host.address.lower().partition(".")[0] == own.lower()]
+    local_name = here()
+    same = [name for name, host in fleet.hosts.items() if host.address.lower().partition(".")[0] == local_name.lower()]
     if same:
-        return [f'{same[0]} has the name of this machine: if it is this one, give it address = "local"']
-    return [f'this machine is not in it; if it trains, too: [hosts.{own}] with address = "local"']
+        return [f'{same[0]} has the name of this machine: if it is this machine, give it address = "local"']
+    return [f'this machine is not in the file; if it trains too, add [hosts.{local_name}] with address = "local"']
 
 
 def _as_object(out: Path, hosts: Mapping[str, Host], told: Listing, fleet: Fleet) -> dict[str, Any]:
-    """The one JSON object."""
+    """Return the JSON object of --json."""
     import msgspec
 
     return {

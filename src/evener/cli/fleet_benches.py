@@ -1,4 +1,4 @@
-"""How does a bench of a fleet's hosts run, and look in a terminal?"""
+"""The benches of a fleet: train with several hosts or sync strategies, and print the comparison."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from evener.report.page import write_page
 from evener.report.picture import speeds_png, tradeoff_png
 from evener.report.summary import Summary, as_result, summarize
 
-STEPS = 10_000  # more than any budget of seconds allows: the clock ends a run
-NO_EVALUATION = EvalSpec(eval_every=0, eval_tokens=1)  # but of one block, at the end
+STEPS = 10_000  # more than fit in any --seconds: the time limit ends a run
+NO_EVALUATION = EvalSpec(eval_every=0, eval_tokens=1)  # only one block, at the end
 
 
 def fleet(path: str, hosts: str | None, data: str, out: str | None, seconds: float, model: str, batch: int,
           as_json: bool) -> int:  # fmt: skip
-    """Each host alone and all together: tokens/s and all-reduce time."""
+    """Train on each host alone and on all together; compare tokens/s and all-reduce time."""
     base = _base(data, model, TrainSpec(steps=STEPS, batch=batch, max_s=seconds, warmup=20), NO_EVALUATION)
     bench = _Bench("fleet", Path(out or "runs/fleet"), path, hosts, base, as_json)
     bench.measure_what_is_missing()
@@ -61,13 +61,13 @@ def fleet(path: str, hosts: str | None, data: str, out: str | None, seconds: flo
 
 def strategies(path: str, hosts: str | None, data: str, out: str | None, steps: int, syncs: str | None, model: str,
                batch: int, as_json: bool) -> int:  # fmt: skip
-    """All hosts by each way to agree, and the fastest alone, for the same steps: tokens/s against loss."""
+    """Train the same steps with each sync strategy and on the fastest host alone; compare tokens/s with loss."""
     base = _base(data, model, TrainSpec(steps=steps, batch=batch), EvalSpec(eval_every=0))
     bench = _Bench("strategies", Path(out or "runs/strategies"), path, hosts, base, as_json)
     if len(bench.fleet.hosts) < 2:
-        raise UsageError(f"{path}: ways to agree need two hosts", hint="a second [hosts.NAME]")
+        raise UsageError(f"{path}: comparing sync strategies needs two hosts", hint="a second [hosts.NAME]")
     names = None if syncs is None else [name.strip() for name in syncs.split(",")]
-    setups.by_strategy(bench.job, "", list(bench.fleet.hosts), names)  # a mistake is told before anything is measured
+    setups.by_strategy(bench.job, "", list(bench.fleet.hosts), names)  # report mistakes before measuring
     bench.measure_what_is_missing()
     for setup in setups.by_strategy(bench.job, bench.foreseen(), list(bench.fleet.hosts), names):
         bench.base = bench.base or setup.label
@@ -76,20 +76,20 @@ def strategies(path: str, hosts: str | None, data: str, out: str | None, steps: 
 
 
 def _base(data: str, model: str, train: TrainSpec, evaluation: EvalSpec) -> RunSpec:
-    """What all runs have in common; without dropout, so that their losses can be compared."""
+    """Return the spec that all runs share; without dropout, so that their losses can be compared."""
     spec = RunSpec(model=ModelSpec(model=model, dropout=0.0, compile="off"), train=train, eval=evaluation)
     return msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))
 
 
 def show(where: Console, kind: Kind, runs: Mapping[str, Summary], base: Summary | None) -> None:
-    """The runs side by side."""
+    """Print the table that compares the runs."""
     titles = (compare.TITLES[kind], *compare.COLUMNS[kind])
     spare = [title for title in ("wait", "exposed", "predicted", "sends") if title in titles]
     table(where, titles, compare.rows(kind, runs, base), spare=spare)
 
 
 class _Bench:
-    """Runs of one bench as they come. What is finished in its folder is not run again: it may be started anew."""
+    """The runs of one bench. Runs that have finished in its folder are reused, so a bench can be restarted."""
 
     def __init__(self, kind: Kind, out: Path, path: str, hosts: str | None, base: RunSpec, as_json: bool) -> None:
         self.kind, self.out, self.path, self.as_json = kind, out, path, as_json
@@ -97,17 +97,17 @@ class _Bench:
         self.console = console(stderr=True, quiet=as_json)
         self.runs: dict[str, Summary] = {}
         self.failed: dict[str, str] = {}
-        self.base: str | None = None  # what the others are compared with
+        self.base: str | None = None  # label of the baseline
         self._names: dict[str, str] = {}
-        self.resolved = resolve(base)  # a mistake is told before anything is measured
+        self.resolved = resolve(base)  # report mistakes before measuring
         self.job = self.resolved.job
         if out.exists() and any(out.iterdir()) and not compare.is_comparison(out):
             raise UsageError(f"{out}: exists and is not a bench", hint="another --out")
         if compare.is_comparison(out) and compare.read(out).kind != kind:
-            raise UsageError(f"{out}: holds another bench", hint="another --out")
+            raise UsageError(f"{out}: contains another bench", hint="another --out")
 
     def measure_what_is_missing(self) -> None:
-        """Hosts and links, so that each run can be predicted; they stay in the fleet's file."""
+        """Probe hosts and links that were not measured, to predict each run; write the results to the fleet file."""
         from evener.cli import probe
 
         try:
@@ -121,7 +121,7 @@ class _Bench:
             self.fleet = only(load_fleet(self.path), ",".join(self.fleet.hosts))
 
     def train(self, setup: Setup) -> None:
-        """Run it to its end, or take it from the folder; what fails is told at the end, and the others go on."""
+        """Run a setup to its end, or reuse its finished run. A failure is recorded, and the bench continues."""
         rundir = RunDir(self.out / setup.name)
         spec = msgspec.structs.replace(setup.spec, out=str(rundir))
         self._names[setup.label] = setup.name
@@ -129,7 +129,7 @@ class _Bench:
         self.say(setup.label)
         try:
             if self._is_there(rundir, spec, setup.hosts):
-                self.say("is there")
+                self.say("finished already")
             else:
                 self._train(setup, spec, rundir)
             summary = summarize(rundir)
@@ -142,16 +142,16 @@ class _Bench:
         self._write()
 
     def best_of(self, host: str) -> float:
-        """Tokens/s of the best that a host can do alone."""
+        """Return the highest tokens/s of the runs on this host alone, 0 if there are none."""
         return max((run.tokens_per_s or 0.0 for run in self.runs.values()
                     if run.manifest.roster.hosts == [host]), default=0.0)  # fmt: skip
 
     def fastest(self) -> str:
-        """Of the runs that there are."""
+        """Return the label of the run with the highest tokens/s."""
         return max(self.runs, key=lambda label: self.runs[label].tokens_per_s or 0.0)
 
     def foreseen(self) -> str:
-        """The host that the planner finds fastest alone; the file's first where it knows too little."""
+        """Return the host predicted to be fastest alone, or the first of the file if too little was measured."""
         with contextlib.suppress(UsageError):
             options = predict(self.job, cluster_of(self.fleet, self.job)).options
             alone = [option for option in options if len(option.roster.hosts) == 1]
@@ -159,11 +159,11 @@ class _Bench:
         return next(iter(self.fleet.hosts))
 
     def say(self, text: str) -> None:
-        """One line for a person."""
+        """Print one status line."""
         say(self.console, text)
 
     def tell(self) -> int:
-        """The table, the sentences, the picture and the page."""
+        """Write the picture and the page, and print the table and its explanation; return the exit status."""
         draw = speeds_png if self.kind == "fleet" else tradeoff_png
         draw(self.runs, self.out / f"{self.kind}.png")
         for run in self.runs.values():
@@ -172,7 +172,7 @@ class _Bench:
         base = self.runs.get(self.base) if self.base else None
         sentences = compare.explain(self.kind, self.runs, self.base)
         if self.as_json:
-            told = {
+            result = {
                 "out": str(self.out),
                 "report": str(page),
                 "base": self.base,
@@ -180,7 +180,7 @@ class _Bench:
                 "failed": self.failed,
                 "explanation": sentences,
             }
-            json.dump(told, sys.stdout)
+            json.dump(result, sys.stdout)
             print()
             return int(bool(self.failed))
         self.console.print()
@@ -195,7 +195,7 @@ class _Bench:
         return int(bool(self.failed))
 
     def _is_there(self, rundir: RunDir, spec: RunSpec, hosts: Sequence[str]) -> bool:
-        """Has this very training, of this corpus and on these hosts, been run to its end, or to that of its seconds?"""
+        """Return whether this training has finished: same spec, corpus and hosts, to its last step or time limit."""
         if not rundir.is_run():
             return False
         manifest, corpus = rundir.manifest(), self.resolved.corpus.content_hash
@@ -208,8 +208,8 @@ class _Bench:
         )
 
     def _train(self, setup: Setup, spec: RunSpec, rundir: RunDir) -> None:
-        self._write()  # this folder is a bench's
-        if (begun := find_plan(rundir)) is not None:  # it goes on, where this bench's terminal was closed
+        self._write()  # marks the folder as a bench
+        if (begun := find_plan(rundir)) is not None:  # still running, if the terminal of this bench was closed
             launcher.stop(rundir, begun, now=True)
         shutil.rmtree(rundir.path, ignore_errors=True)
         resolved = resolve(spec)
@@ -225,7 +225,7 @@ class _Bench:
         try:
             yield
         except KeyboardInterrupt:
-            self.say(f"stopping; what has finished stays in {self.out}, and the same command goes on")
+            self.say(f"stopping; finished runs stay in {self.out}, and the same command continues the bench")
             launcher.stop(rundir, plan)
             shutil.rmtree(rundir.path)
             raise

@@ -1,4 +1,4 @@
-"""How is a training planned and started on a fleet?"""
+"""Plan a training on a fleet, and start it: the steps that `train` and the benches share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], resolved: Resolved,
             before: Plan | None = None, *,
             as_asked: bool = False) -> tuple[Plan, list[Tree], Prepared]:  # fmt: skip
-    """(plan, what the hosts must have for it, what was found of them) of a training, with what is said of it before.
+    """Plan a training on a fleet; return (plan, trees to send, preflight), and print the prediction and warnings.
 
-    `before` is the plan of a run that is resumed. `as_asked`: all hosts take part, and nobody is told of a better way.
+    `previous_plan` is the plan of a run that is resumed. `as_requested`: use all hosts, and recommend nothing else.
     """
     import msgspec
 
@@ -31,7 +31,7 @@ def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], r
     from evener.plan.question import ring_order
 
     name, to_plan = fleets.rundir_of(resolved).path.name, fleets.as_it_agrees(resolved)
-    # Of a run that is resumed the ranks stay where they were.
+    # A resumed run keeps the order of its ranks.
     order = [host.name for host in before.hosts] if before else ring_order(fleet, resolved.job)
     hosts = fleets.in_order(fleet, order)
     machine = resolved.spec.machine
@@ -44,26 +44,26 @@ def planned(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], r
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
     roster = fleets.as_before(roster, resolved)
-    if prediction is not None and prediction.left_out:  # another host may be the first now, with another port
+    if prediction is not None and prediction.left_out:  # the first host, and so the port, may change
         hosts = fleets.in_order(only(hosts, ",".join(roster.hosts)), roster.hosts)
-        mine = {host: sessions[host] for host in hosts.hosts}
-        held = msgspec.structs.replace(machine, private=False)  # the others were looked at, and are let in as before
-        prepared = launcher.prepare(hosts, mine, errors, name, prepared.id, machine=held)
+        remaining = {host: sessions[host] for host in hosts.hosts}
+        held = msgspec.structs.replace(machine, private=False)  # the preflight has checked this already
+        prepared = launcher.prepare(hosts, remaining, errors, name, prepared.id, machine=held)
     fleets.tell_warnings(prepared)
     plan, trees = launcher.plan_training(prepared, resolved, roster, resume=resolved.resume is not None)
     return msgspec.structs.replace(plan, prediction=prediction), trees, prepared
 
 
 def begin(plan: Plan, trees: list[Tree], prepared: Prepared, sessions: Sessions, resolved: Resolved) -> None:
-    """Send what the hosts lack, and start all ranks."""
+    """Send the files that the hosts lack, and start all ranks."""
     from evener.cli import fleets
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
     rundir = fleets.rundir_of(resolved)
-    mine = {host.name: sessions[host.name] for host in plan.hosts}
-    launcher.deliver(trees, plan, mine, fleets.say)
+    members = {host.name: sessions[host.name] for host in plan.hosts}
+    launcher.deliver(trees, plan, members, fleets.say)
     if resolved.resume is not None:
-        carry.restore(rundir, plan, mine, resolved.resume.step, fleets.say)
-    launcher.start(rundir, plan, mine)
+        carry.restore(rundir, plan, members, resolved.resume.step, fleets.say)
+    launcher.start(rundir, plan, members)
     launcher.note_findings(rundir, plan, prepared)

@@ -1,4 +1,4 @@
-"""What do the verbs that start and follow a run have in common?"""
+"""Select hosts, predict a run, and print its status: shared by the verbs that start and follow runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HERE_ALONE = "local"  # --fleet local: this machine, whatever fleet.toml says
 
 
 def fleet_path(given: str | None) -> str | None:
-    """The fleet file that a verb uses: the one given, else fleet.toml where there is one."""
+    """Return the path of the fleet file: the given one, else fleet.toml if it exists; None is this machine alone."""
     from evener.core.fleet import DEFAULT_FLEET
 
     if given is not None:
@@ -36,9 +36,7 @@ def fleet_path(given: str | None) -> str | None:
 
 
 def chosen(given: str | None, names: str | None) -> Fleet | None:
-    """The hosts that a training runs on: of the fleet file given, else of fleet.toml where there is one; None is this
-    machine alone.
-    """
+    """Return the hosts to train on, from the given fleet file or else fleet.toml; None is this machine alone."""
     from evener.core.fleet import load_fleet
 
     path = fleet_path(given)
@@ -46,8 +44,10 @@ def chosen(given: str | None, names: str | None) -> Fleet | None:
 
 
 def chosen_again(given: str | None, names: str | None, before: Plan | None) -> Fleet | None:
-    """The same of a run that is resumed: the hosts where it was, unless a file is given. `before` is its plan, None of
-    a worker that was started by hand. What fleet.toml knows of those hosts is taken along.
+    """Return the hosts of a resumed run: those it had, unless a fleet file is given.
+
+    `previous_plan` is its plan, None for a worker that was started by hand. Links and rates that fleet.toml has of
+    those hosts are added.
     """
     import msgspec
 
@@ -71,17 +71,17 @@ def _only(fleet: Fleet | None, names: str | None) -> Fleet | None:
     from evener.core.fleet import only
 
     if fleet is None and names is not None:
-        raise UsageError("--hosts names hosts of a fleet, and there is none", hint="--fleet FILE")
+        raise UsageError("--hosts names hosts of a fleet, but there is no fleet file", hint="--fleet FILE")
     return None if fleet is None else only(fleet, names)
 
 
 def say(text: str) -> None:
-    """One line for a person."""
+    """Print one status line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def find_run(run: str) -> Path:
-    """The directory of a run that is named by it, or by the id that its processes carry on the hosts."""
+    """Return the directory of a run that is given by its path, or by the id that its processes carry on the hosts."""
     from evener.core.files import read_file
 
     for path in Path("runs").glob("*/plan.json"):
@@ -91,7 +91,7 @@ def find_run(run: str) -> Path:
 
 
 def rundir_of(resolved: Resolved) -> RunDir:
-    """The directory of a run that is about to begin: by now it has one, asked for or not."""
+    """Return the run directory of a resolved spec, whose `out` is always set."""
     from evener.core.rundir import RunDir
 
     assert resolved.spec.out is not None
@@ -99,14 +99,14 @@ def rundir_of(resolved: Resolved) -> RunDir:
 
 
 def tell_warnings(prepared: Prepared) -> None:
-    """What the preflight found that does not stand in the way."""
+    """Print the findings of the preflight, none of which is an error."""
     from evener.cli.terminal import console
 
     tell_findings(console(stderr=True), prepared.findings)
 
 
 def tell_findings(screen: Console, findings: Sequence[Finding]) -> None:
-    """What, where, the evidence; and the next step in one line, so that it can be pasted."""
+    """Print each finding with its host and evidence, and its fix on one line, so that it can be pasted."""
     from evener.cli import terminal
 
     for finding in findings:
@@ -116,9 +116,9 @@ def tell_findings(screen: Console, findings: Sequence[Finding]) -> None:
 
 
 def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_asked: bool = False) -> Prediction | None:
-    """What the planner says of a run on these seats, told in a line, whom it leaves out, and what would be better.
+    """Predict a run on these seats; print the prediction, the hosts left out, and a better option if there is one.
 
-    None where it knows too little to say anything. `as_asked`: it leaves out none, and is not asked what is better.
+    Return None where too little was measured. `as_requested`: leave out no host, and recommend nothing else.
     """
     from evener.core.errors import UsageError
     from evener.plan.advice import price_in_loss
@@ -127,14 +127,14 @@ def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_ask
 
     try:
         prediction = of_training(fleet, resolved.job, seats, leaves_out=not as_asked)
-    except UsageError as unknown:  # what stands in the run's own way is told by those who start it
+    except UsageError as unknown:  # errors that prevent the run itself are reported when it starts
         say(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         if resolved.spec.train.sync == "auto":
-            say("--sync auto takes ddp where nothing can be predicted")
+            say("--sync auto takes ddp when nothing can be predicted")
         return None
     for why in dict.fromkeys(prediction.left_out.values()):
         names = ", ".join(name for name, of_host in prediction.left_out.items() if of_host == why)
-        say(f"left out: {names}: {why}\nhint:  --shares equal has all hosts take part")
+        say(f"left out: {names}: {why}\nhint:  --shares equal includes all hosts")
     say(f"predicted: {in_a_line(prediction)}")
     if resolved.spec.train.sync == "auto":
         chosen = prediction.option(prediction.chosen)
@@ -147,7 +147,7 @@ def predicted(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], *, as_ask
 
 
 def predicted_again(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], before: Plan) -> Prediction | None:
-    """The same of a run that is resumed: what was said of it before where nothing has changed and nobody knows more."""
+    """Predict a resumed run; reuse its previous prediction if neither the job nor the measurements have changed."""
     from evener.core.roster import NO_SYNC, asked_sync
 
     spec, was = resolved.spec, before.spec
@@ -168,7 +168,7 @@ def predicted_again(fleet: Fleet, resolved: Resolved, seats: Sequence[Seat], bef
 
 
 def as_it_agrees(resolved: Resolved) -> Resolved:
-    """A run that chooses its way to agree goes on with the one that it had last: its checkpoint is of that one."""
+    """Replace `--sync auto` of a resumed run by the strategy it had last, which its checkpoint belongs to."""
     import msgspec
 
     from evener.core.roster import NO_SYNC
@@ -184,7 +184,7 @@ def as_it_agrees(resolved: Resolved) -> Resolved:
 
 
 def as_before(roster: Roster, resolved: Resolved) -> Roster:
-    """The Roster with the buckets of the run that is resumed: others would add ranks up in another order."""
+    """Return the roster with the bucket size of the resumed run: another size would change the order of summation."""
     import msgspec
 
     if resolved.resume is None:
@@ -194,7 +194,7 @@ def as_before(roster: Roster, resolved: Resolved) -> Roster:
 
 
 def predicted_here(resolved: Resolved, seats: Sequence[Seat]) -> Prediction | None:
-    """The same of this machine alone, where fleet.toml has figures of it."""
+    """Predict a run on this machine alone, if fleet.toml has its rates."""
     import msgspec
 
     from evener.core.errors import EvenerError
@@ -202,18 +202,18 @@ def predicted_here(resolved: Resolved, seats: Sequence[Seat]) -> Prediction | No
 
     try:
         fleet = load_fleet(DEFAULT_FLEET)
-    except EvenerError:  # a file that this run does not need
+    except EvenerError:  # this run does not need the file
         return None
     for name, host in fleet.hosts.items():
         if host.is_local and name in fleet.rates:
-            own = seats[0].host  # as the run's manifest will call it
-            alone = msgspec.structs.replace(fleet, hosts={own: host}, links={}, rates={own: fleet.rates[name]})
+            member = seats[0].host  # its name in the run's manifest
+            alone = msgspec.structs.replace(fleet, hosts={member: host}, links={}, rates={member: fleet.rates[name]})
             return predicted(alone, resolved, seats)
     return None
 
 
 def with_ranks(fleet: Fleet, ranks: int | None, device: Literal["auto", "cpu", "cuda"] = "auto") -> Fleet:
-    """The fleet with so many ranks on every host, and these on such devices."""
+    """Return the fleet with this number of ranks and this kind of device on every host."""
     import msgspec
 
     hosts = {
@@ -226,7 +226,7 @@ def with_ranks(fleet: Fleet, ranks: int | None, device: Literal["auto", "cpu", "
 
 
 def in_order(fleet: Fleet, names: list[str]) -> Fleet:
-    """The fleet with its hosts in this order, those that it does not name behind."""
+    """Return the fleet with its hosts in the order of `names`, and the hosts that are not named at the end."""
     import msgspec
 
     ordered = [name for name in names if name in fleet.hosts] + [name for name in fleet.hosts if name not in names]
@@ -234,7 +234,7 @@ def in_order(fleet: Fleet, names: list[str]) -> Fleet:
 
 
 def tell_plan(plan: Plan) -> None:
-    """Which rank is where."""
+    """Print which rank runs on which host, and where the rendezvous is."""
     if not plan.is_here:
         say(f"rendezvous on {plan.hosts[0].name}, {plan.address} port {plan.port}")
     for host in plan.hosts:
@@ -243,12 +243,12 @@ def tell_plan(plan: Plan) -> None:
         say(f"{host.name}: {ranks}" + ("" if plan.is_here else f", {host.interface} {host.address}"))
     agent = plan.hosts[0].agent
     if agent is not None:
-        what = "the others go on" if agent.lives else "the others begin again from the newest checkpoint"
-        say(f"should a host be lost, {what}, and it is let in again when it is back")
+        what = "the others go on" if agent.lives else "the others restart from the newest checkpoint"
+        say(f"if a host is lost, {what}, and it rejoins when it is back")
 
 
 def print_plan(plan: Plan, as_json: bool) -> None:
-    """--dry-run: the very object that the real call would use, or what to type on each host."""
+    """Print the plan of --dry-run: as JSON the object that the real call would use, else the command of each host."""
     import msgspec
 
     if as_json:
@@ -259,7 +259,7 @@ def print_plan(plan: Plan, as_json: bool) -> None:
 
 
 def left_alone(rundir: RunDir) -> None:
-    """What to tell somebody who stops watching."""
+    """Print how to follow, stop and fetch a run that continues without this terminal."""
     from evener.core.plan import read_plan
     from evener.launch import fleet as launcher
 
@@ -268,54 +268,57 @@ def left_alone(rundir: RunDir) -> None:
         say("the run has ended")
         tell_made(rundir, plan)
         return
-    say(f"the run goes on without this terminal\nsee it:  evener logs -f {rundir}\nend it:  evener stop {rundir}")
+    say(f"the run goes on without this terminal\nfollow:  evener logs -f {rundir}\nstop:    evener stop {rundir}")
     if not plan.is_here:
-        say(f"bring home what it makes, now or at its end:  evener fetch {rundir}")
+        say(f"fetch its results, now or at its end:  evener fetch {rundir}")
 
 
 def weights(rundir: RunDir, plan: Plan | None) -> dict[str, Any]:
-    """As JSON tells it: the newest checkpoint that is here, and the host that alone has a newer one."""
-    here, saved = rundir.checkpoint_steps(), rundir.saved_step()
+    """Return for JSON the newest local checkpoint, and the step and host of a newer one that only a host has."""
+    local_steps, saved = rundir.checkpoint_steps(), rundir.saved_step()
     newer = None
-    if plan is not None and not plan.is_here and saved is not None and saved > max(here, default=-1):
+    if plan is not None and not plan.is_here and saved is not None and saved > max(local_steps, default=-1):
         newer = {"step": saved, "host": plan.hosts[0].name}
-    return {"checkpoint": str(rundir.checkpoint_path(here[-1])) if here else None, "newer_checkpoint": newer}
+    return {
+        "checkpoint": str(rundir.checkpoint_path(local_steps[-1])) if local_steps else None,
+        "newer_checkpoint": newer,
+    }
 
 
 def tell_weights(rundir: RunDir, plan: Plan | None) -> None:
-    """Where the weights lie, and whether that is here."""
-    found = weights(rundir, plan)
-    if found["checkpoint"]:
-        say(f"weights: {found['checkpoint']}")
-    if newer := found["newer_checkpoint"]:
-        say(f"weights of step {newer['step']}: on {newer['host']} alone; they come with: evener fetch {rundir}")
-    elif not found["checkpoint"] and (plan is None or plan.kind == "train"):
-        say("weights: it saved none")
+    """Print where the newest weights are: in a local checkpoint, on a host, or nowhere."""
+    info = weights(rundir, plan)
+    if info["checkpoint"]:
+        say(f"weights: {info['checkpoint']}")
+    if newer := info["newer_checkpoint"]:
+        say(f"weights of step {newer['step']}: only on {newer['host']}; evener fetch {rundir} copies them here")
+    elif not info["checkpoint"] and (plan is None or plan.kind == "train"):
+        say("weights: none saved")
 
 
 def tell_made(rundir: RunDir, plan: Plan) -> None:
-    """What a run that ended made: its weights, what a script wrote where it ran; and how it comes home."""
+    """Print what an ended run produced: its weights, and the files that a script wrote on its hosts."""
     from evener.launch.fleet import known_states
     from evener.launch.written import written
 
     tell_weights(rundir, plan)
-    found = written(plan, known_states(rundir, plan))
-    for name, of_host in found.items():
+    outputs = written(plan, known_states(rundir, plan))
+    for name, of_host in outputs.items():
         say(of_host.told(name))
-    if found:
-        say(f"bring it home: evener fetch {rundir}")
+    if outputs:
+        say(f"fetch it: evener fetch {rundir}")
 
 
 def on_lost(host: HostMirror) -> None:
-    """A host went out of sight, or came back."""
+    """Print that the connection to a host was lost, or is back."""
     if host.error is not None:
-        say(f"{host.error}; trying again, the run goes on without it")
+        say(f"{host.error}; retrying, the run goes on without the connection")
     else:
-        say(f"{host.name}: seen again; nothing was missed")
+        say(f"{host.name}: connected again; no records were lost")
 
 
 class Lines:
-    """What the ranks print, as it comes home: `2 attic │ text`."""
+    """Print the output of all ranks as it arrives: `2 attic │ text`."""
 
     def __init__(
         self, rundir: RunDir, plan: Plan, hosts: set[str] | None = None, ranks: set[int] | None = None
@@ -326,7 +329,7 @@ class Lines:
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
-        """The hosts of a plan, as far as they are new."""
+        """Follow the hosts and ranks of a plan that are not followed yet."""
         from evener.core.files import follow_lines
 
         self._width = max(len(f"{host.first_rank + host.num_ranks} {host.name}") for host in plan.hosts)
@@ -341,34 +344,34 @@ class Lines:
                     self._followers[label] = follow_lines(self._rundir.log_path(host.name, rank))
 
     def print_new(self, *, stamps: bool = False) -> None:
-        """Print what came since the last time, in the order of its time stamps."""
+        """Print the lines that are new since the last call, sorted by time stamp."""
         for stamp, label, _, text in self._new():
-            shown = text.rstrip("\r").rpartition("\r")[2]  # of a progress bar, how it stands
+            shown = text.rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
             line = f"{label:{self._width}} │ {shown}"
             print(f"{stamp} {line}" if stamps else line, flush=True)
 
     def print_new_json(self) -> None:
-        """The same as JSON lines; rank is null for a launcher's own output."""
+        """Print the new lines as JSON, one object a line; rank is null for a launcher's own output."""
         import json
 
         for stamp, label, stream, text in self._new():
             rank, host = label.split()
-            told = {"time": stamp, "host": host, "rank": None if rank == "-" else int(rank)}
-            print(json.dumps(told | {"stream": "stdout" if stream in "Oo" else "stderr", "text": text}), flush=True)
+            record = {"time": stamp, "host": host, "rank": None if rank == "-" else int(rank)}
+            print(json.dumps(record | {"stream": "stdout" if stream in "Oo" else "stderr", "text": text}), flush=True)
 
     def _new(self) -> list[tuple[str, str, str, str]]:
-        """(time, label, O or E, text), by time."""
+        """Return the new lines as (time, label, O or E, text), sorted by time."""
         new = []
         for label, follower in self._followers.items():
             for line in next(follower):
                 stamp, _, text = line.decode(errors="replace").partition(" ")
                 new.append((stamp, label, text[:1], text[2:]))
-        return sorted(new, key=lambda one: one[0])
+        return sorted(new, key=lambda line: line[0])
 
 
 @contextlib.contextmanager
 def connected(path: str) -> Iterator[tuple[Fleet, Sessions, dict[str, HostError]]]:
-    """(fleet, sessions, errors) of a fleet file."""
+    """Connect to all hosts of a fleet file; yield (fleet, sessions, errors)."""
     from evener.core.fleet import load_fleet
     from evener.hosts.session import connect
 

@@ -1,4 +1,4 @@
-"""How does a running job look in a terminal, and in a pipe?"""
+"""Show the progress of a run that is followed: a live display on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TROUBLE = ("run.hang", "run.cut-off", "run.goes-on", "run.leaves", "host.failed"
 
 @contextlib.contextmanager
 def screen(resolved: Resolved, plan: Plan, *, quiet: bool = False) -> Iterator[Observer]:
-    """What a run that is followed tells of every record and event, below what is trained."""
+    """Print what is trained, then yield an observer that shows every record and event of the run."""
     spec = resolved.spec
     where = console(stderr=True, quiet=quiet)
     groups = [f"{group} {count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
@@ -50,7 +50,10 @@ def screen(resolved: Resolved, plan: Plan, *, quiet: bool = False) -> Iterator[O
 
 @contextlib.contextmanager
 def bar(resolved: Resolved, where: Console, plan: Plan | None = None) -> Iterator[Observer]:
-    """A bar on a terminal, with a line a host of the plan where one is unlike the others; plain lines elsewhere."""
+    """Yield an observer that shows progress: on a terminal a live display, elsewhere a plain line every few seconds.
+
+    The live display adds a line for each host of the plan while the hosts are imbalanced.
+    """
     from rich.live import Live
 
     from evener.cli.live import Display, Now
@@ -59,47 +62,47 @@ def bar(resolved: Resolved, where: Console, plan: Plan | None = None) -> Iterato
     tokens = spec.train.batch * resolved.shape.block_size
     progress = Progress(spec.train.steps, tokens, spec.train.max_s)
     with contextlib.ExitStack() as stack:
-        shown = paces = None
+        display = step_times = None
         if where.is_interactive and not where.quiet:
-            shown = Display()
-            stack.enter_context(Live(shown, console=where, transient=True))
-            paces = Paces(RunDir(spec.out), plan, shown) if plan is not None and spec.out is not None else None
-        told = time.monotonic()
+            display = Display()
+            stack.enter_context(Live(display, console=where, transient=True))
+            step_times = Paces(RunDir(spec.out), plan, display) if plan is not None and spec.out is not None else None
+        printed_at = time.monotonic()
         val_loss: float | None = None
 
-        def observe(news: StepRecord | dict[str, Any]) -> None:
-            nonlocal told, progress, val_loss
-            if isinstance(news, StepRecord):
-                progress.add(news)
-                if shown is not None:
-                    shown.now = Now.of(progress, val_loss)
-                    if paces is not None:
-                        paces.look()
-                elif time.monotonic() - told > PLAIN_EVERY_S or progress.done == spec.train.steps:
-                    told = time.monotonic()
+        def observe(update: StepRecord | dict[str, Any]) -> None:
+            nonlocal printed_at, progress, val_loss
+            if isinstance(update, StepRecord):
+                progress.add(update)
+                if display is not None:
+                    display.now = Now.of(progress, val_loss)
+                    if step_times is not None:
+                        step_times.look()
+                elif time.monotonic() - printed_at > PLAIN_EVERY_S or progress.done == spec.train.steps:
+                    printed_at = time.monotonic()
                     say(where, progress.line())
                 return
-            if news["event"] == "start":
-                progress = Progress(spec.train.steps, tokens, spec.train.max_s, parse_sync(news["sync"]).every)
-            elif news["event"] == "evaluation":
-                val_loss = news["val_loss"]
-                say(where, f"step {news['step']}: validation loss {news['val_loss']:.4f}")
-            elif news["event"] == "world" and news["number"]:
-                if paces is not None:
-                    paces.changed(news["hosts"])
-                say(where, f"step {news['step']}: going on with {', '.join(news['hosts'])}: {news['why']}")
-            elif news["event"] in CHANGES and not news.get("is_trial"):
-                say(where, change(news))
-            elif news["event"] in TROUBLE:
-                where.print(in_words(news), soft_wrap=True)
-            elif news["event"] == "run.diverged":
-                say(where, f"step {news['step']}: the replicas differ")
+            if update["event"] == "start":
+                progress = Progress(spec.train.steps, tokens, spec.train.max_s, parse_sync(update["sync"]).every)
+            elif update["event"] == "evaluation":
+                val_loss = update["val_loss"]
+                say(where, f"step {update['step']}: validation loss {update['val_loss']:.4f}")
+            elif update["event"] == "world" and update["number"]:
+                if step_times is not None:
+                    step_times.changed(update["hosts"])
+                say(where, f"step {update['step']}: going on with {', '.join(update['hosts'])}: {update['why']}")
+            elif update["event"] in CHANGES and not update.get("is_trial"):
+                say(where, change(update))
+            elif update["event"] in TROUBLE:
+                where.print(in_words(update), soft_wrap=True)
+            elif update["event"] == "run.diverged":
+                say(where, f"step {update['step']}: the replicas differ")
 
         yield observe
 
 
 class Paces:
-    """The hosts' paces, by the records that come home of all their ranks."""
+    """The step times of all hosts, from the records of all their ranks."""
 
     def __init__(self, rundir: RunDir, plan: Plan, shown: Display) -> None:
         self._rundir, self._plan, self._shown, self._hosts = rundir, plan, shown, Hosts()
@@ -108,39 +111,39 @@ class Paces:
         self._looked = 0.0
 
     def changed(self, hosts: list[str]) -> None:
-        """These take part now; the plan has those that were added."""
+        """Set the hosts that take part now; reread the plan, which has the hosts that were added."""
         self._plan = find_plan(self._rundir) or self._plan
         self._hosts.keep(hosts)
 
     def look(self) -> None:
-        """At what is new, now and then."""
+        """Read new records, at most once per `POLL_INTERVAL_S`, and update the display."""
         if len(self._plan.hosts) < 2 or time.monotonic() - self._looked < LOOK_EVERY_S:
             return
         self._looked = time.monotonic()
         for host in self._plan.hosts:
             for rank in range(host.first_rank, host.first_rank + host.num_ranks):
                 follower = self._followers.setdefault(rank, follow_lines(self._rundir.steps_path(rank)))
-                for line in next(follower)[-WINDOW:]:  # more are not looked at
+                for line in next(follower)[-WINDOW:]:  # older ones are outside the window
                     self._hosts.add(host.name, rank, self._decoder.decode(line))
         self._shown.unlike = self._hosts.unlike()
 
 
 def in_words(event: dict[str, Any]) -> str:
-    """A run that hangs, goes on, or cannot."""
+    """Return the text of a health event: the warning and its hint, or that the run recovered."""
     if event["event"] == "run.goes-on":
-        return f"it goes on, {seconds(event['after_s'])} after that was told"
+        return f"recovered {seconds(event['after_s'])} after that was reported"
     return f"warning: {event['event']}: {event['error']}\nhint:  {event['hint']}"
 
 
 def tell_trouble(news: StepRecord | dict[str, Any]) -> None:
-    """What is told of a run while what it prints is shown: that it hangs, or that a host has failed."""
+    """Print a health event of a run whose own output is shown, such as a hang or a failed host; ignore all else."""
     if not isinstance(news, StepRecord) and news["event"] in TROUBLE:
         print(in_words(news), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def series(runs_of: dict[str, list[RunSpec]], where: Console) -> Iterator[scaling.Observer]:
-    """What `bench.scaling.run` tells of: one bar over the seconds of all runs, or a line a run in a pipe."""
+    """Yield an observer factory for `train_series`: one bar over the time of all runs, or one line a run in a pipe."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
@@ -161,13 +164,13 @@ def series(runs_of: dict[str, list[RunSpec]], where: Console) -> Iterator[scalin
             say(where, f"[{done + 1}/{len(runs)}] {name}")
             began: float | None = None
 
-            def observe(news: StepRecord | dict[str, Any]) -> None:
+            def observe(update: StepRecord | dict[str, Any]) -> None:
                 nonlocal began
-                if isinstance(news, StepRecord):
-                    began = began or news.ended
-                    spent_s = news.ended - began
-                    loss = "" if news.loss is None else f"loss {news.loss:.3f}, "
-                    text = f"{name}: step {news.step + 1}, {loss}{seconds(max(0.0, budget_s - spent_s))} left"
+                if isinstance(update, StepRecord):
+                    began = began or update.ended
+                    spent_s = update.ended - began
+                    loss = "" if update.loss is None else f"loss {update.loss:.3f}, "
+                    text = f"{name}: step {update.step + 1}, {loss}{seconds(max(0.0, budget_s - spent_s))} left"
                     bar.update(task, completed=done + min(1.0, spent_s / budget_s), description=text)
 
             return observe
@@ -176,10 +179,10 @@ def series(runs_of: dict[str, list[RunSpec]], where: Console) -> Iterator[scalin
 
 
 def tell_end(summary: Summary) -> None:
-    """The last lines of a run."""
+    """Print the last lines of a run: verdict, throughput, loss, replica agreement, memory, next command."""
     result, manifest = summary.manifest.result, summary.manifest
-    if result is None:  # ended at once
-        print(f"{manifest.verdict} at once; what was saved before: {summary.run_dir}/checkpoints", file=sys.stderr)
+    if result is None:  # ended with --now
+        print(f"{manifest.verdict} at once; earlier checkpoints: {summary.run_dir}/checkpoints", file=sys.stderr)
         return
     lines = [f"{manifest.verdict} after step {result.steps}"]
     if summary.tokens_per_s:
@@ -190,13 +193,13 @@ def tell_end(summary: Summary) -> None:
         lines.append(f"{manifest.world_size} replicas agree to the bit")
     lines.append(f"peak memory {' + '.join(size(peak) for peak in result.peak_memory_bytes)}")
     if manifest.verdict == "stopped":
-        lines.append(f"goes on with: evener train --resume {summary.run_dir}")
+        lines.append(f"resume:  evener train --resume {summary.run_dir}")
     else:
-        lines.append(f"look at it:   evener report {summary.run_dir}")
+        lines.append(f"report:  evener report {summary.run_dir}")
     print("\n".join(lines), file=sys.stderr)
 
 
 def exit_status(manifest: Manifest) -> int:
-    """0, or 130 for a run that was stopped by hand before it was done."""
+    """Return 0, or 130 for a run that was stopped by hand before it was done."""
     stopped_by_hand = manifest.verdict == "stopped" and manifest.spec.train.max_s is None
     return 130 if stopped_by_hand else 0

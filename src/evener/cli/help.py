@@ -1,4 +1,4 @@
-"""How does `--help` look? Plain lines of at most 80 columns: usage, what a verb does, its options by topic, examples.
+"""Format `--help` as plain lines of at most 80 columns: usage, description, options by topic, examples.
 
 Not typer's boxes: their five columns leave too little for words, and rich's Markdown costs more time than all the rest.
 """
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LONGEST = 80
-NAMES = 26  # columns of the names beside which there is help; it stands below longer ones
+NAMES = 26  # columns of option names; help of a longer name starts on the next line
 
-# What is expected, by the parameter's name: one word for one thing, whatever the verb. Other counts are N.
+# Metavar of a value, by the parameter's name, the same in every verb. Other counts are N.
 EXPECTED = {
     "block_size": "TOKENS", "command": "COMMAND", "cpus": "CORES", "data": "FOLDER", "dropout": "SHARE",
     "eval_tokens": "TOKENS", "fleet": "FILE", "folder": "FOLDER", "host": "HOST", "include": "PATH",
@@ -29,10 +29,10 @@ EXPECTED = {
     "max_size": "SIZE", "memory": "SIZE", "min_size": "SIZE", "model": "PRESET", "mtbf_days": "DAYS", "mtu": "BYTES",
     "name": "LAB", "num_tokens": "TOKENS", "older_than": "DAYS", "op": "NAME", "other": "OTHER",
     "out": "FOLDER", "paths": "PATH", "port": "PORT", "prompt": "TEXT", "rate": "RATE", "rate_down": "RATE",
-    "rate_up": "RATE", "run": "RUN", "seconds": "SECONDS", "shares": "SHARES", "sort": "COLUMN", "sync": "WAY",
+    "rate_up": "RATE", "run": "RUN", "seconds": "SECONDS", "shares": "SHARES", "sort": "COLUMN", "sync": "STRATEGY",
     "val_fraction": "SHARE", "words": "WORD",
 }  # fmt: skip
-TYPERS = {  # options that typer adds, in our words
+TYPERS = {  # help of the options that typer adds
     "help": "print this and exit",
     "install_completion": "have this shell complete what you type, and exit",
     "show_completion": "print what --install-completion would install, and exit",
@@ -40,7 +40,7 @@ TYPERS = {  # options that typer adds, in our words
 
 
 def described(parameter: Any) -> str:
-    """What a parameter is for, and its default in brackets, unless its help tells that itself."""
+    """Return a parameter's help with its default in brackets, unless the help has brackets already."""
     text, default = TYPERS.get(parameter.name) or parameter.help or "", parameter.default
     if default is None or default is False or default is ... or "[" in text:
         return text
@@ -48,15 +48,15 @@ def described(parameter: Any) -> str:
 
 
 def examples(command: Any) -> list[str]:
-    """The lines of a verb's epilog: commands as one types them."""
+    """Return the example commands of a verb, which are the lines of its epilog."""
     return inspect.cleandoc(command.epilog or "").splitlines()
 
 
 def page(command: Any, context: Any) -> str:
-    """All of it."""
+    """Return the whole help page of a command or group."""
     width = min(LONGEST, shutil.get_terminal_size().columns)
-    shown = [one for one in command.get_params(context) if not one.hidden]
-    arguments = [one for one in shown if one.param_type_name == "argument"]
+    shown = [parameter for parameter in command.get_params(context) if not parameter.hidden]
+    arguments = [parameter for parameter in shown if parameter.param_type_name == "argument"]
     verbs = (
         [command.commands[name] for name in command.list_commands(context)] if isinstance(command, TyperGroup) else []
     )
@@ -64,16 +64,17 @@ def page(command: Any, context: Any) -> str:
     lines = [f"Usage: {context.command_path} {' '.join(usage)}", ""]
     for paragraph in _paragraphs(command):
         lines += [*wrapped(paragraph, width), ""]
-    lines += _section("Arguments", [(one.metavar, described(one)) for one in arguments], width)
+    lines += _section("Arguments", [(argument.metavar, described(argument)) for argument in arguments], width)
     lines += _section("Verbs", [(verb.name or "", _paragraphs(verb)[0]) for verb in verbs], width)
     topics: dict[str, list[tuple[str, str]]] = {}
-    for one in shown:
-        if one.param_type_name == "option":
-            topics.setdefault(one.rich_help_panel or "Options", []).append((_names(one), described(one)))
+    for parameter in shown:
+        if parameter.param_type_name == "option":
+            rows = topics.setdefault(parameter.rich_help_panel or "Options", [])
+            rows.append((_names(parameter), described(parameter)))
     longest = max(len(name) for rows in topics.values() for name, _ in rows)
     for topic, rows in topics.items():
         lines += _section(topic, rows, width, longest)
-    commands = [f"  {one}" for one in examples(command)]
+    commands = [f"  {line}" for line in examples(command)]
     return "\n".join(
         [*lines, "Examples:" if len(commands) > 1 else "Example:", *commands] if commands else lines
     ).rstrip()
@@ -89,13 +90,13 @@ def _in_usage(argument: Any) -> str:
 
 
 def _names(option: Any) -> str:
-    """`-f, --follow`, `--[no-]recompute`, `--out FOLDER`."""
+    """Return an option's names and metavar: `-f, --follow`, `--[no-]recompute`, `--out FOLDER`."""
     names = [name.replace("--", "--[no-]") if option.secondary_opts else name for name in sorted(option.opts, key=len)]
     return f"{', '.join(names)} {option.metavar or ''}".rstrip()
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]], width: int, longest: int | None = None) -> list[str]:
-    """Names, and beside them what they are; nothing of no rows."""
+    """Return the lines of a section, names left and help right; no lines if there are no rows."""
     if not rows:
         return []
     names = min(NAMES, longest or max(len(name) for name, _ in rows))
@@ -110,30 +111,30 @@ def _section(title: str, rows: Sequence[tuple[str, str]], width: int, longest: i
 
 
 class Verb(TyperCommand):
-    """A command whose help is `page`."""
+    """A command whose help is formatted by `format_help_page`."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        one: Any
-        for one in self.params:
-            if not getattr(one, "is_flag", False):
-                kind = one.bare_type()
-                one.metavar = one.metavar or EXPECTED.get(one.name) or ("N" if "int" in kind else "NUMBER")
+        parameter: Any
+        for parameter in self.params:
+            if not getattr(parameter, "is_flag", False):
+                usual = "N" if "int" in parameter.bare_type() else "NUMBER"
+                parameter.metavar = parameter.metavar or EXPECTED.get(parameter.name) or usual
 
     def get_help(self, ctx: Any) -> str:
-        """Called for --help."""
+        """Return the text of --help; called by click."""
         return page(self, ctx)
 
 
 class Verbs(TyperGroup):
-    """A group of such commands."""
+    """A group of commands whose help is formatted by `format_help_page`."""
 
     def get_help(self, ctx: Any) -> str:
-        """Called for --help."""
+        """Return the text of --help; called by click."""
         return page(self, ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer's; without a verb it helps."""
+        """Parse as typer does; without a verb print the help and exit with status 2."""
         if not args and not self.invoke_without_command:
             print(page(self, ctx))
             ctx.exit(2)
@@ -141,12 +142,12 @@ class Verbs(TyperGroup):
 
 
 class App(typer.Typer):
-    """A typer whose commands are these."""
+    """A Typer app that uses `CliCommand` and `CliGroup`."""
 
     def __init__(self, **settings: Any) -> None:
         names = {"help_option_names": ["-h", "--help"]}
         super().__init__(cls=Verbs, rich_markup_mode=None, context_settings=names, **settings)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        """As typer's."""
+        """Register a command as typer does, with `CliCommand` as its class."""
         return super().command(name, cls=Verb, **settings)

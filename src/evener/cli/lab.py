@@ -1,4 +1,4 @@
-"""`evener lab`: hosts and links emulated on this machine, to try everything on before real machines see it."""
+"""`evener lab`: emulate hosts and links on this machine, to try runs before real hosts are used."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 app = App(help="Emulate hosts on this machine: each with its own network, hostname, processes, files and sshd.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-InLab = Annotated[str | None, typer.Option("--name", help="which lab, where several are up")]
+InLab = Annotated[str | None, typer.Option("--name", help="which lab, if several are up")]
 
 
 @app.command(epilog="evener lab up --hosts 2 --rate 1Gbit")
 def up(
     spec_file: Annotated[
-        Path | None, typer.Argument(metavar="LAB.toml", help="a lab as TOML; flags win over it, in every host")
+        Path | None, typer.Argument(metavar="LAB.toml", help="a lab as TOML; flags override it, for every host")
     ] = None,
     name: Annotated[str | None, typer.Option(help="its name [lab]")] = None,
-    hosts: Annotated[int | None, typer.Option(metavar="N", help="so many, called a, b, c … [2]")] = None,
-    names: Annotated[str | None, typer.Option(help="names of the hosts, with commas", metavar="NAME,…")] = None,
-    rate: Annotated[str | None, typer.Option(help="of each link, both ways: 1Gbit, 100Mbit [unlimited]")] = None,
-    rate_up: Annotated[str | None, typer.Option(help="what a host sends at most [--rate]")] = None,
-    rate_down: Annotated[str | None, typer.Option(help="what a host receives at most [--rate]")] = None,
+    hosts: Annotated[int | None, typer.Option(metavar="N", help="number of hosts, named a, b, c … [2]")] = None,
+    names: Annotated[str | None, typer.Option(help="names of the hosts, comma-separated", metavar="NAME,…")] = None,
+    rate: Annotated[str | None, typer.Option(help="of each link, both directions: 1Gbit, 100Mbit [unlimited]")] = None,
+    rate_up: Annotated[str | None, typer.Option(help="maximum rate at which a host sends [--rate]")] = None,
+    rate_down: Annotated[str | None, typer.Option(help="maximum rate at which a host receives [--rate]")] = None,
     mtu: Annotated[int | None, typer.Option(help="largest packet [1500]")] = None,
-    cpus: Annotated[float | None, typer.Option(help="processor time of a host [unlimited]")] = None,
+    cpus: Annotated[float | None, typer.Option(help="CPU quota of a host, in cores [unlimited]")] = None,
     cores: Annotated[str | None, typer.Option(help="cores that each host is pinned to: 0,1", metavar="N,N")] = None,
-    memory: Annotated[str | None, typer.Option(help="of a host at most: 2GB [unlimited]")] = None,
-    disk: Annotated[str | None, typer.Option(help="of a host, its home: 2GB [this machine's]")] = None,
-    interface: Annotated[str | None, typer.Option(help="name of its interface [eth0]")] = None,
+    memory: Annotated[str | None, typer.Option(help="memory limit of a host: 2GB [unlimited]")] = None,
+    disk: Annotated[str | None, typer.Option(help="size of a host's home: 2GB [this machine's]")] = None,
+    interface: Annotated[str | None, typer.Option(help="name of a host's interface [eth0]")] = None,
     more_interfaces: Annotated[
         str | None,
         typer.Option(help="also docker0 (a bridge), tun0 (an overlay), wlan0 …", metavar="NAME,…"),
@@ -48,20 +48,20 @@ def up(
     out: Annotated[Path, typer.Option(metavar="FILE", help="fleet file to write")] = Path("lab.toml"),
     as_json: AsJson = False,
 ) -> None:
-    """Make a lab, wait until every host takes ssh logins, and write its fleet file."""
+    """Make a lab, wait until every host accepts ssh logins, and write its fleet file."""
     from evener.core.errors import UsageError
     from evener.core.units import seconds
     from evener.lab.lab import Lab
     from evener.lab.spec import LabSpec, default_names, read_spec, with_values
 
     if (hosts is not None) + (names is not None) + (spec_file is not None) > 1:
-        raise UsageError("--hosts, --names and a TOML file each say which hosts there are", hint="give one of them")
+        raise UsageError("--hosts, --names and a TOML file each define the hosts", hint="give one of them")
     spec = read_spec(spec_file) if spec_file else LabSpec()
     if hosts is not None or names is not None:
-        listed = default_names(hosts) if hosts is not None else _words(names)
-        if len(set(listed)) < len(listed):
-            raise UsageError(f"--names {names}: a name stands there twice")
-        spec = LabSpec(name=spec.name, hosts=dict.fromkeys(listed, next(iter(spec.hosts.values()))))
+        host_names = default_names(hosts) if hosts is not None else _words(names)
+        if len(set(host_names)) < len(host_names):
+            raise UsageError(f"--names {names}: a name occurs twice")
+        spec = LabSpec(name=spec.name, hosts=dict.fromkeys(host_names, next(iter(spec.hosts.values()))))
     values = {
         "rate": rate, "rate_up": rate_up, "rate_down": rate_down, "mtu": mtu, "cpus": cpus, "memory": memory,
         "disk": disk, "interface": interface, "cores": _numbers(cores), "more_interfaces": _words(more_interfaces),
@@ -83,32 +83,32 @@ def up(
 
 @app.command(epilog="evener lab status")
 def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] = None, as_json: AsJson = False) -> None:
-    """Every lab of yours: which hosts it has, and whether they live."""
+    """List your labs with their hosts and whether these are alive."""
     from evener.cli.terminal import console, say, table
     from evener.lab import state
     from evener.lab.lab import Lab
 
     names = [name] if name is not None else state.lab_names()
-    labs = {one: Lab.find(one) if name or state.load(state.root() / one) else None for one in names}
+    labs = {key: Lab.find(key) if name or state.load(state.root() / key) else None for key in names}
     if as_json:
-        described = [_describe(lab) if lab else {"name": one, "state": "half made"} for one, lab in labs.items()]
+        described = [_describe(lab) if lab else {"name": key, "state": "half made"} for key, lab in labs.items()]
         print(json.dumps(described[0] if name is not None else {"labs": described}))
         return
     if not labs:
         print("no lab is up; `evener lab up` makes one", file=sys.stderr)
     screen = console()
-    for one, lab in labs.items():
+    for key, lab in labs.items():
         if lab is None:
-            say(screen, f"{one}: half made, or by another version of evener; `evener lab down {one}` cleans up")
+            say(screen, f"{key}: half made, or by another version of evener; `evener lab down {key}` cleans up")
             continue
         fleet = f", fleet file {lab.state.fleet_file}" if lab.state.fleet_file else ""
-        say(screen, f"{one}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
+        say(screen, f"{key}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
         rows = []
         for host in _describe(lab)["hosts"].values():
             limits = (_rate(host["up_bps"]), _rate(host["down_bps"]) + " policed" * host["policed"], host["mtu"],
                       host["cpus"] or "all", ",".join(map(str, host["cores"])) or "all")  # fmt: skip
-            lives = host["processes"] or host["state"]
-            rows.append((host["name"], host["address"], *map(str, limits), str(lives), str(host["pid"])))
+            processes = host["processes"] or host["state"]
+            rows.append((host["name"], host["address"], *map(str, limits), str(processes), str(host["pid"])))
         titles = ("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")
         table(screen, titles, rows, left=titles, spare=("pid", "mtu", "cores"))
 
@@ -119,15 +119,15 @@ def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] =
     epilog="evener lab exec a -- ip -brief address",
 )
 def exec_(
-    host: Annotated[str, typer.Argument(help="in which host")],
+    host: Annotated[str, typer.Argument(help="the host")],
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND …", help="the program and its arguments")],
     name: InLab = None,
 ) -> None:
-    """Run a program in a host, entering it directly. Its exit status is ours."""
+    """Run a program in a host, entered directly without ssh. Exits with the program's status."""
     from evener.lab.host import Host
     from evener.lab.lab import Lab
 
-    if command[0] == "--name" and len(command) > 2:  # behind the host, where everything is the program's
+    if command[0] == "--name" and len(command) > 2:  # given after the host, where flags belong to the program
         name, command = command[1], command[2:]
     inside: Host = Lab.find(name).host(host)
     inside.check_alive()
@@ -142,7 +142,7 @@ def exec_(
 def power_off(
     host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False
 ) -> None:
-    """Pull a host's plug: its processes end, and the others hear nothing. Its home stays."""
+    """Power a host off without warning: its processes end, and the others receive nothing. Its home stays."""
     from evener.lab.lab import Lab
 
     lab = Lab.find(name)
@@ -154,11 +154,11 @@ def power_off(
 
 @app.command(epilog="evener lab boot b")
 def boot(host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False) -> None:
-    """Switch a host on again, and wait until it takes ssh logins: same addresses, home, host key, limits and rates."""
+    """Boot a host again, and wait until it accepts ssh logins: same addresses, home, host key, limits and rates."""
     from evener.lab.lab import Lab
 
     Lab.find(name).host(host).boot()
-    print(json.dumps({"booted": host}) if as_json else f"{host} takes logins")
+    print(json.dumps({"booted": host}) if as_json else f"{host} accepts logins")
 
 
 @app.command(epilog="evener lab down")
@@ -167,7 +167,7 @@ def down(
     every: Annotated[bool, typer.Option("--all", help="every lab of yours")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """End a lab and remove every trace of it: processes, networks, cgroups, files. Twice does no harm."""
+    """End a lab and remove all of it: processes, networks, cgroups, files. Safe to repeat."""
     from evener.core.errors import UsageError
     from evener.lab import state
     from evener.lab.lab import take_down, usual
@@ -181,7 +181,7 @@ def down(
         names = [only] if only else []
     else:
         raise UsageError(f"which lab? {', '.join(labs)}", hint="evener lab down --all ends them all")
-    ended = [one for one in names if take_down(one)]
+    ended = [lab for lab in names if take_down(lab)]
     if as_json:
         print(json.dumps({"down": ended}))
     else:
@@ -193,7 +193,7 @@ app.command("chaos", epilog="evener lab chaos --list\nevener lab chaos --seed 1 
 
 
 def _describe(lab: Lab) -> dict[str, Any]:
-    """A lab as JSON."""
+    """Return a lab and its hosts as a JSON object."""
     return {
         "name": lab.name,
         "state": "up" if lab.is_alive() else "crashed",
@@ -229,4 +229,4 @@ def _numbers(text: str | None) -> list[int]:
     try:
         return [int(word) for word in _words(text)]
     except ValueError:
-        raise UsageError(f"--cores {text}: expected whole numbers with commas", hint="--cores 0,1") from None
+        raise UsageError(f"--cores {text}: expected comma-separated whole numbers", hint="--cores 0,1") from None

@@ -1,4 +1,4 @@
-"""How does a run that goes on look in a terminal? A bar and its figures; a line a host where one is unlike the others.
+"""Live display of a running job: a progress bar, its metrics, and a line for each host while hosts are imbalanced.
 
 ━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━  step 3412/10000  left 1 h 07 min
 loss 2.3451  validation 2.4407  12.3k tokens/s  communication 44%
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LEAST_BAR, MOST_BAR = 10, 60  # columns
-LEAST_HOST, MOST_HOST = 6, 24  # columns of a host's step
-MOST_HOSTS = 6  # lines of them; of more the slowest ones and the fastest
-# What a host does in a step: the figure's name, its colour, and marks that tell it from the others without colour.
+LEAST_HOST, MOST_HOST = 6, 24  # columns of a host's bar
+MOST_HOSTS = 6  # lines; of more hosts the slowest ones and the fastest
+# The phases of a host's step: name, colour, and marks that distinguish them without colour.
 PARTS = (("works", "cyan", "━", "="), ("sends", "yellow", "╍", "~"), ("waits", "magenta", "·", "."))
 
 
 @dataclass(frozen=True)
 class Now:
-    """How far a run is. Made by whoever follows it, and drawn by a thread of rich's: nothing of it changes."""
+    """The progress of a run at one moment. Immutable: rich draws it in another thread."""
 
-    share: float | None = None  # that is over; None: it has not begun
+    share: float | None = None  # done; None: not begun
     ends: str = "starting"
-    figures: tuple[tuple[str, str, str], ...] = ()  # what, how much, of which unit
+    figures: tuple[tuple[str, str, str], ...] = ()  # (name, value, unit)
 
     @staticmethod
     def of(progress: Progress, val_loss: float | None) -> Now:
-        """As it is now."""
+        """Make a snapshot of the progress."""
         if not progress.is_begun:
             return Now()
         left_s, share = progress.left_s, progress.communication
@@ -51,11 +51,11 @@ class Now:
 
 
 class Display:
-    """What rich draws again and again."""
+    """The renderable that rich redraws periodically."""
 
     def __init__(self) -> None:
         self.now = Now()
-        self.unlike: list[Pace] = []  # hosts, where one is unlike the others
+        self.unlike: list[Pace] = []  # slowest first; empty while hosts are balanced
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.progress_bar import ProgressBar
@@ -74,7 +74,7 @@ class Display:
         yield from self._hosts(width, ascii_only=options.ascii_only)
 
     def _hosts(self, width: int, *, ascii_only: bool) -> Iterator[Text]:
-        """The slowest first; a step's parts as marks, so many as it lasts beside the longest."""
+        """Yield a line per host, slowest first: its phases as bars in proportion to the longest step, and in words."""
         from rich.text import Text
 
         shown = self.unlike
@@ -85,22 +85,22 @@ class Display:
         names = max(len(pace.host) for pace in shown)
         longest_s = max(sum(_values(pace)) for pace in shown) or 1.0
         words = [_in_words(pace, is_last=number == 0) for number, pace in enumerate(shown)]
-        room = width - names - 4 - max(one.cell_len for one in words)
+        room = width - names - 4 - max(text.cell_len for text in words)
         bar = min(MOST_HOST, room) if room >= LEAST_HOST else 0
-        for pace, told in zip(shown, words, strict=True):
+        for pace, phases in zip(shown, words, strict=True):
             line, until_s, drawn = Text(f"{pace.host:{names}}  ", no_wrap=True, overflow="ellipsis"), 0.0, 0
             for (_, colour, mark, plain), value_s in zip(PARTS, _values(pace), strict=True):
                 until_s += value_s
                 num = round(bar * until_s / longest_s) - drawn
                 line.append((plain if ascii_only else mark) * num, colour)
                 drawn += num
-            yield line.append(" " * (bar - drawn + 2 if bar else 0)).append_text(told)
+            yield line.append(" " * (bar - drawn + 2 if bar else 0)).append_text(phases)
         if len(self.unlike) > len(shown):
             yield Text(f"and {len(self.unlike) - len(shown)} hosts between them", "dim")
 
 
 def _figures(figures: Sequence[tuple[str, str, str]], width: int) -> Text:
-    """In one line: where they do not fit, without what an evaluation told in a line of its own."""
+    """Return the metrics in one line; where they do not fit, without the validation loss, which has its own line."""
     from rich.text import Text
 
     def line(shown: Sequence[tuple[str, str, str]]) -> Text:
@@ -109,18 +109,18 @@ def _figures(figures: Sequence[tuple[str, str, str]], width: int) -> Text:
         return Text("  ").join(Text(" ").join(words) for words in each)
 
     whole = line(figures)
-    return whole if whole.cell_len <= width else line([one for one in figures if one[0] != "validation"])
+    return whole if whole.cell_len <= width else line([figure for figure in figures if figure[0] != "validation"])
 
 
 def _in_words(pace: Pace, *, is_last: bool) -> Text:
-    """The parts of a host's step; `is_last`: the one that the others wait for."""
+    """Return the phases of a host's step in words; `is_last`: the other hosts wait for this one."""
     from rich.text import Text
 
     known = [(f"{name} {seconds(value_s)}", colour) for (name, colour, *_), value_s in
              zip(PARTS, _values(pace), strict=True) if value_s > 0]  # fmt: skip
     if is_last:
         known = [*known[:2], ("the others wait", "bold")]
-    return Text(", ").join(Text(told, style) for told, style in known)
+    return Text(", ").join(Text(text, style) for text, style in known)
 
 
 def _values(pace: Pace) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""How are loggers told of a run while it is followed? Each by a process of its own that reads the run's files."""
+"""Feed experiment loggers while a run is followed: one process per logger, which reads the run's files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from evener.core.step import StepRecord
     from evener.launch.follow import Observer
 
-NOTED_S = 2.0  # after which a logger that has not heard all is worth a word
-PATIENCE_S = 60.0  # it goes on by itself, but whoever reads on finds it unfinished
+NOTED_S = 2.0  # after this, print which loggers have not received all steps
+PATIENCE_S = 60.0  # after this, leave a slow logger to finish in the background
 
 
 def chosen(given: Sequence[str] | None, rundir: RunDir | None) -> list[str]:
-    """The loggers asked for; of a run that is resumed those that were told of it before."""
+    """Return the requested loggers; for a resumed run without a request those that it had before."""
     from evener.cli import fleets
     from evener.core.errors import UsageError
     from evener.report.feed import remembered
@@ -38,7 +38,10 @@ def chosen(given: Sequence[str] | None, rundir: RunDir | None) -> list[str]:
 
 @contextlib.contextmanager
 def fed(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Observer], Observer]]:
-    """Gives an observer that has these loggers told of the run from its first news on, until this is left."""
+    """Yield a wrapper for observers: at the first update it starts a process for each logger.
+
+    At exit the loggers receive the remaining steps.
+    """
     from evener.report.feed import remember
 
     feeders: dict[str, subprocess.Popen[bytes]] = {}
@@ -51,12 +54,12 @@ def fed(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Observer], O
                 _tell_broken(rundir, name)
 
     def observing(observe: Observer) -> Observer:
-        def also(news: StepRecord | dict[str, Any]) -> None:
+        def also(update: StepRecord | dict[str, Any]) -> None:
             if names and not feeders:
                 remember(rundir, list(names))
                 feeders.update((name, _start(rundir, name)) for name in names)
             look()
-            observe(news)
+            observe(update)
 
         return also
 
@@ -64,7 +67,7 @@ def fed(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Observer], O
         yield observing
     except BaseException:
         for feeder in feeders.values():
-            _let_go(feeder)  # it tells what there is, and ends
+            _let_go(feeder)  # it sends the remaining steps, and exits
         raise
     for feeder in feeders.values():
         _let_go(feeder)
@@ -73,18 +76,18 @@ def fed(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Observer], O
 
 
 def leave(rundir: RunDir, names: Sequence[str]) -> None:
-    """Of a run that nobody follows: who follows it next tells them."""
+    """Remember the loggers of a detached run, and print how they receive its steps."""
     from evener.cli import fleets
     from evener.report.feed import remember
 
     remember(rundir, list(names))
     if names:
-        fleets.say(f"{', '.join(names)}: told by whoever follows the run, or at its end: "
+        fleets.say(f"{', '.join(names)}: fed while the run is followed, or at its end: "
                    f"evener report {rundir} --log {','.join(names)}")  # fmt: skip
 
 
 def _start(rundir: RunDir, name: str) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C is for the run, and a terminal that is closed ends only its input."""
+    """Start a feeder in its own session: Ctrl-C does not reach it, and closing the terminal only ends its input."""
     with (rundir.path / "loggers" / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "evener.report.feed", str(rundir.path), name],
@@ -98,11 +101,11 @@ def _let_go(feeder: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(feeders: dict[str, subprocess.Popen[bytes]]) -> None:
-    """Until all have told the rest, with a word about those that take long."""
+    """Wait until all feeders have sent the rest, at most `LOGGER_TIMEOUT_S`; print which of them are late."""
     from evener.cli import fleets
 
     began = time.monotonic()
-    for patience_s, told in ((NOTED_S, "is told the rest"), (PATIENCE_S, "goes on by itself until it was told all")):
+    for patience_s, text in ((NOTED_S, "sending the rest"), (PATIENCE_S, "continues to send in the background")):
         late = []
         for name, feeder in feeders.items():
             try:
@@ -110,7 +113,7 @@ def _wait(feeders: dict[str, subprocess.Popen[bytes]]) -> None:
             except subprocess.TimeoutExpired:
                 late.append(name)
         if late:
-            fleets.say(f"{', '.join(late)}: {told}")
+            fleets.say(f"{', '.join(late)}: {text}")
 
 
 def _tell_broken(rundir: RunDir, name: str) -> None:
@@ -120,27 +123,27 @@ def _tell_broken(rundir: RunDir, name: str) -> None:
     log = rundir.path / "loggers" / f"{name}.log"
     lines = [line.strip() for line in read_file(log).decode(errors="replace").splitlines() if line.strip()]
     fleets.say(f"warning: {name}: {lines[-1] if lines else 'it ended'}; the run goes on without it\n"
-               f"hint:  {log} says more; evener report {rundir} --log {name} tells it the rest")  # fmt: skip
+               f"hint:  {log} has its output; evener report {rundir} --log {name} sends it the rest")  # fmt: skip
 
 
 def tell_now(rundir: RunDir, names: Sequence[str]) -> None:
-    """Tell loggers what they were not told of a run yet; RunError where one cannot hear it."""
+    """Send loggers the steps of a run that they do not have yet; raise RunError if one fails."""
     from evener.cli import fleets
     from evener.core.errors import EvenerError, RunError
     from evener.core.units import plural
     from evener.report.feed import feed, told_of
 
-    rundir.manifest()  # what is no run is refused before anything is written there
+    rundir.manifest()  # raises before anything is written if this is no run
     for name in names:
         try:
             steps = feed(rundir, name)
         except EvenerError:
             raise
-        except Exception as error:  # whatever the package of somebody else raises
+        except Exception as error:  # third-party packages raise anything
             why = str(error).strip().splitlines() or [type(error).__name__]
-            hint = f"once that is mended, the same command tells it the rest: evener report {rundir} --log {name}"
+            hint = f"once that is fixed, the same command sends it the rest: evener report {rundir} --log {name}"
             raise RunError(f"{name}: {why[0]}", hint=hint) from None
         if steps is None:
-            fleets.say(f"{name}: whoever follows {rundir} is telling it")
+            fleets.say(f"{name}: another process that follows {rundir} feeds it")
         else:
-            fleets.say(f"{name}: told {plural(steps, 'step')} of {rundir}, {told_of(rundir, name).steps} in all")
+            fleets.say(f"{name}: sent {plural(steps, 'step')} of {rundir}, {told_of(rundir, name).steps} in all")

@@ -1,4 +1,4 @@
-"""evener logs: what did the ranks print?"""
+"""evener logs: print the output of the ranks, once or as it arrives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ EXAMPLES = "evener logs -f runs/mine --host attic"
 
 def logs(
     run: str = typer.Argument(..., help="run directory, or a run's id"),
-    follow: bool = typer.Option(False, "--follow", "-f", help="go on as lines come; Ctrl-C leaves the run alone"),
+    follow: bool = typer.Option(False, "--follow", "-f", help="print new lines as they arrive; Ctrl-C ends only this"),
     host: list[str] | None = typer.Option(None, help="only this host; may be given again"),
     rank: list[int] | None = typer.Option(None, help="only this rank; may be given again"),
     as_json: bool = typer.Option(False, "--json", help="print a JSON object for each line"),
 ) -> int:
-    """Print what the ranks and launchers of a run printed: time, rank, host, line."""
+    """Print the output of a run's ranks and launchers: time, rank, host, line."""
     from evener.cli import fleets, loggers
     from evener.cli import follow as follow_cli
     from evener.core.errors import UsageError, did_you_mean
@@ -30,7 +30,7 @@ def logs(
 
     rundir = RunDir(fleets.find_run(run))
     plan = read_plan(rundir)
-    names = [one.name for one in plan.hosts]
+    names = [member.name for member in plan.hosts]
     for name in host or []:
         if name not in names:
             raise UsageError(f"--host {name}: not a host of this run", hint=did_you_mean(name, names))
@@ -45,15 +45,15 @@ def logs(
 
     if not follow:
         for error in launcher.catch_up(rundir, plan).values():
-            fleets.say(f"warning: {error}; what came home before is printed")
+            fleets.say(f"warning: {error}; printing what arrived before")
         show()
         if fleets.weights(rundir, plan)["newer_checkpoint"]:
             fleets.tell_weights(rundir, plan)
         return 0
     try:
         with loggers.fed(rundir, loggers.chosen(None, rundir)) as feeding:
-            tell = feeding(follow_cli.tell_trouble)
-            follow_run(rundir, plan, tell, fleets.on_lost, show_all, say=fleets.say)
+            observe = feeding(follow_cli.tell_trouble)
+            follow_run(rundir, plan, observe, fleets.on_lost, show_all, say=fleets.say)
     except KeyboardInterrupt:
         fleets.left_alone(rundir)
         return 130

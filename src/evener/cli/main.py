@@ -1,4 +1,4 @@
-"""Which verbs are there? Each lives in a file of its own and imports its layer when it is called."""
+"""The `evener` command: registers all verbs and prints errors. Verbs import their layers only when called."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """The `evener` command. A mistake that its user can mend costs one line and a hint, never a traceback."""
+    """Run the `evener` command; print an error that the user can fix as one line and a hint, never as a traceback."""
     try:
         status = app(standalone_mode=False, prog_name="evener")
     except EvenerError as error:
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _in_our_words(message: str) -> str:
-    """What typer says of a flag, shorter.
+    """Shorten typer's message about a flag.
 
     >>> _in_our_words("Invalid value for '--port': Input should be less than or equal to 65535")
     '--port: expected at most 65535'

@@ -1,4 +1,4 @@
-"""evener plan: what will it cost, which way is best, is it worth it? Its flags are those of `train`, and a few more."""
+"""evener plan: predict step time, cost and the best sync strategy. Its flags are those of `train`, and a few more."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ EXAMPLES = (
     "evener plan --from runs/mine --link 100Mbit"
 )
 
-SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML, as for train; flags win over it")
-OF_WHAT: dict[str, tuple[Any, Any]] = {  # by parameter: its flag and its type
-    "fleet": (typer.Option(None, "--fleet", metavar="FILE", help="hosts, and what probe measured [fleet.toml if here]"),
+SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML, as for train; flags override it")
+OF_WHAT: dict[str, tuple[Any, Any]] = {  # parameter: (flag, type)
+    "fleet": (typer.Option(None, "--fleet", metavar="FILE", help="hosts and their measured rates [fleet.toml if here]"),
               str | None),
-    "hosts": (typer.Option(None, "--hosts", metavar="NAME,…", help="these hosts alone [all]"), str | None),
+    "hosts": (typer.Option(None, "--hosts", metavar="NAME,…", help="only these hosts [all]"), str | None),
     "link": (typer.Option(None, "--link", metavar="LINK", help="between machines: 1GbE, 8x400Gbit, 117MB/s, wan, "
                           "wifi:200Mbit; with ping's round trip: 1Gbit,5ms"), str | None),
     "params": (typer.Option(None, "--params", metavar="SIZE",
-                            help="a model of so many parameters, 350M or 72b, instead of --model"), str | None),
-    "source_run": (typer.Option(None, "--from", metavar="RUN", help="what a run measured instead of probes; with "
-                                "--fleet it is written there"), str | None),
+                            help="a model of this many parameters, 350M or 72b, instead of --model"), str | None),
+    "source_run": (typer.Option(None, "--from", metavar="RUN", help="what a run measured, instead of probes; "
+                                "with --fleet also written to that file"), str | None),
 }  # fmt: skip
-MACHINES: dict[str, tuple[Any, Any]] = {  # that nobody has yet: question.Words
-    "nodes": (typer.Option(None, "--nodes", min=1, max=4096, help="no fleet: so many machines"), int | None),
+MACHINES: dict[str, tuple[Any, Any]] = {  # hypothetical machines: question.Words
+    "nodes": (typer.Option(None, "--nodes", min=1, max=4096, help="no fleet: number of machines"), int | None),
     "rates": (typer.Option(None, "--compute-tokens-per-s", metavar="RATE,…", help="no fleet: tokens/s that one rank (a "
                            "GPU or a processor) trains alone; or a list"), str | None),
     "gpus": (typer.Option(None, "--gpu", metavar="NAME,…", help="no fleet: hardware by name, for all machines or for "
@@ -40,40 +40,40 @@ MACHINES: dict[str, tuple[Any, Any]] = {  # that nobody has yet: question.Words
                                "[as --gpu has it, else pcie]"), str | None),
     "watts": (typer.Option(None, "--watts", min=0.001, max=1e9, help="no fleet: of a machine while it trains [that of "
                            "--gpu]"), float | None),
-    "price_per_h": (typer.Option(None, "--price-per-h", min=0.0, max=1e9, help="no fleet: of a machine, in any money"),
+    "price_per_h": (typer.Option(None, "--price-per-h", min=0.0, max=1e9, help="no fleet: of a machine; any currency"),
                     float | None),
 }  # fmt: skip
 BILL: dict[str, tuple[Any, Any]] = {
-    "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="how long until so many tokens: 2.5B [those of "
-                            "--steps]"), str | None),
+    "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="time and cost for this number of tokens: 2.5B "
+                            "[those of --steps]"), str | None),
     "price_per_kwh": (typer.Option(None, "--price-per-kwh", min=0.0, max=1e6, help="of electricity [the fleet's "
                                    "price_per_kwh]"), float | None),
-    "rent": (typer.Option(None, "--rent", metavar="OFFER,…", help="beside it, rented machines and what they cost an "
-                          "hour: 1xh100@2.5,8xh100@20"), str | None),
+    "rent": (typer.Option(None, "--rent", metavar="OFFER,…", help="also compare rented machines, with their "
+                          "price per hour: 1xh100@2.5,8xh100@20"), str | None),
 }  # fmt: skip
 SCALE = typer.Option(None, "--scale", metavar="RANKS,…",
-                     help="no fleet: simulate so many ranks: 1,2,4,…,4096; --batch is then of one rank")  # fmt: skip
+                     help="no fleet: simulate this many ranks: 1,2,4,…,4096; --batch is then per rank")  # fmt: skip
 OF_SCALE: dict[str, tuple[Any, Any]] = {
     "strong": (typer.Option(False, "--strong", help="--scale: --batch is shared by all ranks instead"), bool),
     "jitter": (typer.Option(None, "--jitter", min=0.0, max=300.0, help="--scale: percent by which a rank's compute "
                             "time varies from step to step [2]"), float | None),
-    "slow": (typer.Option(None, "--slow", metavar="SHARE:FACTOR", help="--scale: so many of the ranks are always "
-                          "slower: 0.01:1.5 [none]"), str | None),
-    "mtbf_days": (typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: days between two failures of a "
+    "slow": (typer.Option(None, "--slow", metavar="SHARE:FACTOR", help="--scale: a fraction of the ranks that is "
+                          "always slower by this factor: 0.01:1.5 [none]"), str | None),
+    "mtbf_days": (typer.Option(None, "--mtbf-days", min=0.001, max=1e6, help="--scale: mean days between failures of a "
                                "node [300]"), float | None),
-    "draw": (typer.Option(None, "--draw", metavar="FOLDER", help="--scale: two pictures of it"), str | None),
+    "draw": (typer.Option(None, "--draw", metavar="FOLDER", help="--scale: write two pictures here"), str | None),
 }  # fmt: skip
 AS_JSON = typer.Option(False, "--json", help="print one JSON object")
 NOT_OF_SCALE = ("nodes", "hosts", "watts", "price_per_h", *BILL)
-WITHOUT_MACHINES = ("ranks", "threads")  # of train's flags, those that say nothing of machines that nobody has
+WITHOUT_MACHINES = ("ranks", "threads")  # flags of train without meaning for hypothetical machines
 
 
 def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[str, Any]) -> int:
-    """Say before a run what a step will cost, which way is best, and whether each machine earns its place.
+    """Predict step time and cost before a run, the best sync strategy, and whether each machine is worth including.
 
-    From what `evener probe` measured, or from a few words (--nodes, --gpu, --link, --compute-tokens-per-s). Nothing is
-    started and nobody is asked: it answers at once. The flags below are those of `train`: the same ones say the same.
-    Of mixtures of experts, fp8 and optimizer states in bf16 it knows nothing.
+    From what `evener probe` measured, or from a short description (--nodes, --gpu, --link, --compute-tokens-per-s).
+    Answers at once: starts nothing and contacts no host. The flags below mean the same as those of `train`. Mixtures of
+    experts, fp8 and optimizer states in bf16 are not supported.
     """
     import json
     from pathlib import Path
@@ -88,39 +88,39 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
         {name: values.pop(name) for name in group} for group in (OF_WHAT, MACHINES, BILL, OF_SCALE)
     )
     texts = given(values)
-    said = [_flag(MACHINES, name) for name, value in machines.items() if value is not None]
-    said += ["--scale"] if scale is not None else []
+    given_machines = [_flag(MACHINES, name) for name, value in machines.items() if value is not None]
+    given_machines += ["--scale"] if scale is not None else []
     fleet, source_run = of_what["fleet"], of_what["source_run"]
-    if said and (fleet or source_run):
-        raise UsageError(f"{said[0]} describes machines; so does {'--fleet' if fleet else '--from'}",
+    if given_machines and (fleet or source_run):
+        raise UsageError(f"{given_machines[0]} describes machines; so does {'--fleet' if fleet else '--from'}",
                          hint="one of them")  # fmt: skip
     if of_what["params"] is not None and ("model" in texts or source_run):
         raise UsageError(f"--params {of_what['params']}: {'--from' if source_run else '--model'} says what is trained",
                          hint="one of them")  # fmt: skip
     _check_scale(scale, of_scale, machines | {"hosts": of_what["hosts"]} | of_bill, texts)
     if source_run is not None:
-        asked = planned.of_run(source_run, texts, of_what["link"], fleet)
+        request = planned.of_run(source_run, texts, of_what["link"], fleet)
     else:
         spec = make_spec(Path(spec_file) if spec_file else None, texts)
         useless = [f"--{name}" for name in WITHOUT_MACHINES if name in texts]
-        if said and useless:
-            raise UsageError(f"{useless[0]}: of machines that nobody has only their rates are known",
-                             hint="--per-node says how many ranks each has")  # fmt: skip
-        if said:
+        if given_machines and useless:
+            raise UsageError(f"{useless[0]}: not for machines that are only described",
+                             hint="--per-node sets the ranks of each")  # fmt: skip
+        if given_machines:
             machines |= {"nodes": 2} if scale is not None else {}
-            asked = planned.of_words(machines, of_what, spec, "data" in texts)
+            request = planned.of_words(machines, of_what, spec, "data" in texts)
         else:
-            asked = planned.of_fleet(of_what, spec, "data" in texts)
+            request = planned.of_fleet(of_what, spec, "data" in texts)
         if scale is not None:
             from evener.cli import scaled
 
-            return scaled.tell(asked, scale, **of_scale, as_json=as_json)
-    found = answer(asked)
-    beside = planned.beside(found, asked, **of_bill)
+            return scaled.tell(request, scale, **of_scale, as_json=as_json)
+    prediction = answer(request)
+    extras = planned.beside(prediction, request, **of_bill)
     if as_json:
-        print(json.dumps(planned.as_json(found, asked, beside), allow_nan=False))
+        print(json.dumps(planned.as_json(prediction, request, extras), allow_nan=False))
     else:
-        planned.tell(found, asked, beside)
+        planned.tell(prediction, request, extras)
     return 0
 
 
@@ -133,12 +133,12 @@ def _check_scale(scale: str | None, of_scale: dict[str, Any], others: dict[str, 
 
     stray = [_flag(OF_SCALE, name) for name, value in of_scale.items() if value not in (None, False)]
     if scale is None and stray:
-        raise UsageError(f"{stray[0]}: only --scale has a use for it", hint="--scale 1,2,4,…,4096")
+        raise UsageError(f"{stray[0]}: only with --scale", hint="--scale 1,2,4,…,4096")
     useless = [_flag({**MACHINES, **OF_WHAT, **BILL}, name) for name in NOT_OF_SCALE if others[name] is not None]
     useless += ["--sync"] if "sync" in texts else []
     if scale is not None and useless:
-        raise UsageError(f"--scale counts ranks of plain ddp: {useless[0]} has no place beside it",
-                         hint="--per-node says how many ranks a machine has")  # fmt: skip
+        raise UsageError(f"--scale simulates ranks of plain ddp: it excludes {useless[0]}",
+                         hint="--per-node sets the ranks of a machine")  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:

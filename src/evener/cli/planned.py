@@ -1,4 +1,4 @@
-"""How does the answer of `plan` look on a terminal, and which files are its question about?"""
+"""Load the request of `plan` from files and flags, and print its prediction."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from evener.core.corpus import Corpus
 
 LEGEND = (
-    "exposed: communication that computing does not hide. ×: tokens/s beside the fastest host alone. sends: by one "
-    "rank, of a step. loss: beside ddp; ?: not measured."
+    "exposed: communication not hidden by computation. ×: speedup over the fastest host alone. sends: bytes of a rank "
+    "per step. loss: change compared with ddp; ?: not measured."
 )
-MOST_HOSTS = 16  # that are listed one by one
+MOST_HOSTS = 16  # listed one by one
 
 
-# --- the files that a question is about -------------------------------------------------------------------------------
+# --- the request ------------------------------------------------------------------------------------------------------
 
 
 def of_fleet(of_what: Mapping[str, Any], spec: RunSpec, names_data: bool) -> Question:
-    """What was measured, in the fleet's file."""
+    """Make a request about the hosts of a fleet file and their measured rates."""
     from evener.cli.fleets import fleet_path
 
     path = fleet_path(of_what["fleet"])
@@ -50,72 +50,72 @@ def of_fleet(of_what: Mapping[str, Any], spec: RunSpec, names_data: bool) -> Que
         )
     corpus = corpus_of(spec)
     fleet = only(load_fleet(path), of_what["hosts"])
-    asked = question.of_fleet(fleet, spec, corpus, of_what["link"], path, of_what["params"])
-    return without_data(asked) if corpus is None and names_data else asked
+    request = question.of_fleet(fleet, spec, corpus, of_what["link"], path, of_what["params"])
+    return without_data(request) if corpus is None and names_data else request
 
 
 def of_words(machines: Mapping[str, Any], of_what: Mapping[str, Any], spec: RunSpec, names_data: bool) -> Question:
-    """Machines that nobody has yet."""
+    """Make a request about hypothetical machines that flags describe."""
     corpus = corpus_of(spec) if names_data else None
     words = question.Words(**{**machines, "per_node": machines["per_node"] or 1}, link=of_what["link"])
-    asked = question.chosen_hosts(question.of_words(words, spec, corpus, of_what["params"]), of_what["hosts"])
-    return without_data(asked) if corpus is None and names_data else asked
+    request = question.chosen_hosts(question.of_words(words, spec, corpus, of_what["params"]), of_what["hosts"])
+    return without_data(request) if corpus is None and names_data else request
 
 
 def without_data(asked: Question) -> Question:
-    """What it means that the corpus is not here."""
+    """Add to the request the assumption that replaces a missing corpus."""
     spec = asked.job.spec
-    told = f"{spec.data.data} is not here: the vocabulary is {spec.model.model}'s own"
-    return msgspec.structs.replace(asked, cluster=assuming(asked.cluster, [told]))
+    assumption = f"{spec.data.data} is not here: the vocabulary is {spec.model.model}'s default"
+    return msgspec.structs.replace(asked, cluster=assuming(asked.cluster, [assumption]))
 
 
 def of_run(run: str, texts: dict[str, str], link: str | None, fleet: str | None) -> Question:
-    """A run's own records; the flags change what it trained. They go into the fleet's file if one is given."""
+    """Make a request from a run's records, with the flags applied; write its rates to the fleet file if given."""
     from evener.core.plan import read_prediction
     from evener.core.rundir import RunDir
 
     rundir = RunDir(run)
     manifest = rundir.manifest()
     records = [rundir.records(member.rank) for member in manifest.roster.members]
-    asked = question.of_run(run, manifest, records, read_prediction(rundir))
+    request = question.of_run(run, manifest, records, read_prediction(rundir))
     if fleet is not None:
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        rates, links = question.figures(asked, load_fleet(fleet), fleet, measured=now)
+        rates, links = question.figures(request, load_fleet(fleet), fleet, measured=now)
         update_fleet(fleet, rates=rates, links=links)
-        told = f"written to [rates] and [links] of {fleet}"
-        asked = msgspec.structs.replace(asked, changes=[*asked.changes, told])
-    return question.changed(asked, texts, link)
+        change = f"written to [rates] and [links] of {fleet}"
+        request = msgspec.structs.replace(request, changes=[*request.changes, change])
+    return question.changed(request, texts, link)
 
 
 def corpus_of(spec: RunSpec) -> Corpus | None:
-    """What it trains on, where that is here."""
+    """Load the corpus of a spec; None if it is not on this machine."""
     from evener.core.corpus import load_corpus
 
     path = Path(spec.data.data)
     return load_corpus(path) if path.exists() else None
 
 
-# --- the answer -------------------------------------------------------------------------------------------------------
+# --- the prediction ---------------------------------------------------------------------------------------------------
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said beside the prediction itself."""
+    """What is printed in addition to the prediction."""
 
-    links: list[Fabric]  # what other links would bring
+    links: list[Fabric]  # predictions for other links
     advice: list[Advice]
     bills: list[Bill]
 
 
 def beside(found: Prediction, asked: Question, tokens: str | None, price_per_kwh: float | None,
            rent: str | None) -> Told:  # fmt: skip
-    """All of it: links, advice, and what it costs until so many tokens are trained."""
+    """Compute predictions for other links, advice, and the cost of training the given number of tokens."""
     links = OverLinks(found.job, found.cluster) if len(found.cluster.names) > 1 else None
     bills = _bills_of(found, asked, tokens, price_per_kwh, rent)
     return Told(links=links.named if links else [], advice=advice_of(found, links), bills=bills)
 
 
 def as_json(found: Prediction, asked: Question, beside: Told) -> dict[str, Any]:
-    """What --json prints."""
+    """Return the JSON object of --json."""
     options = [
         msgspec.to_builtins(option)
         | {
@@ -125,7 +125,7 @@ def as_json(found: Prediction, asked: Question, beside: Told) -> dict[str, Any]:
         }
         for option in found.options
     ]
-    told = {
+    result = {
         "verdict": found.verdict,
         "recommended": found.recommended,
         "chosen": found.chosen,
@@ -138,28 +138,28 @@ def as_json(found: Prediction, asked: Question, beside: Told) -> dict[str, Any]:
         "cluster": msgspec.to_builtins(found.cluster),
     }
     if asked.asks_fabrics:
-        told["fabrics"] = [
+        result["fabrics"] = [
             {"link": one.link, "payload_Bps": one.payload_Bps, "hosts": one.best.roster.hosts,
              "all_reduce_s": one.best.ranks[0].sync_s, "step_s": one.best.step_s, "tokens_per_s": one.best.tokens_per_s,
              "bf16_all_reduce_s": in_bf16(found.job, found.cluster, one).ranks[0].sync_s}
             for one in beside.links
         ]  # fmt: skip
-    return told
+    return result
 
 
 def _bills_of(found: Prediction, asked: Question, tokens: str | None, price_per_kwh: float | None,
               rent: str | None) -> list[Bill]:  # fmt: skip
-    """What is recommended, the fastest host alone beside it, and what could be rented."""
+    """Return time and cost of the recommended option, of the fastest host alone, and of rented machines."""
     spec, offers = found.job.spec, parse_offers(rent) if rent is not None else []
     until = tokens_of(spec, found.job, tokens)
     price = asked.price_per_kwh if price_per_kwh is None else price_per_kwh
-    told = []
+    bills = []
     if found.recommended:
         best = found.option(found.recommended)
-        told.append(bill(best, found.cluster, until, price))
+        bills.append(bill(best, found.cluster, until, price))
         alone = best_alone(found.job, found.cluster)
         if alone is not None and len(best.roster.hosts) > 1:
-            told.append(bill(alone, found.cluster, until, price))
+            bills.append(bill(alone, found.cluster, until, price))
     for offer in offers:
         where = f"rented: {offer}"
         try:
@@ -168,16 +168,16 @@ def _bills_of(found: Prediction, asked: Question, tokens: str | None, price_per_
         except UsageError as error:
             why_not = f"{error}"
         if why_not:
-            told.append(Bill(where=where, tokens=until, tokens_per_s=0.0, hours=None, spread=0.0, kwh=None, money=None,
+            bills.append(Bill(where=where, tokens=until, tokens_per_s=0.0, hours=None, spread=0.0, kwh=None, money=None,
                              why_not=why_not))  # fmt: skip
         else:
             option = answered.option(answered.recommended)
-            told.append(bill(option, answered.cluster, until, None, where=where))
-    return told
+            bills.append(bill(option, answered.cluster, until, None, where=where))
+    return bills
 
 
 def tell(found: Prediction, asked: Question, beside: Told) -> None:
-    """The verdict, the ways side by side, where a step goes, and what is not known."""
+    """Print the verdict, the options side by side, where a step's time goes, and what was assumed."""
     screen = console()
     shape, roster = found.job.shape, found.option(found.chosen).roster
     say(screen, found.verdict, style="bold")
@@ -211,7 +211,7 @@ def tell(found: Prediction, asked: Question, beside: Told) -> None:
 
 
 def _bills(screen: Console, bills: Sequence[Bill]) -> None:
-    """How long it takes, and what that costs."""
+    """Print how long the training takes and what it costs."""
     if not bills:
         return
     if len(bills) == 1 and bills[0].money is None and bills[0].kwh is None:
@@ -230,7 +230,7 @@ def _bills(screen: Console, bills: Sequence[Bill]) -> None:
         for one in bills
     ]
     until = count(bills[0].tokens)
-    say(screen, f"until so many tokens are trained: {until}; ?: watts or prices that nobody told", style="dim")
+    say(screen, f"to train {until} tokens; ?: watts or price not given", style="dim")
     table(screen, ("where", "tokens/s", "time", "", "kWh", "money"), rows, spare=("tokens/s",))
     for one in bills:
         if one.why_not:
@@ -239,7 +239,7 @@ def _bills(screen: Console, bills: Sequence[Bill]) -> None:
 
 
 def _short(value: float | None) -> str:
-    """Seconds in a narrow column.
+    """Format seconds for a narrow column.
 
     >>> _short(0.0), _short(0.0125), _short(18.79), _short(86.4), _short(None)
     ('–', '12.5 ms', '18.8 s', '86.4 s', '?')
@@ -254,7 +254,7 @@ def _short(value: float | None) -> str:
 
 
 def _rate(tokens_per_s: float) -> str:
-    """With three digits, so that near ones can be told apart.
+    """Format tokens/s with three digits, so that similar rates can be distinguished.
 
     >>> _rate(57.04), _rate(466.2), _rate(1617.0), _rate(566_900_000.0)
     ('57.0', '466', '1.62k', '567M')
@@ -266,14 +266,14 @@ def _rate(tokens_per_s: float) -> str:
 
 
 def _in_order(found: Prediction) -> list[Option]:
-    """The recommended one, what train can run, the rest; the fastest first."""
+    """Sort options: the recommended one, those that train can run, the rest; each group fastest first."""
     return sorted(
         found.options, key=lambda option: (option.name != found.recommended, not option.is_built, -option.tokens_per_s)
     )
 
 
 def _speeds(screen: Console, found: Prediction) -> None:
-    """The step of each way, as its slowest rank sees it: that one waits for nobody."""
+    """Print the step time of each option and its parts on the slowest rank, which never waits."""
     rows = []
     for option in _in_order(found):
         cost = option.slowest.cost
@@ -283,12 +283,12 @@ def _speeds(screen: Console, found: Prediction) -> None:
             _rate(option.tokens_per_s),
             f"{option.speedup_vs_best_host:.2f}" if option.speedup_vs_best_host else "–",
         ])  # fmt: skip
-    titles = ("way", "step", "compute", "exposed", "update", "tokens/s", "×")
+    titles = ("strategy", "step", "compute", "exposed", "update", "tokens/s", "×")
     table(screen, titles, rows, spare=("update", "compute", "exposed"), bold=0 if found.recommended else None)
 
 
 def _hosts(screen: Console, found: Prediction) -> None:
-    """The chosen option host by host: the last rank of each, which are equal."""
+    """Print the chosen option per host, by the last rank of each host: ranks of a host are equal."""
     option = found.option(found.chosen)
     known = {name: host.bound_by for name, host in found.cluster.hosts.items() if host.bound_by}
     rows = []
@@ -310,7 +310,7 @@ def _hosts(screen: Console, found: Prediction) -> None:
 
 
 def _prices(screen: Console, found: Prediction) -> None:
-    """What each way costs in bytes, memory and loss, and why it is not recommended."""
+    """Print bytes, memory and loss of each option, and why it is not recommended."""
     rows = []
     for option in _in_order(found):
         penalty = option.loss_penalty
@@ -321,12 +321,12 @@ def _prices(screen: Console, found: Prediction) -> None:
             "same" if option.is_exact else "?" if penalty is None else f"{penalty:+.1%}".replace("-", "−"),
             option.rejected_because or "← recommended",
         ])  # fmt: skip
-    titles = ("way", "sends", "memory", "loss", "why not")
+    titles = ("strategy", "sends", "memory", "loss", "why not")
     table(screen, titles, rows, text=True, spare=("memory", "sends"), bold=0 if found.recommended else None)
 
 
 def _fabric_table(screen: Console, found: Prediction, links: Sequence[Fabric]) -> None:
-    """The best that several hosts do over faster and slower links, beside the best one alone."""
+    """Print the best multi-host option over faster and slower links, and its speedup over the best host alone."""
     alone = best_alone(found.job, found.cluster)
     rows = []
     for one in links:
@@ -344,5 +344,5 @@ def _fabric_table(screen: Console, found: Prediction, links: Sequence[Fabric]) -
         ])  # fmt: skip
     titles = ("link", "hosts", "exchange", "16 bit", "÷ computing", "step", "tokens/s", "×")
     sync = found.option(found.chosen).roster.sync
-    say(screen, f"{sync} over other links, on the hosts that do best; 16 bit: with --sync bf16", style="dim")
+    say(screen, f"{sync} over other links, on the best set of hosts; 16 bit: with --sync bf16", style="dim")
     table(screen, titles, rows, spare=("16 bit", "hosts", "exchange"))

@@ -1,4 +1,4 @@
-"""`evener probe`: how fast are machines, links, and collectives beside the raw wire?"""
+"""`evener probe`: measure hosts, links, and collectives relative to the raw link."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 def say(text: str) -> None:
-    """What is being done, on stderr."""
+    """Print a status line on stderr."""
     say_on(console(stderr=True), text)
 
 
@@ -43,15 +43,15 @@ def say(text: str) -> None:
 def wire(
     fleet: FleetFile = None,
     seconds: Annotated[float, typer.Option(min=0.5, max=60, help="of each measurement, after slow start")] = 2.0,
-    no_iperf3: Annotated[bool, typer.Option("--no-iperf3", help="leave out iperf3, where both ends have it")] = False,
-    no_trials: Annotated[bool, typer.Option("--no-trials", help="try no other settings of TCP")] = False,
+    no_iperf3: Annotated[bool, typer.Option("--no-iperf3", help="do not use iperf3 of the hosts")] = False,
+    no_trials: Annotated[bool, typer.Option("--no-trials", help="do not try other TCP settings")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Goodput and round trip between all hosts: one TCP stream, four, and both directions at once.
+    """Measure goodput and round trip between all hosts: one TCP stream, four, and both directions at once.
 
-    By our own sender over plain TCP, beside iperf3 where both ends have it. Other congestion controls and buffers are
-    tried in turn with those that the hosts have, for one socket alone: what brings at least 5 % more is named, with the
-    command that sets it. Written to [links] of the fleet file, from which `doctor` repeats it.
+    Uses evener's own sender over plain TCP, and iperf3 if both ends have it. Other congestion controls and buffer sizes
+    are tried alternately with the current ones, for one socket only. A setting that gains at least 5 % is reported with
+    the command that sets it. Written to [links] of the fleet file, from which `doctor` repeats it.
     """
     import msgspec
 
@@ -72,7 +72,7 @@ def wire(
         if len(sessions) < 2:
             raise next(iter(errors.values()))
         seen = survey(known, sessions, errors, quick=True)
-        addresses = {name: way.address for name, way in seen.ways.items()}  # those that a run would use
+        addresses = {name: way.address for name, way in seen.ways.items()}  # as a run would use
         pairs = len(addresses) * (len(addresses) - 1) // 2
         estimate_s = wires.estimate_s(len(addresses), seconds=seconds, iperf3=not no_iperf3)
         estimate_s += 0.0 if no_trials else tuning.estimate_s(len(addresses))
@@ -85,9 +85,9 @@ def wire(
     links = found.links(better)
     if links:
         update_fleet(path, links=links)
-    met = {(finding.check, finding.host, finding.peer) for finding in found.findings}
+    reported = {(finding.check, finding.host, finding.peer) for finding in found.findings}
     elsewhere = [finding for finding in seen.errors if finding.check.startswith(("net.", "ssh."))]
-    findings = [finding for finding in elsewhere if (finding.check, finding.host, finding.peer) not in met]
+    findings = [finding for finding in elsewhere if (finding.check, finding.host, finding.peer) not in reported]
     findings += found.findings
     for source, target, gain in gains.still_there(links, seen.facts):
         findings.append(gains.finding(gain, source, target, "" if seen.facts[gain.host].is_root else "sudo "))
@@ -106,28 +106,28 @@ def wire(
 def collectives(
     fleet: FleetFile = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="processes a host [here 2; of a fleet its ranks]")
+        int | None, typer.Option(min=1, max=1024, help="processes per host [this machine 2; a fleet its ranks]")
     ] = None,
     op: Annotated[
         list[str] | None, typer.Option(help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all [all]")
     ] = None,
     min_size: Annotated[str, typer.Option(help="smallest buffer")] = "1KiB",
     max_size: Annotated[str, typer.Option(help="largest buffer")] = "256MiB",
-    factor: Annotated[int, typer.Option(min=2, max=1024, help="by which a size is larger than the one before")] = 4,
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="of the elements")] = "fp32",
-    in_place: Annotated[bool, typer.Option("--in-place", help="all_gather, reduce_scatter within one buffer")] = False,
+    factor: Annotated[int, typer.Option(min=2, max=1024, help="ratio of each size to the one before")] = 4,
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="type of the elements")] = "fp32",
+    in_place: Annotated[bool, typer.Option("--in-place", help="all_gather and reduce_scatter in one buffer")] = False,
     seconds: Annotated[
-        float, typer.Option(min=1, max=3600, help="for all together; sizes that do not fit are left out")
+        float, typer.Option(min=1, max=3600, help="for all collectives; sizes that do not fit are left out")
     ] = 120.0,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="where the buffers lie")] = "auto",
-    backend: Annotated[str, typer.Option(metavar="auto|gloo|nccl", help="auto: nccl with a GPU a rank")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="device of the buffers")] = "auto",
+    backend: Annotated[str, typer.Option(metavar="auto|gloo|nccl", help="auto: nccl if each rank has a GPU")] = "auto",
     as_json: AsJson = False,
 ) -> int:
-    """Collectives in nccl-tests' columns and formulas, checked, beside the raw wire of the same minute.
+    """Measure and check collectives with nccl-tests' columns and formulas, next to the raw link at the same time.
 
-    Right of its columns stand the share of the wire that a row reaches (busbw / wire) and its time, split: what the
-    wire takes for the bytes that the backend sends, the latency of the smallest message, the sum, and the rest, which
-    is negative where these overlap.
+    Additional columns on the right: the fraction of the link's rate that a row reaches (busbw / wire), and the parts of
+    its time: the link's time for the bytes that the backend sends, the latency of the smallest message, the reduction,
+    and the rest, which is negative if these overlap.
     """
     import msgspec
 
@@ -144,13 +144,13 @@ def collectives(
     world: World | None = None
     screen = console()
     columns = probe_figures.collectives_columns(screen)
-    say(f"the wire first, then collectives for at most {duration(spec.seconds)}")
-    with _told_of_collectives(spec, path, ranks) as (wire_Bps, news):
-        for item in news:
+    say(f"measuring the link, then collectives for at most {duration(spec.seconds)}")
+    with _told_of_collectives(spec, path, ranks) as (wire_Bps, messages):
+        for item in messages:
             if isinstance(item, World):
                 world = item
                 where = ", ".join(dict.fromkeys(world.hosts))
-                say(f"{world.ranks} ranks on {where}; wire {link_rate(wire_Bps)} each way, both ways at once")
+                say(f"{world.ranks} ranks on {where}; link {link_rate(wire_Bps)} each way, both directions at once")
             elif isinstance(item, Stopped):
                 stopped.append(item)
             else:
@@ -163,8 +163,8 @@ def collectives(
                 if as_json:
                     say(f"{item.collective} {report.size_name(item.size_bytes)}: {duration(item.time_s)}")
                 else:
-                    beside = report.judge(item, world, wire_Bps, report.least_of(rows, item.collective))
-                    screen.print(probe_figures.collectives_row(beside, columns), soft_wrap=True)
+                    judged_row = report.judge(item, world, wire_Bps, report.least_of(rows, item.collective))
+                    screen.print(probe_figures.collectives_row(judged_row, columns), soft_wrap=True)
     assert world is not None
     judged = report.judge_all(rows, world, wire_Bps)
     findings = report.findings(judged, world)
@@ -193,22 +193,22 @@ def collectives(
 @app.command(epilog="evener probe host --model char\nevener probe host --fleet fleet.toml --model gpt2")
 def host(
     fleet: FleetFile = None,
-    model: Annotated[str, typer.Option(help="model that is trained for it")] = "char",
+    model: Annotated[str, typer.Option(help="model to train")] = "char",
     seconds: Annotated[float, typer.Option(min=1, max=600, help="of sustained training; 10 show throttling")] = 12.0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto: processor and GPUs")] = "auto",
-    dtype: Annotated[str, typer.Option(metavar="auto|fp32|bf16|fp16", help="auto: as training chooses")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="auto|fp32|bf16|fp16", help="auto: as for training")] = "auto",
     one_by_one: Annotated[
-        bool, typer.Option("--one-by-one", help="hosts take turns: emulated ones share cores")
+        bool, typer.Option("--one-by-one", help="one host at a time, for emulated hosts that share cores")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Each device's arithmetic, memory and sum rates, what an all-reduce costs it, and how fast a model trains on it.
+    """Measure each device: arithmetic, memory and reduction rates, the cost of an all-reduce, and training throughput.
 
-    Of the model: tokens a second, sustained; what a pass takes apart from its tokens; the update. And what bounds it.
-    A processor is measured in one process, with the threads of all ranks that the host would have.
+    For the model: sustained tokens/s, the fixed time of a micro-batch, the optimizer update, and the bottleneck. A
+    processor is measured in one process, with the threads of all ranks that the host would have.
 
-    All hosts of a fleet at once, as they are machines of their own; --one-by-one where they are not. Written to [rates]
-    of the fleet file.
+    Measures all hosts of a fleet at the same time; use --one-by-one if they share a machine. Written to [rates] of the
+    fleet file.
     """
     import msgspec
 
@@ -229,8 +229,8 @@ def host(
     found: list[DeviceRates] = []
     rates: dict[str, dict[str, Rates]] = {}
     results = []
-    with _told_of_hosts(spec, path, one_by_one) as news:
-        for name, item in news:
+    with _told_of_hosts(spec, path, one_by_one) as messages:
+        for name, item in messages:
             if isinstance(item, Doing):
                 say(f"{name}: {item.text}")
                 continue
@@ -263,7 +263,7 @@ def host(
 def _told_of_collectives(
     spec: CollectiveSpec, path: str | None, ranks: int | None
 ) -> Iterator[tuple[float, Iterator[Told]]]:
-    """(β of the slowest link, what the ranks tell), on a fleet or here."""
+    """Run the collectives on a fleet or this machine; yield (β of the slowest link, messages of the ranks)."""
     import msgspec
 
     from evener.core.collective import Told
@@ -292,7 +292,7 @@ def _told_of_collectives(
 
 
 def _settled(spec: CollectiveSpec, places: Sequence[Place]) -> CollectiveSpec:
-    """One backend for all hosts. What Gloo moves lies in the processors' memory: a GPU's would only be copied there."""
+    """Choose one backend for all hosts. Gloo uses buffers in CPU memory: those of a GPU would only be copied there."""
     import msgspec
 
     from evener.core.errors import UsageError
@@ -311,7 +311,7 @@ def _settled(spec: CollectiveSpec, places: Sequence[Place]) -> CollectiveSpec:
 def _told_of_hosts(
     spec: DeviceRatesSpec, path: str | None, one_by_one: bool
 ) -> Iterator[Iterator[tuple[str, DeviceTold]]]:
-    """(host, what it tells), on a fleet or here."""
+    """Probe the devices of a fleet or this machine; yield an iterator of (host, message)."""
     import msgspec
 
     from evener.core.decoding import json_decoder
@@ -341,7 +341,7 @@ def _told_of_hosts(
 
 
 def _as_one_rank(place: Place) -> Place:
-    """The place with one rank, the probe's, that has the threads of all its ranks: the planner divides its rate."""
+    """Give the host one rank with the threads of all its ranks: the planner divides the rate."""
     import msgspec
 
     threads = place.host.threads and place.host.threads * (place.host.ranks or 1)
@@ -349,7 +349,7 @@ def _as_one_rank(place: Place) -> Place:
 
 
 def _prepared(known: Fleet, sessions: Sessions, errors: Mapping[str, HostError]) -> Prepared:
-    """Hosts that may take part; HostError or RunError where they may not."""
+    """Prepare the hosts for a probe; raise HostError or RunError if one cannot take part."""
     from evener.cli.fleets import tell_warnings
     from evener.launch.fleet import prepare
 
@@ -361,14 +361,14 @@ def _prepared(known: Fleet, sessions: Sessions, errors: Mapping[str, HostError])
 
 
 def _loopback_Bps() -> float:
-    """β of this machine's loopback, both directions at once."""
+    """Measure β of this machine's loopback, both directions at once."""
     from evener.core.fleet import Host
     from evener.hosts import wire as wires
     from evener.hosts.session import open_session
 
-    here = Host(address="local")
+    local = Host(address="local")
     with contextlib.ExitStack() as stack:
-        sessions = {name: stack.enter_context(contextlib.closing(open_session(name, here))) for name in ("one", "two")}
+        sessions = {name: stack.enter_context(contextlib.closing(open_session(name, local))) for name in ("one", "two")}
         return wires.ring_Bps(sessions, dict.fromkeys(sessions, "127.0.0.1"), list(sessions), seconds=1.0)
 
 
@@ -377,17 +377,17 @@ def _collective_spec(op: list[str] | None, sizes: tuple[int, ...], dtype: str, s
     from evener.core.collective import COLLECTIVES, CollectiveSpec
     from evener.core.errors import UsageError, did_you_mean
 
-    asked = [name.replace("-", "_") for name in op or COLLECTIVES]
-    for name in asked:
+    names = [name.replace("-", "_") for name in op or COLLECTIVES]
+    for name in names:
         if name not in COLLECTIVES:
             raise UsageError(f"--op {name}: no such collective", hint=did_you_mean(name, COLLECTIVES))
-    values = {"collectives": list(dict.fromkeys(asked)), "sizes": list(sizes), "dtype": dtype, "seconds": seconds,
+    values = {"collectives": list(dict.fromkeys(names)), "sizes": list(sizes), "dtype": dtype, "seconds": seconds,
               "in_place": in_place, "device": device, "backend": backend}  # fmt: skip
     return _converted(values, CollectiveSpec)
 
 
 def _converted(values: Mapping[str, object], kind: type[Spec]) -> Spec:
-    """A struct from flags; UsageError names the flag."""
+    """Convert flags to a struct; raise UsageError with the name of the wrong flag."""
     import msgspec
 
     from evener.core.decoding import from_tree
@@ -403,7 +403,7 @@ def _converted(values: Mapping[str, object], kind: type[Spec]) -> Spec:
 
 
 def _sizes(smallest: str, largest: str, factor: int) -> tuple[int, ...]:
-    """The sizes of a table, from the smallest, each `factor` times the one before.
+    """Return the buffer sizes from the smallest to the largest, each `factor` times the one before.
 
     >>> _sizes("1KiB", "64KiB", 4)
     (1024, 4096, 16384, 65536)
@@ -413,14 +413,14 @@ def _sizes(smallest: str, largest: str, factor: int) -> tuple[int, ...]:
     low, high = _bytes("--min-size", smallest), _bytes("--max-size", largest)
     if low > high:
         raise UsageError(f"--min-size {smallest}: greater than --max-size {largest}")
-    found = [low]
-    while found[-1] * factor <= high:
-        found.append(found[-1] * factor)
-    return tuple(found)
+    sizes = [low]
+    while sizes[-1] * factor <= high:
+        sizes.append(sizes[-1] * factor)
+    return tuple(sizes)
 
 
 def _bytes(flag: str, text: str) -> int:
-    """64MiB, 1KiB, 4096, 1MB.
+    """Parse a size in bytes: 64MiB, 1KiB, 4096, 1MB.
 
     >>> _bytes("--min-size", "64MiB"), _bytes("--min-size", "1MB"), _bytes("--min-size", "512")
     (67108864, 1000000, 512)

@@ -1,4 +1,4 @@
-"""How do the figures of `evener probe` look? In the columns that users of nccl-tests and iperf3 know."""
+"""Print the results of `evener probe`, in the columns of nccl-tests and iperf3."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from evener.plan.compute import Roofline
     from evener.report.collectives import Judged
 
-DISTURBED = 0.6  # of its threads' processors: less, and somebody else had them
-# nccl-tests' columns, and ours at their right: title, unit, characters of a line. The last four sum to the time.
+DISTURBED = 0.6  # CPUs used per thread; below this, other programs were using them
+# nccl-tests' columns, then ours: title, unit, width in characters. The last four sum to the time.
 COLUMNS = [
     ("size", "(B)", 11), ("count", "(elements)", 14), ("type", "", 10), ("redop", "", 8), ("root", "", 8),
     ("time", "(us)", 11), ("algbw", "(GB/s)", 8), ("busbw", "(GB/s)", 8), ("#wrong", "", 10), ("of wire", "", 8),
@@ -29,9 +29,9 @@ SPARE = ("count", "root", "redop", "type", "reduce", "latency", "rest", "wire")
 
 
 def wires(screen: Console, measured: Sequence[Wire]) -> None:
-    """A row for each direction."""
+    """Print a row for each direction of each link."""
     with_iperf3 = any(wire.iperf3_Bps is not None for wire in measured)
-    titles = ["from → to", "one stream", "p5", "4 streams", "both ways", "rtt p50", "p95", "sent again"]
+    titles = ["from → to", "one stream", "p5", "4 streams", "both ways", "rtt p50", "p95", "retransmits"]
     titles += ["iperf3"] if with_iperf3 else []
     rows = []
     for wire in measured:
@@ -47,25 +47,25 @@ def wires(screen: Console, measured: Sequence[Wire]) -> None:
             "not measured" if link.retransmits is None else str(link.retransmits),
         ]
         rows.append([*row, *([link_rate(wire.iperf3_Bps)] if with_iperf3 else [])])
-    spare = [title for title in ("p5", "p95", "iperf3", "sent again", "4 streams") if title in titles]
+    spare = [title for title in ("p5", "p95", "iperf3", "retransmits", "4 streams") if title in titles]
     table(screen, titles, rows, spare=spare)
 
 
 def collectives_columns(screen: Console) -> list[str]:
-    """Titles of the columns that fit there."""
+    """Return the titles of the columns that fit into the console."""
     titles = [title for title, _, _ in COLUMNS]
     return [titles[i] for i in fitting(titles, [wide for _, _, wide in COLUMNS], SPARE, width_of(screen))]
 
 
 def collectives_title(columns: Sequence[str]) -> list[str]:
-    """The two lines of nccl-tests' head."""
+    """Return the two header lines of nccl-tests."""
     shown = [column for column in COLUMNS if column[0] in columns]
     lines = ("".join(f"{column[i]:>{column[2]}}" for column in shown) for i in (0, 1))
     return [f"#{line[1:]}".rstrip() for line in lines]
 
 
 def collectives_row(judged: Judged, columns: Sequence[str]) -> str:
-    """One line."""
+    """Return one line of the table."""
     from evener.core.collective import NCCL_NAMES
 
     row, split = judged.row, judged.split
@@ -74,12 +74,12 @@ def collectives_row(judged: Judged, columns: Sequence[str]) -> str:
     rates = (f"{value / 1e9:.3f}" for value in (row.algbw_Bps, row.busbw_Bps))
     cells = [row.size_bytes, row.count, NCCL_NAMES[row.dtype], row.redop, row.root, time, *rates, row.num_wrong,
              f"{judged.share_of_wire:.3f}", *parts]  # fmt: skip
-    beside = zip(COLUMNS, cells, strict=True)
-    return "".join(f"{cell:>{wide}}" for (title, _, wide), cell in beside if title in columns)
+    columns_and_cells = zip(COLUMNS, cells, strict=True)
+    return "".join(f"{cell:>{wide}}" for (title, _, wide), cell in columns_and_cells if title in columns)
 
 
 def device(screen: Console, found: DeviceRates, roof: Roofline) -> None:
-    """The figures of one device, and what bounds it."""
+    """Print the measured rates of one device, and its bottleneck."""
     rates, sustained = found.rates, found.sustained
     large, model = sustained.large, rates.models[found.model]
     memory = f"{size(rates.memory_bytes)}, " if rates.memory_bytes else ""
@@ -108,11 +108,11 @@ def device(screen: Console, found: DeviceRates, roof: Roofline) -> None:
     table(screen, (f"{found.host} {found.device}", f"{rates.name}{threads}"), rows, text=True)
     say(screen, bound(found, roof))
     if found.device == "cpu" and sustained.last_third_cpus < DISTURBED * found.threads:
-        say(screen, "Other programs had much of the processor meanwhile: by itself it is faster.")
+        say(screen, "Other programs used much of the processor during the measurement: without them it is faster.")
 
 
 def all_reduce(rates: Rates) -> str:
-    """What an all-reduce takes of a processor, and what two ranks of one host reach between them.
+    """Return the rates of an all-reduce on one host: of a processor that does nothing else, and between two ranks.
 
     >>> from evener.core.fleet import Rates
     >>> all_reduce(Rates(sync_Bps=2.1e9, loopback_Bps=1.05e9))
@@ -127,29 +127,29 @@ def all_reduce(rates: Rates) -> str:
 
 
 def pass_time(model: ModelRate) -> str:
-    """The line through the passes of all sizes.
+    """Return the fitted time of a micro-batch: a constant, and a term proportional to its tokens.
 
     >>> from evener.core.fleet import ModelRate
     >>> pass_time(ModelRate(tokens_per_s=3200.0, pass_s=0.012)), pass_time(ModelRate(tokens_per_s=57.0))
-    ('12 ms, and a second for each 3.2k tokens', 'a second for each 57 tokens; what it takes besides: not measured')
+    ('12 ms, and a second for each 3.2k tokens', 'a second for each 57 tokens; fixed time: not measured')
     """
     tokens = f"a second for each {count(model.tokens_per_s)} tokens"
     if model.pass_s is None:
-        return f"{tokens}; what it takes besides: not measured"
+        return f"{tokens}; fixed time: not measured"
     return f"{seconds(model.pass_s)}, and {tokens}"
 
 
 def bound(found: DeviceRates, roof: Roofline) -> str:
-    """Arithmetic, memory or neither, in one sentence."""
+    """Return a sentence on the bottleneck of a device: arithmetic, memory or neither."""
     took_s = found.sustained.large.pass_p50_s
     by = roof.bound_by(took_s)
-    told = (
+    estimate = (
         f"Of {seconds(took_s)} for one pass of {found.model}, arithmetic at the measured rate would take "
         f"{seconds(roof.arithmetic_s)}, moving its data {seconds(roof.memory_s)} at most: "
     )
     if by != "overhead":
-        return f"{told}this device is bound by {by}."
+        return f"{estimate}this device is bound by {by}."
     why = "calls of many small operations"
     if found.device == "cpu" and found.threads > 1:
-        why += f", threads that wait for each other ({found.threads} here), or programs beside it"
-    return f"{told}neither bounds it. What remains is overhead: {why}."
+        why += f", threads that wait for each other ({found.threads} here), or other programs"
+    return f"{estimate}neither bounds it. What remains is overhead: {why}."

@@ -1,4 +1,4 @@
-"""evener report: what happened, and why; and how runs compare."""
+"""evener report: write the report of a run or a bench, and compare runs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def report(
     out: str | None = typer.Option(
         None,
         metavar="FILE",
-        help="of the page or picture [RUN/report.html; of several runs comparison.html here; .png]",
+        help="file for the page or picture [RUN/report.html; for several runs comparison.html; .png]",
     ),
     log: list[str] | None = typer.Option(
         None,
         metavar="LOGGER",
-        help="instead, tell tensorboard, wandb, trackio or mlflow what they have not heard of it",
+        help="instead, send tensorboard, wandb, trackio or mlflow the steps that they do not have",
     ),
     as_json: bool = typer.Option(False, "--json", help="the same as --format json"),
 ) -> int:
-    """Write report.html, one page that opens offline: how fast a run was, where its time went, and why.
+    """Write report.html, a page that opens offline: a run's throughput, where its time went, and why.
 
-    Prints the page's path, and beside it (on stderr) the explanation. Of the folder of a bench it makes a page that
-    compares its runs; of several runs one that sets their losses, steps and figures beside what differs between them.
+    Prints the page's path, and the explanation on stderr. For the folder of a bench the page compares its runs. For
+    several runs it compares their losses, steps and metrics, and lists the settings in which they differ.
     """
     from evener.cli import loggers
     from evener.core.errors import UsageError, did_you_mean
@@ -63,18 +63,18 @@ def report(
 
 
 def _runs_of(folder: Path) -> list[str]:
-    """The run directories of a bench."""
+    """Return the run directories of a bench."""
     from evener.report import benchpage, compare
 
     if benchpage.is_bench(folder):
-        named = [name for names in benchpage.read(folder).values() for name in names]
+        names_of_runs = [name for names in benchpage.read(folder).values() for name in names]
     else:
-        named = list(compare.read(folder).runs.values())
-    return [str(folder / name) for name in named]
+        names_of_runs = list(compare.read(folder).runs.values())
+    return [str(folder / name) for name in names_of_runs]
 
 
 def _one(run: str, out: str | None, kind: str) -> int:
-    """The page of a run, or of a bench."""
+    """Write and print the report of one run, or of a bench."""
     import json
 
     from evener.cli import fleets
@@ -86,49 +86,49 @@ def _one(run: str, out: str | None, kind: str) -> int:
     from evener.report.summary import as_result, summarize
 
     rundir = RunDir(run)
-    found: dict[str, Any]
+    result: dict[str, Any]
     if benchpage.is_bench(rundir.path):
         series = benchpage.summaries(rundir.path)
         explanation = [f"{corpus}: {explain_scaling(runs)}" for corpus, runs in series.items()]
-        found = {"series": {corpus: [as_result(summary) for summary in runs] for corpus, runs in series.items()}}
+        result = {"series": {corpus: [as_result(summary) for summary in runs] for corpus, runs in series.items()}}
     elif compare.is_comparison(rundir.path):
         compared = compare.read(rundir.path)
         runs = compare.summaries(rundir.path, compared)
         explanation = compare.explain(compared.kind, runs, compared.base)
-        found = {"runs": {label: as_result(one) for label, one in runs.items()}, "failed": compared.failed}
+        result = {"runs": {label: as_result(one) for label, one in runs.items()}, "failed": compared.failed}
     else:
         summary = summarize(rundir)
         explanation = explain_run(summary)
-        found = as_result(summary) | fleets.weights(rundir, find_plan(rundir))
+        result = as_result(summary) | fleets.weights(rundir, find_plan(rundir))
     page = write_page(rundir, None if out is None else Path(out))
     if kind == "json":
-        print(json.dumps(found | {"explanation": explanation, "page": str(page)}))
+        print(json.dumps(result | {"explanation": explanation, "page": str(page)}))
         return 0
     _explain(explanation)
-    if found.get("newer_checkpoint"):
+    if result.get("newer_checkpoint"):
         fleets.tell_weights(rundir, find_plan(rundir))
     print(page)
     return 0
 
 
 def _several(runs: list[str], out: str, kind: str) -> int:
-    """Runs beside each other; or one, as text or a picture."""
+    """Compare several runs; or report one run as text or a picture."""
     import json
 
     from evener.core.files import write_atomic
     from evener.report import beside
 
-    both = beside.beside(runs)
+    comparison = beside.beside(runs)
     if kind == "json":
-        print(json.dumps(beside.result(both)))
+        print(json.dumps(beside.result(comparison)))
     elif kind == "md":
-        print(beside.markdown(both), end="")
+        print(beside.markdown(comparison), end="")
     else:
         if kind == "html":
-            write_atomic(Path(out), beside.page(both, " · ".join(both.runs)).encode())
+            write_atomic(Path(out), beside.page(comparison, " · ".join(comparison.runs)).encode())
         else:
-            _draw(both, Path(out))
-        _explain(beside.explain(both))
+            _draw(comparison, Path(out))
+        _explain(beside.explain(comparison))
         print(out)
     return 0
 
@@ -141,7 +141,7 @@ def _draw(both: Beside, path: Path) -> None:
 
 
 def _explain(paragraphs: list[str]) -> None:
-    """What a person reads beside the path."""
+    """Print the explanation on stderr, next to the path on stdout."""
     from evener.cli.terminal import console, say
 
     screen = console(stderr=True)

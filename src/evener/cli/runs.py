@@ -1,4 +1,4 @@
-"""evener runs: what is running where, how did what has ended do, and what of it can go?"""
+"""evener runs: list runs with their state and results, and prune those that are worth nothing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ EXAMPLES = "evener runs\nevener runs gpt2 finished --sort best\nevener runs --pr
 def runs(
     words: list[str] | None = typer.Argument(
         None,
-        help="only runs that say this in name, model, data, state or hosts; a folder: look there [runs]",
+        help="only runs with this word in name, model, data, state or hosts; a folder: list its runs [runs]",
     ),
     sort: str = typer.Option("run", help="age, loss, best, tokens/s, size or another column; -loss: the highest first"),
     prune: bool = typer.Option(
-        False, "--prune", help="name the runs that failed or were stopped and left no weights, with their sizes"
+        False, "--prune", help="list the runs that failed or were stopped and left no weights, with their sizes"
     ),
     fewer_than: int | None = typer.Option(None, min=1, help="with --prune: also those that ended after fewer steps"),
-    older_than: float | None = typer.Option(None, min=0, help="with --prune: also those that are older"),
+    older_than: float | None = typer.Option(None, min=0, help="with --prune: also older runs"),
     yes: bool = typer.Option(False, "--yes", help="with --prune: remove them"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """List the runs made here, those of benches too, and ask their hosts how those that have not ended are doing.
+    """List the runs made here, those of benches too, and ask the hosts for the state of the runs that have not ended.
 
-    --prune removes no run that has finished, may be going on or belongs to a bench, and nothing that other hosts hold.
+    --prune removes no run that has finished, may still be running or belongs to a bench, and no files on other hosts.
     """
     import json
     from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ def runs(
     from evener.report import listing
 
     if not prune and (yes or fewer_than or older_than is not None):
-        raise UsageError("--yes, --fewer-than and --older-than are of --prune", hint="evener runs --prune")
+        raise UsageError("--yes, --fewer-than and --older-than need --prune", hint="evener runs --prune")
     folder, words = _where(words or [])
     listing.in_order([], sort)
     with ThreadPoolExecutor(max_workers=16) as pool:
@@ -67,18 +67,18 @@ def runs(
         say(screen, f"no runs in {folder}" + (f" with {' and '.join(words)}" if words else ""))
         return 0
     _show(screen, rows)
-    if away := [row.run for row in rows if row.newer_checkpoint]:
-        say(screen, f"weights that are not here come with: evener fetch {away[0]}")
+    if remote := [row.run for row in rows if row.newer_checkpoint]:
+        say(screen, f"to copy weights from a host: evener fetch {remote[0]}")
     return 0
 
 
 def _where(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """The folder to look in, and the words that are none."""
+    """Split the arguments into the folder to list and the words to filter by."""
     from evener.core.errors import UsageError
 
     folders = [word for word in words if "/" in word or Path(word).is_dir()]
     if len(folders) > 1:
-        raise UsageError(f"{folders[1]}: one folder at a time")
+        raise UsageError(f"{folders[1]}: expected one folder")
     folder = Path(folders[0] if folders else "runs")
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder", hint="evener train makes runs/")
@@ -86,7 +86,7 @@ def _where(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _show(screen: Console, rows: Sequence[Row]) -> None:
-    """The table."""
+    """Print the table of runs."""
     import time
 
     from evener.cli.terminal import table
@@ -124,7 +124,7 @@ def _show(screen: Console, rows: Sequence[Row]) -> None:
 
 
 def _steps(row: Row) -> str:
-    """Done, and of how many where it is not done."""
+    """Return the number of steps, or `done/requested` if fewer were done than requested."""
     if row.steps is None:
         return ""
     return str(row.steps) if row.asked_steps in (None, row.steps) else f"{row.steps}/{row.asked_steps}"
@@ -137,7 +137,7 @@ def _weights(row: Row) -> str:
 
 
 def _hosts(states: dict[str, str], of_run: str) -> str:
-    """Those whose state is not the run's by name; of the others at most three.
+    """List the hosts, or their number if more than three have the run's state; others with their own state.
 
     >>> _hosts({"attic": "running", "laptop": "lost"}, "running"), _hosts(dict.fromkeys("abcdef", "lost"), "lost")
     ('attic, laptop lost', '6 hosts')
@@ -147,11 +147,11 @@ def _hosts(states: dict[str, str], of_run: str) -> str:
     return ", ".join([f"{len(alike)} hosts"] * (len(alike) > 3) + alike * (len(alike) <= 3) + others)
 
 
-# --- what a run is like -----------------------------------------------------------------------------------------------
+# --- rows of the table ------------------------------------------------------------------------------------------------
 
 
 def _row(rundir: RunDir) -> Row:
-    """One run as the table shows it."""
+    """Load one row of the table from a run directory, its plan and, if it has not ended, its hosts."""
     from evener.cli import fleets
     from evener.core.plan import find_plan
     from evener.report.events import evaluations
@@ -173,7 +173,7 @@ def _row(rundir: RunDir) -> Row:
         row.begun, row.model = manifest.started, manifest.spec.model.model if manifest.shape else "own"
         row.data = manifest.corpus.name if manifest.corpus else None
         row.ranks, row.steps, train = manifest.world_size, summary.num_steps, manifest.spec.train
-        row.asked_steps = train.steps if train.max_s is None else None  # seconds were asked for
+        row.asked_steps = train.steps if train.max_s is None else None  # a time limit has no number of steps
         row.tokens_per_s, row.loss = summary.tokens_per_s, summary.last_loss
         losses = [val_loss for _, val_loss in evaluations(events)]
         if manifest.result and manifest.result.val_loss is not None:
@@ -192,19 +192,22 @@ def _row(rundir: RunDir) -> Row:
 
 
 def _asked(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
-    """How each host of a run is doing, which it is asked unless that is known; and so the run."""
+    """Return the state of each host of a run, asking the hosts unless all are known to have ended, and of the run."""
     from evener.core.errors import HostError
     from evener.launch import fleet as launcher
 
-    told = launcher.known_states(rundir, plan)
-    if any(state.get("state") != "ended" for state in told.values()):
-        asked = launcher.states(rundir, plan)
-        told = {name: {"state": "unreachable"} if isinstance(one, HostError) else one for name, one in asked.items()}
-        if not any(isinstance(one, HostError) for one in asked.values()):
+    states = launcher.known_states(rundir, plan)
+    if any(state.get("state") != "ended" for state in states.values()):
+        answers = launcher.states(rundir, plan)
+        states = {
+            name: {"state": "unreachable"} if isinstance(answer, HostError) else answer
+            for name, answer in answers.items()
+        }
+        if not any(isinstance(answer, HostError) for answer in answers.values()):
             launcher.catch_up(rundir, plan)
-    hosts = {name: _state(state) for name, state in told.items()}
+    hosts = {name: _state(state) for name, state in states.items()}
     worst = ["failed", "running", "unreachable", "lost"]
-    if plan.outlives_hosts:  # it goes on without a host that has left it, or failed
+    if plan.outlives_hosts:  # the run continues without a host that has left or failed
         worst = ["running", "finished", "stopped", *worst]
     values = list(hosts.values())
     return hosts, next((value for value in worst if value in values), values[0])
@@ -221,11 +224,11 @@ def _state(state: State) -> str:
     return str(state.get("state", "started"))
 
 
-# --- what can go ------------------------------------------------------------------------------------------------------
+# --- prune ------------------------------------------------------------------------------------------------------------
 
 
 def _prune(rows: Sequence[Row], fewer_than: int | None, older_than: float | None, yes: bool, as_json: bool) -> int:
-    """Name what can go, with its size; remove it if `yes`."""
+    """List the runs that can be pruned, with their sizes; remove them if `yes`."""
     import json
     import time
 
@@ -240,21 +243,21 @@ def _prune(rows: Sequence[Row], fewer_than: int | None, older_than: float | None
     def why(row: Row) -> str | None:
         return why_pruned(row, now, fewer_than=fewer_than, older_than_days=older_than)
 
-    gone = [row for row in rows if why(row) is not None and not pruned.is_kept(RunDir(row.run))]
+    prunable = [row for row in rows if why(row) is not None and not pruned.is_kept(RunDir(row.run))]
     if yes:
-        gone = [row for row in gone if why(_row(RunDir(row.run))) is not None]  # nobody has gone on with it meanwhile
-        for row in gone:
+        prunable = [row for row in prunable if why(_row(RunDir(row.run))) is not None]  # not resumed meanwhile
+        for row in prunable:
             pruned.remove(RunDir(row.run))
     if as_json:
-        print(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in gone],
+        print(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in prunable],
                           "removed": yes}))  # fmt: skip
         return 0
     screen = console()
-    if not gone:
-        nor = "" if fewer_than is None and older_than is None else ", nor one as was asked for"
-        say(screen, f"nothing to prune: none failed or was stopped and left no weights{nor}")
+    if not prunable:
+        others = "" if fewer_than is None and older_than is None else ", and none is as short or as old as given"
+        say(screen, f"nothing to prune: no run failed or was stopped without weights{others}")
         return 0
-    table(screen, ("run", "size", "why"), [(row.run, size(row.bytes), why(row) or "") for row in gone], text=True)
-    total = f"{plural(len(gone), 'run')}, {size(sum(row.bytes for row in gone))}"
+    table(screen, ("run", "size", "why"), [(row.run, size(row.bytes), why(row) or "") for row in prunable], text=True)
+    total = f"{plural(len(prunable), 'run')}, {size(sum(row.bytes for row in prunable))}"
     say(screen, f"removed: {total}" if yes else f"{total}; nothing is removed without --yes", style="bold")
     return 0

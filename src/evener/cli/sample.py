@@ -1,4 +1,4 @@
-"""evener sample: what does a trained model write?"""
+"""evener sample: generate text with a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ EXAMPLES = 'evener sample runs/mine --prompt "She has " --num-tokens 80'
 
 def sample(
     run: str = typer.Argument(..., help="run directory"),
-    prompt: str = typer.Option("\n", help="text to go on from [a new line]"),
-    num_tokens: int = typer.Option(200, min=1, max=100_000, help="tokens to write"),
-    temperature: float = typer.Option(0.8, min=0.0, help="0 takes the likeliest token every time"),
-    top_k: int | None = typer.Option(None, min=1, help="draw from the k likeliest tokens [all]"),
-    seed: int = typer.Option(1337, min=0, help="of the draws"),
+    prompt: str = typer.Option("\n", help="text to continue [a new line]"),
+    num_tokens: int = typer.Option(200, min=1, max=100_000, help="tokens to generate"),
+    temperature: float = typer.Option(0.8, min=0.0, help="0 always takes the likeliest token"),
+    top_k: int | None = typer.Option(None, min=1, help="sample from the k likeliest tokens [all]"),
+    seed: int = typer.Option(1337, min=0, help="random seed"),
     step: int | None = typer.Option(None, min=0, help="checkpoint [newest]"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Write text with a run's newest checkpoint."""
+    """Generate text with a run's newest checkpoint."""
     import json
     import sys
 
@@ -45,7 +45,7 @@ def sample(
 
 def written(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, temperature: float = 0.8,
             top_k: int | None = None, seed: int = 1337) -> Iterator[str]:  # fmt: skip
-    """What it has written after each token, from the prompt on; UsageError of a model that is not evener's own."""
+    """Yield the prompt and the text generated so far, after each token; UsageError if the model is not evener's."""
     import json
 
     import msgspec
@@ -56,7 +56,7 @@ def written(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, t
 
     manifest = rundir.manifest()
     if manifest.corpus is None or manifest.shape is None:
-        raise UsageError(f"{rundir}: not a model of evener's own", hint="load its weights.safetensors in your program")
+        raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
     tokenizer = tokenizer_of(rundir.path, manifest.corpus)
     ids = [int(token) for token in tokenizer.encode(prompt)]
     if not ids:

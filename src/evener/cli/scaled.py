@@ -1,4 +1,4 @@
-"""evener plan --scale: what would 1, 2, 4, … 4096 ranks give? Simulated, as a table and two pictures."""
+"""evener plan --scale: simulate the scaling efficiency of 1, 2, 4, … 4096 ranks, as a table and two pictures."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from evener.plan.question import Question
 
 LEGEND = (
-    "effic.: tokens/s of a rank against one rank alone. wait: of the mean rank for the slowest. fails, saves: how "
-    "often a node does, and how often saving loses least. with both: efficiency with failures and checkpoints."
+    "effic.: tokens/s of a rank compared with one rank alone. wait: mean wait of a rank for the slowest. fails: time "
+    "between node failures. saves: best checkpoint interval. with both: efficiency with failures and checkpoints."
 )
 
 
 def tell(asked: Question, counts: str, strong: bool, jitter: float | None, slow: str | None, mtbf_days: float | None,
          draw: str | None, as_json: bool) -> int:  # fmt: skip
-    """Simulate, draw and print; jitter in percent."""
+    """Simulate the scaling, draw and print it; `jitter` is in percent."""
     scenario = scenario_of(asked.job, asked.cluster, strong=strong, jitter=None if jitter is None else jitter / 100,
                            mtbf_days=mtbf_days)  # fmt: skip
     if slow is not None:
         scenario = with_slow(scenario, slow)
     points = scale(scenario, parse_counts(counts))
-    told = [*scenario.assumed, *asked.cluster.assumed]
+    assumptions = [*scenario.assumed, *asked.cluster.assumed]
     whole = larger(asked.job, len(asked.cluster.seats))
     if too_large := what_does_not_fit(as_trained(whole, asked.cluster), asked.cluster):
-        told.insert(0, f"more memory than there is: {too_large}")
+        assumptions.insert(0, f"more memory than there is: {too_large}")
     pictures = _draw(points, draw, asked.job.model) if draw is not None else []
     rule = sentences(nanogpt())
     if as_json:
         print(json.dumps({"points": [msgspec.to_builtins(point) | {"step_s": point.step_s} for point in points],
-                          "assumed": told, "rule_of_thumb": rule, "pictures": pictures}))  # fmt: skip
+                          "assumed": assumptions, "rule_of_thumb": rule, "pictures": pictures}))  # fmt: skip
         return 0
-    _print(asked, scenario, points, told, rule, pictures)
+    _print(asked, scenario, points, assumptions, rule, pictures)
     return 0
 
 
@@ -68,8 +68,8 @@ def _print(asked: Question, scenario: Scenario, points: list[Point], told: list[
     last, job = points[-1], asked.job
     share = "shared by all ranks" if scenario.kind == "strong" else "a rank"
     verdict = (
-        f"{plural(last.ranks, 'rank')} train {count(last.tokens_per_s)} tokens/s, {last.efficiency:.0%} of what as "
-        f"many single ones would; with failures {last.goodput:.0%}."
+        f"{plural(last.ranks, 'rank')} train {count(last.tokens_per_s)} tokens/s, {last.efficiency:.0%} of linear "
+        f"scaling; with failures {last.goodput:.0%}."
     )
     what = (
         f"{job.model}: {count(job.shape.num_params())} parameters, {size(scenario.gradient_bytes)} of gradients, "
@@ -81,7 +81,7 @@ def _print(asked: Question, scenario: Scenario, points: list[Point], told: list[
     table(screen, HEAD, rows(points), spare=("saves", "fails", "wait", "exposed"))
     say(screen, LEGEND, style="dim")
     screen.print()
-    say(screen, "beside it, a rule of thumb (80-90 % at 8 ranks, 60-70 % at 64):", style="dim")
+    say(screen, "for comparison, a rule of thumb (80-90 % at 8 ranks, 60-70 % at 64):", style="dim")
     for line in rule:
         say(screen, line, indent=2, style="dim")
     screen.print()

@@ -1,4 +1,4 @@
-"""evener setup: the same evener and torch on every host."""
+"""evener setup: install the same evener and torch on every host."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ EXAMPLES = "evener setup --fleet fleet.toml --with requirements.txt"
 
 def setup(
     fleet: str = typer.Option("fleet.toml", help="hosts to set up"),
-    hosts: list[str] | None = typer.Option(None, "--host", metavar="HOST", help="this host; may be given again [all]"),
+    hosts: list[str] | None = typer.Option(None, "--host", metavar="HOST", help="only this; may be given again [all]"),
     more: list[str] | None = typer.Option(
-        None, "--with", metavar="PACKAGE | FILE.txt", help="what your own scripts need besides; may be given again"
+        None, "--with", metavar="PACKAGE | FILE.txt", help="packages that your own scripts need; may be given again"
     ),
-    carry: bool = typer.Option(False, "--carry", help="send wheels from here, even where a host reaches a registry"),
+    carry: bool = typer.Option(False, "--carry", help="send wheels from here even to hosts that reach a registry"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Put this evener, and the torch that is installed here, on every host of the fleet.
+    """Install this evener, and the version of torch on this machine, on every host of the fleet.
 
     Each host gets a virtual environment in its working directory, with packages from the registry of its own pip, or
-    from this machine where it reaches none. What is there stays; a second run changes nothing. Exit status 1 when a
-    host could not be set up.
+    from this machine if it reaches none. Installed packages stay; a second run changes nothing. Exit status 1 if a host
+    could not be set up.
     """
     import json
     import sys
@@ -47,11 +47,11 @@ def setup(
         if name not in whole.hosts:
             raise UsageError(f"{fleet}: no host {name}", hint=did_you_mean(name, whole.hosts))
     chosen = {name: host for name, host in whole.hosts.items() if not hosts or name in hosts}
-    asked = msgspec.structs.replace(whole, hosts=chosen)
-    with connect(asked) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
+    selected = msgspec.structs.replace(whole, hosts=chosen)
+    with connect(selected) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
         results: dict[str, HostSetup | EvenerError] = {
             **unreachable,
-            **set_up(asked, sessions, tell, packages, carry=carry),
+            **set_up(selected, sessions, tell, packages, carry=carry),
         }
     done = [one for name in chosen if not isinstance(one := results[name], EvenerError)]
     errors = {name: error for name in chosen if isinstance(error := results[name], EvenerError)}
@@ -79,7 +79,7 @@ def setup(
 
 @contextmanager
 def _progress(names: list[str], *, quiet: bool) -> Iterator[Tell]:
-    """On a terminal a line a host that moves; elsewhere a line for each step. All on stderr."""
+    """Yield a progress callback: on a terminal a live line per host, else a line for each step; on stderr."""
     from evener.cli.terminal import console
 
     where = console(stderr=True, quiet=quiet)

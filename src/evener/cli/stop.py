@@ -1,4 +1,4 @@
-"""evener stop: end a run on all its hosts."""
+"""evener stop: stop a run on all its hosts, or end processes that earlier runs left behind."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def stop(
     run: str | None = typer.Argument(None, help="run directory, or a run's id"),
     stale: bool = typer.Option(False, "--stale", help="end what earlier runs left behind on the fleet's hosts"),
     fleet: str | None = typer.Option(None, help="fleet file, for --stale [fleet.toml]"),
-    now: bool = typer.Option(False, "--now", help="do not let the ranks finish their step and save"),
+    now: bool = typer.Option(False, "--now", help="stop at once, without finishing the step or saving"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """End a run, on all its hosts. evener's own worker finishes its step and saves; no process is left behind."""
+    """Stop a run on all its hosts. evener's own worker finishes its step and saves; no process is left behind."""
     from evener.core.errors import UsageError
 
     if stale and run is None:
@@ -48,15 +48,15 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     if not as_json:
         for name, one in ended.items():
             is_new = not isinstance(one, HostError) and one.get("stopped") and before[name].get("state") != "ended"
-            word = "ended" if is_new else "had ended already"
-            fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {word}")
+            status = "ended" if is_new else "had ended already"
+            fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {status}")
     try:
         carry.bring(rundir, plan, fleets.say)
     except EvenerError as error:
         fleets.say(f"warning: {error}")
     if as_json:
-        told = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
-        print(json.dumps({"run_dir": str(rundir), "hosts": told, **fleets.weights(rundir, plan)}))
+        answers = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
+        print(json.dumps({"run_dir": str(rundir), "hosts": answers, **fleets.weights(rundir, plan)}))
     else:
         fleets.tell_made(rundir, plan)
     return 1 if unreached else 0

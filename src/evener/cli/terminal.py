@@ -1,7 +1,7 @@
-"""How do lines and tables fit where they are read: in a terminal of any width, in a pipe, in a log?
+"""Print lines and tables that fit their output: a terminal of any width, a pipe, or a log.
 
-A terminal gets lines that end between words. A pipe gets every line whole, so that it can be searched, unless COLUMNS
-says how wide its reader is. Colours are rich's, which knows NO_COLOR, FORCE_COLOR and TERM=dumb.
+On a terminal lines are wrapped between words. In a pipe lines are not wrapped, so that they can be searched, unless
+COLUMNS sets a width. Colors come from rich, which respects NO_COLOR, FORCE_COLOR and TERM=dumb.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GAP = 2  # between columns
-LEAST_TEXT = 26  # columns; where less is left beside a row, its text stands below it
-BELOW = 4  # columns, by which the second line of a row is indented
-LONGEST = 100  # line of a sentence: the eye finds no way back from a longer one
-RULE = 80  # the longest one of a pipe
+LEAST_TEXT = 26  # columns; if less is left to the right of a row, its text goes below it
+BELOW = 4  # columns, indent of the second line of a row
+LONGEST = 100  # columns of prose: longer lines are hard to read
+RULE = 80  # columns of the rule below titles in a pipe, at most
 UNLIMITED = 10_000
 
 
 def console(*, stderr: bool = False, quiet: bool = False, markup: bool = False) -> Console:
-    """Prints what it is given: nothing in it is taken for a number, for a smiley or, unless asked, for markup."""
+    """Make a rich console that prints text verbatim: without highlighting, emoji or, by default, markup."""
     from rich.console import Console
 
-    dumb = os.environ.get("TERM", "") in ("dumb", "unknown")  # rich takes those for 80 columns, whatever they have
+    dumb = os.environ.get("TERM", "") in ("dumb", "unknown")  # rich assumes 80 columns for these
     size = shutil.get_terminal_size() if dumb else None
     return Console(
         stderr=stderr,
@@ -42,12 +42,12 @@ def console(*, stderr: bool = False, quiet: bool = False, markup: bool = False) 
 
 
 def width_of(where: Console) -> int | None:
-    """Columns of a line; None: as many as it likes."""
+    """Return the columns of a line; None: unlimited."""
     return where.width if where.is_terminal or os.environ.get("COLUMNS", "").isdigit() else None
 
 
 def say(where: Console, text: str, *, indent: int = 0, style: str | None = None) -> None:
-    """Print a sentence or more; of an item, which is indented, the lines after its first a little further."""
+    """Print wrapped text; with `indent`, the lines after the first are indented further."""
     width, margin = width_of(where), " " * indent
     first, *others = [text] if width is None else wrapped(text, min(width, LONGEST) - 2 * indent) or [""]
     for line in [first, *(margin + other for other in others)]:
@@ -55,7 +55,7 @@ def say(where: Console, text: str, *, indent: int = 0, style: str | None = None)
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of whole words; a word that is longer stays whole, too.
+    """Wrap text at spaces; a word longer than the width is not broken.
 
     >>> wrapped("end it: evener stop runs/a-long-name", 8)
     ['end it:', 'evener', 'stop', 'runs/a-long-name']
@@ -74,12 +74,11 @@ def table(
     bold: int | None = None,
     styles: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Print rows below titles. No cell is cut, none is broken.
+    """Print rows below titles. Cells are never truncated or broken.
 
-    left: columns aligned left, as the first is. text: the last column has as many lines as it needs, beside its row, or
-    below it where little room is left. spare: columns that are left out where all are too wide, the first one first;
-    if that is not enough, each row begins on a line of its own. bold: the number of a row. styles: of cells that say
-    this.
+    left_aligned: columns aligned left, like the first. wrap_last: wrap the last column, beside its row, or below it if
+    little room is left. droppable: columns to omit, in this order, while the table is too wide; if that is not enough,
+    the first cell gets its own line. bold_row: the number of a bold row. styles: the style of a cell by its text.
     """
     from rich.cells import cell_len
     from rich.text import Text
@@ -87,7 +86,7 @@ def table(
     width, grid = width_of(where), [titles, *rows]
     limit = width or UNLIMITED
     widths = [max(map(cell_len, column)) for column in zip(*grid, strict=True)]
-    with_gaps = [widths[0], *(GAP + one for one in widths[1:])]
+    with_gaps = [widths[0], *(GAP + cells for cells in widths[1:])]
     shown = fitting(titles[: len(titles) - text], with_gaps, spare, width)
     total = sum(with_gaps[i] for i in shown)
     room = limit - total - GAP
@@ -107,7 +106,7 @@ def table(
             line.append(" " * GAP + f"\n{'':{across + GAP}}".join(wrapped(row[-1], room)))
         line.rstrip()
         if text and not is_beside:
-            line.append("".join(f"\n{'':{BELOW}}{one}" for one in wrapped(row[-1], limit - BELOW)))
+            line.append("".join(f"\n{'':{BELOW}}{part}" for part in wrapped(row[-1], limit - BELOW)))
         where.print(line, soft_wrap=True)
         if number == 0:
             rule = across + is_beside * (GAP + min(room, widths[-1]))
@@ -116,7 +115,7 @@ def table(
 
 
 def fitting(titles: Sequence[str], widths: Sequence[int], spare: Sequence[str], width: int | None) -> list[int]:
-    """Numbers of the columns that stay where each takes so much of a line: the spare ones go, as many as it needs.
+    """Return the indices of the columns that fit: droppable ones are omitted in order while the line is too wide.
 
     >>> fitting(["size", "count", "time"], [8, 9, 8], ["count", "time"], 20)
     [0, 2]
@@ -129,6 +128,6 @@ def fitting(titles: Sequence[str], widths: Sequence[int], spare: Sequence[str], 
 
 
 def tell_spared(where: Console, titles: Sequence[str]) -> None:
-    """Name the columns that were left out."""
+    """Print the titles of the columns that were omitted."""
     if titles:
         say(where, f"not shown in {width_of(where)} columns: {', '.join(titles)}", style="dim")

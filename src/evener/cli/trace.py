@@ -1,4 +1,4 @@
-"""evener trace: when did what run?"""
+"""evener trace: write the timeline of a run's steps for trace viewers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ EXAMPLES = """
 evener trace runs/mine
 evener trace runs/mine --steps 100:110
 """
-MOST = 60  # steps where none are asked for: all of the last ones, and the hundredths before
+MOST = 60  # steps without --steps: all of the last ones, and every hundredth before
 
 
 def trace(
     run: str = typer.Argument(..., help="run directory"),
     steps: str | None = typer.Option(
-        None, "--steps", metavar="A:B", help="steps from A to before B, counted from 0 [the newest 60 recorded]"
+        None, "--steps", metavar="A:B", help="steps A up to, not including, B, counted from 0 [the newest 60 recorded]"
     ),
     out: str | None = typer.Option(None, "--out", metavar="FILE", help="where to write it [RUN/trace.json]"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Write a timeline of a run's steps that trace viewers open: what ran when, on every rank.
+    """Write a timeline of a run's steps for trace viewers: what ran when, on every rank.
 
-    Ranks record it of every 100th step and of the last 20 before a checkpoint or the end. Each rank is a process, with
-    its steps and their parts, groups of layers, and each bucket's exchange with its bytes and bandwidth; arrows lead
-    from the rank that came last to those that waited. The predicted step runs beside, and what torch's profiler
-    recorded where the run had --profile. Open it at https://ui.perfetto.dev, which reads it in the browser and sends
-    it nowhere.
+    Ranks record every 100th step and the last 20 before a checkpoint or the end. Each rank is a process with its steps,
+    their phases, groups of layers, and the all-reduce of each bucket with its bytes and bandwidth. Arrows lead from the
+    slowest rank to those that waited. The predicted step is shown below, and the trace of torch's profiler if the run
+    had --profile. Open it at https://ui.perfetto.dev, which reads the file in the browser and sends it nowhere.
     """
     import json
     from pathlib import Path
@@ -37,10 +36,10 @@ def trace(
     from evener.report.trace import told_error, write_trace
 
     rundir = RunDir(run)
-    wanted = None if steps is None else _steps(steps)
+    requested = None if steps is None else _steps(steps)
     profiles = read_profiles(rundir)
     profiled = {step for profile in profiles.values() for step in profile.joint.steps}
-    timeline = read_timeline(rundir, wanted, None if wanted else MOST, profiled)
+    timeline = read_timeline(rundir, requested, None if requested else MOST, profiled)
     path = Path(out) if out is not None else rundir.path / "trace.json"
     num_events = write_trace(rundir, timeline, path, profiles)
     missing = gaps(timeline.recorded, timeline.num_steps)
@@ -53,7 +52,7 @@ def trace(
     screen = console(stderr=True)
     say(screen, f"steps {told_ranges(timeline.shown)}")
     if timeline.shown != timeline.recorded:
-        say(screen, f"recorded are {told_ranges(timeline.recorded)}")
+        say(screen, f"recorded: {told_ranges(timeline.recorded)}")
     say(screen, f"not recorded: {told_ranges(missing) or 'none'}")
     names = rundir.manifest().roster
     for rank, error_s in timeline.error_s.items():
@@ -65,13 +64,13 @@ def trace(
 
 
 def _steps(text: str) -> range:
-    """`100:110`, or one step; UsageError else."""
+    """Parse `100:110` or a single step; raise UsageError for anything else."""
     from evener.core.errors import UsageError
 
     first, colon, last = text.partition(":")
     if not (first.isdecimal() and (last.isdecimal() or not colon)):
         raise UsageError(f"--steps {text}: expected A:B", hint="--steps 100:110, of steps counted from 0")
-    found = range(int(first), int(last) if colon else int(first) + 1)
-    if not found:
+    steps = range(int(first), int(last) if colon else int(first) + 1)
+    if not steps:
         raise UsageError(f"--steps {text}: there is no step from {first} to before {last}")
-    return found
+    return steps

@@ -19,15 +19,15 @@ EXAMPLES = (
 )
 
 SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML ([train] steps = 100); flags win over it")
-RESUME = typer.Option(None, "--resume", metavar="RUN", help="go on with this run from its newest checkpoint")
+RESUME = typer.Option(None, "--resume", metavar="RUN", help="resume this run from its newest checkpoint")
 FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="hosts to train on; local: this machine [fleet.toml if here]"
 )
-HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="of the fleet, these hosts alone [all]")
+HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="only these hosts of the fleet [all]")
 LOG = typer.Option(
-    None, "--log", metavar="LOGGER", help="tell tensorboard, wandb, trackio or mlflow of each step; may be given again"
+    None, "--log", metavar="LOGGER", help="log each step to tensorboard, wandb, trackio or mlflow; may be given again"
 )
-DETACH = typer.Option(False, "--detach", help="start it, and return")
+DETACH = typer.Option(False, "--detach", help="start the run, and return")
 DRY_RUN = typer.Option(False, "--dry-run", help="print the exact command and environment, and start nothing")
 AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
@@ -36,9 +36,10 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
           detach: bool, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
-    On this machine Ctrl-C finishes the step, saves and leaves; once more ends it at once. On a fleet, and with
-    --detach, the run goes on without this terminal; `evener stop` ends it. --resume goes on where it was: bit for bit
-    on one rank, and on several with shares that stay; with --shares auto, which follow their speed, within rounding.
+    On this machine Ctrl-C finishes the step, saves a checkpoint and exits; a second Ctrl-C ends the run at once. On a
+    fleet, and with --detach, the run goes on without this terminal; `evener stop` ends it. --resume continues from the
+    newest checkpoint. The result is bit for bit the same on one rank, and on several with fixed shares. With --shares
+    auto, where the shares follow the hosts' speed, it is the same within rounding.
     """
     import json
 
@@ -55,7 +56,7 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     check_token_ids(resolved.corpus)
     if resolved.resume is not None:
         where = "this machine" if chosen is None else ", ".join(chosen.hosts)
-        fleets.say(f"going on from step {resolved.resume.step} on {where}")
+        fleets.say(f"resuming from step {resolved.resume.step} on {where}")
     if chosen is None:
         status = _here(before, resolved, logged, detach, dry_run, as_json)
     else:
@@ -74,8 +75,9 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
 
 def _here(before: Plan | None, resolved: Resolved, logged: list[str], detach: bool, dry_run: bool,
           as_json: bool) -> int | None:  # fmt: skip
-    """Train on this machine alone; the exit status where there is nothing to tell of an end. `before` is the plan of a
-    run that is resumed.
+    """Train on this machine alone. Return the exit status if there is no result to report, else None.
+
+    `before` is the plan of a run that is resumed.
     """
     import msgspec
 
@@ -104,15 +106,16 @@ def _here(before: Plan | None, resolved: Resolved, logged: list[str], detach: bo
               follow.screen(resolved, plan, quiet=as_json) as observe):  # fmt: skip
             here.stay_with(rundir, plan, sessions, feeding(observe))
     if not rundir.is_run():
-        fleets.say("stopped before it began; nothing is left of it")
+        fleets.say("stopped before the first step; nothing was saved")
         return 130
     return None
 
 
 def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, logged: list[str], detach: bool, dry_run: bool,
               as_json: bool) -> int | None:  # fmt: skip
-    """Train on a fleet; the exit status where there is nothing to tell of an end. `before` is the plan of a run that is
-    resumed.
+    """Train on a fleet. Return the exit status if there is no result to report, else None.
+
+    `before` is the plan of a run that is resumed.
     """
     from evener.cli import fleet_run, fleets, follow, loggers
     from evener.core.errors import UsageError
@@ -121,11 +124,11 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, logged: lis
     from evener.launch.follow import follow as follow_run
 
     rundir = fleets.rundir_of(resolved)
-    there = find_plan(rundir)
-    if there is not None and not there.is_here and resolved.resume is None:
-        # Its hosts may know more of it than its directory.
+    existing = find_plan(rundir)
+    if existing is not None and not existing.is_here and resolved.resume is None:
+        # Its hosts may have newer records and checkpoints than its directory.
         raise UsageError(
-            f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
+            f"--out {rundir}: already contains a run", hint=f"evener train --resume {rundir}, or another --out"
         )
     with connect(fleet) as (sessions, errors):
         plan, trees, prepared = fleet_run.planned(fleet, sessions, errors, resolved, before)
@@ -150,7 +153,7 @@ def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, logged: lis
 
 
 def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | bool | None]) -> Resolved:
-    """What the user asked for, checked; a run that is resumed brings its own spec."""
+    """Build and check the spec from the TOML file and the flags; a resumed run starts from its own spec."""
     from pathlib import Path
 
     import msgspec
@@ -164,7 +167,7 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
     base = None
     if resume is not None:
         if spec_file is not None or "out" in texts:
-            raise UsageError("--resume: a run has its own spec and place", hint="leave out --out and the TOML file")
+            raise UsageError("--resume: the run has its own spec and directory", hint="without --out and the TOML file")
         base = msgspec.structs.replace(_spec_of(resume), out=resume)
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
     resolved = resolve(spec, resume=resume is not None)
@@ -172,7 +175,7 @@ def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | 
 
 
 def _spec_of(resume: str) -> RunSpec:
-    """The spec of a run that is resumed, whose records and newest checkpoint are brought home first."""
+    """Return the spec of a run that is resumed, after fetching its records and newest checkpoint."""
     from evener.cli import fleets
     from evener.core.errors import HostError, UsageError
     from evener.core.plan import find_plan
@@ -183,7 +186,7 @@ def _spec_of(resume: str) -> RunSpec:
     if plan is None:
         return rundir.manifest().spec
     if plan.spec is None:
-        raise UsageError(f"{resume}: a program of your own, which evener cannot go on with", hint="evener launch again")
+        raise UsageError(f"{resume}: a program of your own, which evener cannot resume", hint="evener launch again")
     from evener.launch import carry
     from evener.launch import fleet as launcher
 
@@ -196,7 +199,7 @@ def _spec_of(resume: str) -> RunSpec:
     try:
         carry.bring(rundir, plan, fleets.say)
     except HostError as error:
-        fleets.say(f"warning: {error}; going on from the newest checkpoint that is here")
+        fleets.say(f"warning: {error}; resuming from the newest checkpoint on this machine")
     return plan.spec
 
 

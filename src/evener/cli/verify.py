@@ -1,4 +1,4 @@
-"""evener verify: do the replicas agree, and does one machine alone come to what the fleet did?"""
+"""evener verify: check that the replicas of a run are equal, and replay its steps on one machine."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ EXAMPLES = "evener verify runs/mine\nevener verify runs/mine --replay 20"
 
 def verify(
     run: str = typer.Argument(..., help="run directory"),
-    other: str | None = typer.Argument(None, help="a second run, to compare their newest weights"),
-    tolerance: float = typer.Option(0.0, min=0.0, help="largest absolute difference that passes"),
-    replay: int | None = typer.Option(None, min=1, help="steps to take again, on this machine alone, and to compare"),
+    other: str | None = typer.Argument(None, help="a second run, to compare the newest weights of both"),
+    tolerance: float = typer.Option(0.0, min=0.0, help="largest absolute difference allowed"),
+    replay: int | None = typer.Option(None, min=1, help="number of steps to replay on this machine and compare"),
     from_step: int | None = typer.Option(
-        None, min=0, help="checkpoint to replay from; 0: the seed's weights [newest that so many recorded steps follow]"
+        None,
+        min=0,
+        help="checkpoint to replay from; 0: the initial weights [newest with enough recorded steps]",
     ),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Do the replicas of a run agree, to the bit or within what tolerance, and where not?
+    """Check whether the replicas of a run agree bit for bit or within a tolerance, and show where they differ.
 
-    Compares the hashes that every rank took of its own weights with each other and with the stored weights; and whole
-    states where ranks left them. With a second run: the newest weights of both.
-    With --replay: takes steps again from a checkpoint, in one process here, and compares their losses and gradient
-    norms with what the ranks recorded; where they differ, says whether data, weights or the reduction were wrong. The
-    run directory is not changed.
-    Exit status 1 when they differ by more than the tolerance.
+    Compares the hashes that all ranks took of their weights with each other and with the saved weights, and the whole
+    states if ranks saved them. With a second run: compares the newest weights of both.
+    With --replay: repeats steps from a checkpoint in one process on this machine, and compares losses and gradient
+    norms with those that the ranks recorded. If they differ, says whether data, weights or the reduction were wrong.
+    The run directory is not changed.
+    Exit status 1 if they differ by more than the tolerance.
     """
     import json
 
@@ -47,21 +49,21 @@ def verify(
             raise UsageError("--replay: compares a run with itself, within what its arithmetic allows")
         return _replay(run, replay, from_step, as_json)
     if from_step is not None:
-        raise UsageError("--from-step: of what is replayed", hint=f"evener verify {run} --replay 20 --from-step N")
-    found = json.loads(list(lines_of("evener.worker.compare", run, *([other] if other else [])))[-1])
-    largest = found["largest_difference"]
-    passes = found["agree"] or (largest is not None and largest <= tolerance)
+        raise UsageError("--from-step: only with --replay", hint=f"evener verify {run} --replay 20 --from-step N")
+    comparison = json.loads(list(lines_of("evener.worker.compare", run, *([other] if other else [])))[-1])
+    largest = comparison["largest_difference"]
+    passes = comparison["agree"] or (largest is not None and largest <= tolerance)
     if as_json:
-        print(json.dumps(found | {"passes": passes}))
+        print(json.dumps(comparison | {"passes": passes}))
     else:
-        for check in found["checks"]:
+        for check in comparison["checks"]:
             print(f"{_word(check):>24}  {check['what']} ({check['tensors']} tensors)")
-        print(_verdict(found["agree"], largest, passes))
+        print(_verdict(comparison["agree"], largest, passes))
     return 0 if passes else 1
 
 
 def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> int:
-    """Take steps of a run again and say what follows."""
+    """Replay steps of a run, compare them with its records, and print the verdict; return the exit status."""
     import json
     import math
 
@@ -77,41 +79,41 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
     from pathlib import Path  # isort: skip
 
     rundir = RunDir(run)
-    asked, was = replayable(rundir, num_steps, from_step), rundir.manifest().corpus
+    job, was = replayable(rundir, num_steps, from_step), rundir.manifest().corpus
     assert was is not None
     is_sampled = was.content_hash.startswith("sampled-")
-    corpus_changed = hash_content(Path(asked.corpus.path), sampled=is_sampled) != was.content_hash
+    corpus_changed = hash_content(Path(job.corpus.path), sampled=is_sampled) != was.content_hash
     names = ("first", "num_steps", "dtype", "micro_batch", "spec", "corpus", "shape")
-    request = {"run_dir": run} | {name: getattr(asked, name) for name in names}
-    begun: dict[str, Any] = {}
+    request = {"run_dir": run} | {name: getattr(job, name) for name in names}
+    header: dict[str, Any] = {}
     replayed: list[Point] = []
     for line in lines_of("evener.worker.replay", msgspec.json.encode(request).decode()):
-        told = json.loads(line)
-        if not begun:
-            begun = told
+        message = json.loads(line)
+        if not header:
+            header = message
             continue
-        record = next(iter(asked.records.values()))[len(replayed)]
-        if not math.isclose(told["lr"], record.lr, rel_tol=1e-9):
+        record = next(iter(job.records.values()))[len(replayed)]
+        if not math.isclose(message["lr"], record.lr, rel_tol=1e-9):
             raise UsageError(
                 f"{run} cannot be replayed: step {record.step + 1} had a learning rate of {record.lr:g}, and with the "
-                f"flags of its newest start it is {told['lr']:g}",
+                f"flags of its newest start it is {message['lr']:g}",
                 hint="a step after that start can be: --from-step",
             )
-        replayed.append(Point(step=told["step"], loss=told["loss"], norm=told["grad_norm"]))
+        replayed.append(Point(step=message["step"], loss=message["loss"], norm=message["grad_norm"]))
     recorded = {rank: [Point(step=one.step, loss=one.loss, norm=one.grad_norm) for one in records]
-                for rank, records in asked.records.items()}  # fmt: skip
-    tolerance = tolerance_of(asked.dtypes, asked.syncs)
-    verdict = judge_ranks(recorded, replayed, tolerance, clips=asked.spec.train.clip > 0,
-                          corpus_changed=corpus_changed, unlike=begun["unlike"])  # fmt: skip
+                for rank, records in job.records.items()}  # fmt: skip
+    tolerance = tolerance_of(job.dtypes, job.syncs)
+    verdict = judge_ranks(recorded, replayed, tolerance, clips=job.spec.train.clip > 0,
+                          corpus_changed=corpus_changed, unlike=header["unlike"])  # fmt: skip
     if as_json:
         steps = [{"step": ours.step, "loss": ours.loss, "grad_norm": ours.norm, "recorded_loss": theirs.loss,
                   "recorded_grad_norm": theirs.norm}
                  for ours, theirs in zip(replayed, next(iter(recorded.values())), strict=False)]  # fmt: skip
-        print(json.dumps({"run_dir": run, "first_step": asked.first, "device": begun["device"], "dtype": asked.dtype,
+        print(json.dumps({"run_dir": run, "first_step": job.first, "device": header["device"], "dtype": job.dtype,
                           "passes": verdict.agrees, "verdict": msgspec.to_builtins(verdict),
                           "tolerance": msgspec.to_builtins(tolerance), "steps": steps}))  # fmt: skip
     else:
-        _tell(asked, begun["device"], verdict, tolerance)
+        _tell(job, header["device"], verdict, tolerance)
     return 0 if verdict.agrees else 1
 
 
@@ -126,8 +128,8 @@ def _tell(asked: Replayable, device: str, verdict: Verdict, tolerance: Tolerance
               f"{verdict.largest_norm:.1e} ({allowed}): {tolerance.why}")  # fmt: skip
     print(f"{'agree' if verdict.agrees else 'DIFFER'}: {verdict.sentence}")
     if not verdict.agrees and asked.resumed is not None:
-        print(f"the run was resumed at step {asked.resumed}: if with other flags, these steps were taken with those "
-              "before")  # fmt: skip
+        print(f"the run was resumed at step {asked.resumed}: if its flags were changed then, these steps were "
+              "taken with the earlier ones")  # fmt: skip
 
 
 def _word(check: dict[str, Any]) -> str:

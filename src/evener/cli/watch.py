@@ -1,4 +1,4 @@
-"""evener watch: one page that shows runs as they go on."""
+"""evener watch: serve a live page of runs, or show them in the terminal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ evener watch --terminal runs/mine
 
 def watch(
     run: list[str] | None = typer.Argument(None, help="run directories, or runs' ids [all in runs/]"),
-    host: str = typer.Option("127.0.0.1", metavar="ADDRESS", help="listen on this address: others can then connect"),
-    terminal: bool = typer.Option(False, "--terminal", help="show them here, and not in a browser"),
-    port: int | None = typer.Option(None, min=1, max=65535, help="listen on this port [7447, or a free one]"),
+    host: str = typer.Option("127.0.0.1", metavar="ADDRESS", help="listen on this address, so that others can connect"),
+    terminal: bool = typer.Option(False, "--terminal", help="show the runs in the terminal instead of a browser"),
+    port: int | None = typer.Option(None, min=1, max=65535, help="port to listen on [7447, or a free one]"),
 ) -> int:
-    """Show runs in a browser while they go on: curves, where each step's time goes, what happens, and whether it is
-    well. Ctrl-C ends the page and leaves the runs alone.
+    """Show runs in a browser while they go on: curves, where each step's time goes, events, and health. Ctrl-C ends the
+    page, and the runs go on.
 
-    The address that is printed holds a token, without which nothing is answered. With --host others who have it see the
-    runs and can stop them; it travels unencrypted, so keep to a network that you trust.
+    The printed address contains a token that every request needs. With --host, others who have the address see the runs
+    and can stop them. It is sent unencrypted, so use only a network that you trust.
     """
     from evener.cli import watching
     from evener.cli.fleets import say

@@ -1,6 +1,4 @@
-"""What do `watch`'s page and screen have in common? Which runs there are, what can be done to them, and that records of
-those on other hosts come home.
-"""
+"""Shared by the page and the terminal view of `watch`: find runs, control them, and fetch records from their hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ FOLDER = "runs"
 
 
 def finder(names: Sequence[str]) -> Callable[[], list[Path]]:
-    """Says which runs are watched: those named, which must be there; without names all that were made here."""
+    """Return a function that lists the runs to watch: the named ones, which must exist, or else all in runs/."""
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
 
@@ -38,27 +36,27 @@ def finder(names: Sequence[str]) -> Callable[[], list[Path]]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Directories of runs in a folder, those of benches too."""
+    """Return the run directories in a folder, those of benches too."""
     return sorted({path.parent for depth in ("*", "*/*") for name in ("manifest.json", "plan.json")
                    for path in folder.glob(f"{depth}/{name}")})  # fmt: skip
 
 
 def names_of(host: str) -> list[str]:
-    """By which names a browser may ask for what listens there."""
+    """Return the host names that requests may use for a server that listens on `host`."""
     import socket
 
     import psutil
 
     if host not in ("0.0.0.0", "::"):  # noqa: S104
         return [host]
-    addresses = [one.address for of_interface in psutil.net_if_addrs().values() for one in of_interface
-                 if one.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+    addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
+                 if entry.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
     return [socket.gethostname(), *(address.partition("%")[0] for address in addresses)]
 
 
 def tell_shared(port: int) -> None:
-    """What --host means."""
-    say("warning: whoever has the address below can see these runs and stop them; it travels unencrypted, so whoever "
+    """Print what --host exposes, and the ssh tunnel that avoids it."""
+    say("warning: anyone with the address below can see and stop these runs; it is sent unencrypted, so anyone who "
         f"can listen on that network has it too\nhint:  without --host, on another machine: ssh -L {port}:127.0.0.1:"
         f"{port} THIS-MACHINE, and open the address there")  # fmt: skip
 
@@ -69,7 +67,7 @@ SCREEN_EVERY_S, LINES_EVERY_S = 0.5, 5.0
 
 
 def on_screen(find: Callable[[], Sequence[Path]]) -> int:
-    """Show runs here until Ctrl-C; in a pipe a line of each now and then, until all are over."""
+    """Show runs in the terminal until Ctrl-C; in a pipe print a line per run when it changes, until all have ended."""
     import time
 
     from rich.live import Live
@@ -83,14 +81,14 @@ def on_screen(find: Callable[[], Sequence[Path]]) -> int:
     with followers() as follow, contextlib.suppress(KeyboardInterrupt):
         hub = Hub(find, on_new=follow)
         if not where.is_interactive:
-            told: dict[str, str] = {}
+            printed: dict[str, str] = {}
             while True:
                 while hub.look(shown):
                     pass
                 now = time.time()
                 for key, reader in hub.readers.items():
-                    if told.get(key) != (text := screen.line(key, reader, now)):
-                        told[key] = text
+                    if printed.get(key) != (text := screen.line(key, reader, now)):
+                        printed[key] = text
                         print(text, flush=True)
                 if all(health(reader, now).is_over for reader in hub.readers.values()):
                     return 0
@@ -103,17 +101,17 @@ def on_screen(find: Callable[[], Sequence[Path]]) -> int:
     return 0
 
 
-# --- what can be done -------------------------------------------------------------------------------------------------
+# --- actions ----------------------------------------------------------------------------------------------------------
 
 
 def can_ask(reader: Reader) -> bool:
-    """Was it started by evener, and has it not ended?"""
+    """Return whether the run was started by evener and has not ended."""
     manifest = reader.manifest
     return reader.plan is not None and (manifest is None or manifest.verdict == "running")
 
 
 def stop(reader: Reader) -> str:
-    """Let its ranks finish their step, save and leave, as `evener stop` does."""
+    """Stop the run as `evener stop` does: its ranks finish their step, save and exit."""
     from evener.core.errors import HostError
     from evener.core.plan import read_plan
     from evener.launch import fleet as launcher
@@ -125,49 +123,49 @@ def stop(reader: Reader) -> str:
     if errors:
         raise errors[0]
     launcher.conclude(reader.rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)})
-    return "it has ended"
+    return "the run has ended"
 
 
 def save(reader: Reader) -> str:
-    """Ask for a checkpoint now."""
+    """Request a checkpoint now."""
     from evener.core.plan import read_plan
     from evener.launch import fleet as launcher
 
     launcher.save(reader.rundir, read_plan(reader.rundir))
-    return f"asked after {reader.curves.done:,} steps: the event says when it is saved"
+    return f"requested after {reader.curves.done:,} steps: an event reports when it is saved"
 
 
 SAMPLE_TOKENS = 120
 
 
 def can_sample(reader: Reader) -> bool:
-    """Is it a model of evener's own, of which a checkpoint is here?"""
+    """Return whether the run trains one of evener's models and has a local checkpoint."""
     manifest = reader.manifest
     has_model = manifest is not None and manifest.corpus is not None and manifest.shape is not None
     return has_model and bool(reader.rundir.checkpoint_steps())
 
 
 def sample(reader: Reader) -> str:
-    """Let its newest checkpoint write something: here, and not on the run's hosts. The same draws each time."""
+    """Generate text with the newest checkpoint, on this machine rather than the run's hosts; always the same seed."""
     from evener.cli.sample import written
 
     folder = reader.rundir.whole_checkpoint(None)
     *_, text = written(reader.rundir, folder, "\n", SAMPLE_TOKENS)
     step = int(folder.name.rpartition("-")[2])
     reader.samples[step] = text.strip()
-    return f"written after step {step:,}; it writes again after each checkpoint"
+    return f"written after step {step:,}; new text can be generated after each checkpoint"
 
 
-# --- records that come home -------------------------------------------------------------------------------------------
+# --- records from other hosts -----------------------------------------------------------------------------------------
 
 
-class _Over(Exception):  # noqa: N818  # no error: nobody follows any more
+class _Over(Exception):  # noqa: N818  # not an error: following was cancelled
     """The page was closed."""
 
 
 @contextlib.contextmanager
 def followers() -> Iterator[Callable[[Reader], None]]:
-    """Follow each run that is given and goes on without this program: as `evener logs -f` does, a thread each."""
+    """Yield a function that follows a detached run in a thread of its own, as `evener logs -f` does."""
     closing, threads = threading.Event(), list[threading.Thread]()
 
     def begin(reader: Reader) -> None:
@@ -185,7 +183,7 @@ def followers() -> Iterator[Callable[[Reader], None]]:
 
 
 def _is_to_be_followed(rundir: RunDir) -> bool:
-    """Does it go on, and not with the terminal that started it, which follows it?"""
+    """Return whether the run goes on without the terminal that started it, which would follow it."""
     from evener.core.errors import EvenerError
     from evener.core.plan import find_plan
     from evener.launch.fleet import known_states
@@ -200,7 +198,7 @@ def _is_to_be_followed(rundir: RunDir) -> bool:
 
 
 def _follow(rundir: RunDir, closing: threading.Event) -> None:
-    """To its end, or until the page is closed. How it failed stands in the events, and in the page with them."""
+    """Follow a run to its end or until the page is closed. Errors are recorded as events, which the page shows."""
     from evener.core.errors import EvenerError
     from evener.core.plan import read_plan
     from evener.launch.follow import follow
